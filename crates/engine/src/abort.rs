@@ -1,7 +1,7 @@
-//! How a migration is taken down: once, with the first reason, waking everybody.
+//! The alarm that takes a migration down: once, with the first reason, waking all threads.
 //!
-//! Threads of a migration block in sockets, queues and the window. Whoever fails first raises the alarm here; the
-//! closures registered by the others then close what they block in, so that every thread ends by itself and is joined.
+//! Threads of a migration block in sockets, queues and the window. The first thread that fails raises the alarm. The closures that the
+//! others have registered then close what they block in, so that every thread ends by itself and is joined.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -42,13 +42,13 @@ impl fmt::Debug for Abort {
 
 impl Abort {
     /// Takes the migration down because of `reason`. Only the first reason counts: those that follow are echoes.
-    /// Says whether this was the first.
+    /// Returns whether this was the first.
     pub fn raise(&self, reason: impl fmt::Display) -> bool {
         self.take_down(reason.to_string(), false)
     }
 
-    /// As [`Abort::raise`], where all that is known is that a connection broke: the peer may have said, or may be about to
-    /// say on another connection, why.
+    /// As [`Abort::raise`], where all that is known is that a connection broke: the peer's message with the reason may be under way
+    /// on another connection.
     pub fn lost(&self, reason: impl fmt::Display) -> bool {
         self.take_down(reason.to_string(), true)
     }
@@ -60,40 +60,39 @@ impl Abort {
         }
         (state.reason, state.lost) = (Some(reason), lost);
         let called = state.wakers.wake_and_take();
-        // What they have captured is dropped without the lock.
+        // The closures' captures are dropped without the lock.
         drop(state);
         drop(called);
         true
     }
 
-    /// Whether the first reason was a broken connection.
+    /// Returns whether the first reason was a broken connection.
     pub fn was_lost(&self) -> bool {
         self.state().lost
     }
 
-    /// The migration has come to its end and its connections are closed on purpose: what threads report from now on is
-    /// no failure.
+    /// Ends the migration, whose connections are now closed on purpose: later reports of threads are no failures.
     pub fn finish(&self) {
         let mut state = self.state();
         state.over = true;
         let called = state.wakers.wake_and_take();
-        // What they have captured is dropped without the lock.
+        // The closures' captures are dropped without the lock.
         drop(state);
         drop(called);
     }
 
-    /// The first reason, once there is one.
+    /// Returns the first reason, once there is one.
     pub fn reason(&self) -> Option<String> {
         self.state().reason.clone()
     }
 
-    /// Whether the migration is being taken down or has ended.
+    /// Returns whether the migration is being taken down or has ended.
     pub fn is_over(&self) -> bool {
         self.state().has_ended()
     }
 
-    /// Registers what must be closed when the migration ends: at once, if that has happened. It stays registered until then, so this is for
-    /// what lives as long as the migration. `wake` must not block and must not call back.
+    /// Calls `wake` when the migration ends, or at once if it has ended. `wake` stays registered until then, so it is for resources that
+    /// live as long as the migration. It must not block and must not call back.
     pub fn on_end(&self, wake: impl Fn() + Send + 'static) {
         let mut state = self.state();
         if state.has_ended() {
@@ -103,7 +102,7 @@ impl Abort {
         }
     }
 
-    /// As [`Abort::on_end`], as long as the returned value is held: for connections that come and go while the migration lasts.
+    /// As [`Abort::on_end`], as long as the returned value is held: for connections that open and close while the migration lasts.
     pub fn on_end_while_held(&self, wake: impl Fn() + Send + 'static) -> Registration {
         let mut state = self.state();
         if state.has_ended() {
@@ -127,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_reason_stays_and_everybody_is_woken_once_by_it() {
+    fn the_first_reason_stays_and_every_closure_is_called_once() {
         let woken = Arc::new(AtomicU32::new(0));
         let abort = Abort::default();
         let counter = Arc::clone(&woken);
@@ -143,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn who_registers_late_is_woken_at_once() {
+    fn a_closure_that_is_registered_late_is_called_at_once() {
         let abort = Abort::default();
         abort.raise("over");
         let woken = Arc::new(AtomicU32::new(0));
@@ -155,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn after_the_end_nothing_is_a_failure_any_more() {
+    fn after_the_end_nothing_counts_as_a_failure() {
         let abort = Abort::default();
         abort.finish();
         assert!(!abort.raise("connection closed"));
@@ -163,7 +162,7 @@ mod tests {
         assert!(abort.is_over());
     }
     #[test]
-    fn what_was_called_or_is_not_held_any_more_is_let_go_of() {
+    fn closures_that_were_called_or_are_not_held_any_more_are_dropped() {
         let held = Arc::new(());
         let holding = || {
             let held = Arc::clone(&held);
@@ -178,7 +177,7 @@ mod tests {
         let last = abort.on_end_while_held(holding());
         abort.raise("over");
         abort.on_end(holding());
-        assert_eq!(Arc::strong_count(&held), 1, "nothing of it is called twice");
+        assert_eq!(Arc::strong_count(&held), 1, "no closure is kept");
         drop(last);
     }
 

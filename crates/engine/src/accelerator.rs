@@ -1,4 +1,4 @@
-//! A guest's RAM as accelerators see it, for one migration.
+//! A guest's RAM as accelerators use it, for one migration.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -11,33 +11,33 @@ use sterna_memory::ram::GuestRam;
 use sterna_offload::{Channel, Guest, Maker, Nanos, Offload, Operation, Region, RegionBusy};
 use sterna_wire::packet::{Run, RunKind};
 
-/// How long work that nobody waits for any more may take to leave a guest's RAM at the end.
+/// How long abandoned work may still use a guest's RAM at the end.
 const LEAVING: Duration = Duration::from_secs(2);
 
-/// An accelerator that a migration uses, with the guest's RAM shown to it.
+/// An accelerator that a migration uses, with the guest's RAM registered for it.
 #[derive(Clone, Debug)]
 pub struct Accelerator {
     offload: Arc<Offload>,
     ram: GuestRam,
-    /// By block; none of those that lie in another process.
+    /// By block; none for a block that lies in another process.
     regions: Arc<[Option<Arc<Region>>]>,
-    /// As offload knows it.
+    /// The guest's identity and share in offload.
     guest: Arc<Guest>,
-    hearsay: Arc<Hearsay>,
+    unverified: Arc<UnverifiedZeroPages>,
 }
 
-/// What devices have said of a guest and nobody has looked at, so that it may turn out wrong.
+/// Pages of a guest that devices have called zero and the CPU has not verified.
 #[derive(Debug)]
-struct Hearsay {
+struct UnverifiedZeroPages {
     /// By block: pages that a device called zero.
     zero: Vec<AtomicPageBitmap>,
-    /// Wrong results of the process before this guest.
+    /// How many wrong results of devices were found in this process before this guest.
     refuted_before: u64,
     doubts: Mutex<Vec<Doubt>>,
 }
 
-/// A page that a device called zero and the CPU then saw not to be: the guest has written it in between, and its dirty log will say so,
-/// or the device has erred.
+/// A page that a device called zero and the CPU then found not to be zero. Either the guest has written it in between, and the dirty log
+/// will name it, or the device has erred.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Doubt {
     pub(crate) block: u16,
@@ -45,65 +45,66 @@ pub(crate) struct Doubt {
     pub(crate) maker: Maker,
 }
 
-/// Doubts that wait for the dirty log. One that is not excused is enough, so more need not be kept.
-const MOST_DOUBTS: usize = 1024;
+/// Maximum number of doubts that wait for the dirty log. A single page that the log does not name convicts the device, so more need not be
+/// kept.
+const MAX_DOUBTS: usize = 1024;
 
 impl Accelerator {
-    /// `offload` for the guest whose RAM is `ram`, and which has `weight` beside the others of the process; none where the CPU would do
-    /// all of the work.
+    /// Makes `offload` usable for the guest whose RAM is `ram`, with `weight` beside the other guests of the process. Returns none where
+    /// the CPU would do all of the work.
     pub fn new(offload: &Arc<Offload>, ram: &GuestRam, weight: u32) -> Option<Self> {
         let does = |operation| offload.accelerates(operation);
         (does(Operation::ZeroMap) || does(Operation::Deflate)).then(|| Self::over(offload, ram, weight))
     }
 
-    /// Whether it looks for zero pages and copies the others. Where it only compresses, the CPU does that in its own, shorter way.
-    pub(crate) fn looks(&self) -> bool {
+    /// Returns whether accelerators find zero pages and copy the others. Where they only compress, the CPU does both in one pass.
+    pub(crate) fn finds_zero_pages(&self) -> bool {
         self.offload.accelerates(Operation::ZeroMap)
     }
 
     fn over(offload: &Arc<Offload>, ram: &GuestRam, weight: u32) -> Self {
         let regions = ram.blocks().iter().map(|block| Region::of_block(block, node_of(block.addresses()))).collect();
-        let hearsay = Hearsay {
+        let unverified = UnverifiedZeroPages {
             zero: ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect(),
             refuted_before: offload.refuted(),
-            doubts: Mutex::new(Vec::with_capacity(MOST_DOUBTS)),
+            doubts: Mutex::new(Vec::with_capacity(MAX_DOUBTS)),
         };
         let guest = offload.guest(weight);
-        Self { offload: Arc::clone(offload), ram: ram.clone(), regions, guest, hearsay: Arc::new(hearsay) }
+        Self { offload: Arc::clone(offload), ram: ram.clone(), regions, guest, unverified: Arc::new(unverified) }
     }
 
-    /// A device has said which pages of `block` are zero.
-    pub(crate) fn heard(&self, block: u16, runs: &[Run]) {
-        let zero = &self.hearsay.zero[usize::from(block)];
+    /// Records which pages of `block` a device has called zero.
+    pub(crate) fn record_zero_pages(&self, block: u16, runs: &[Run]) {
+        let zero = &self.unverified.zero[usize::from(block)];
         runs.iter().filter(|run| run.kind == RunKind::Zero).for_each(|run| zero.set(run.first..run.end()));
     }
 
-    /// It called `page` zero, and the CPU saw that it is not.
+    /// Records that `maker` called `page` zero, and that the CPU found the page not to be zero.
     pub(crate) fn doubt(&self, block: u16, page: u64, maker: Maker) {
         let mut doubts = self.doubts();
-        if doubts.len() < MOST_DOUBTS {
+        if doubts.len() < MAX_DOUBTS {
             doubts.push(Doubt { block, page, maker });
         }
     }
 
-    /// The doubts there are, which are none then. To be judged by a dirty log that is collected after this.
+    /// Takes all doubts. The caller judges them by a dirty log that is collected afterwards.
     pub(crate) fn take_doubts(&self) -> Vec<Doubt> {
         let mut doubts = self.doubts();
-        if doubts.is_empty() { Vec::new() } else { std::mem::replace(&mut doubts, Vec::with_capacity(MOST_DOUBTS)) }
+        if doubts.is_empty() { Vec::new() } else { std::mem::replace(&mut doubts, Vec::with_capacity(MAX_DOUBTS)) }
     }
 
     fn doubts(&self) -> MutexGuard<'_, Vec<Doubt>> {
-        self.hearsay.doubts.lock().expect("nobody panics with it")
+        self.unverified.doubts.lock().expect("no thread panics with the lock held")
     }
 
-    /// Where a device of the process has been found to give wrong results since this guest came: calls `run` for the pages that
-    /// any has called zero, which nobody need believe any more; says how many there were.
-    pub(crate) fn take_disbelieved(&self, mut run: impl FnMut(u16, Range<u64>)) -> u64 {
-        if self.offload.refuted() == self.hearsay.refuted_before {
+    /// Calls `run` for all pages that devices have called zero, if a device of the process was found to give wrong results since this guest
+    /// was added. Returns how many pages there were.
+    pub(crate) fn take_suspect_pages(&self, mut run: impl FnMut(u16, Range<u64>)) -> u64 {
+        if self.offload.refuted() == self.unverified.refuted_before {
             return 0;
         }
         let mut taken = 0;
-        for (number, pages) in self.hearsay.zero.iter().enumerate() {
+        for (number, pages) in self.unverified.zero.iter().enumerate() {
             pages.take_runs(0..pages.pages(), |pages| {
                 taken += pages.end - pages.start;
                 run(number as u16, pages);
@@ -112,7 +113,7 @@ impl Accelerator {
         taken
     }
 
-    /// `others`, and what of it may encode this guest's packets; `verifying` what it has written, or not.
+    /// Returns `others` and the IAA engine, if there is one. `verifying`: whether IAA's output is decoded and compared.
     pub(crate) fn engines(&self, others: Engines, verifying: bool) -> Engines {
         match Iaa::new(&self.offload, &self.guest) {
             Some(iaa) => others.with_iaa(Arc::new(iaa.verifying(verifying))),
@@ -120,7 +121,7 @@ impl Accelerator {
         }
     }
 
-    /// A channel of this guest's, with its memory on the node that most of the guest's is on.
+    /// Returns a channel of this guest, with its memory on the NUMA node of the guest's largest block.
     pub(crate) fn channel(&self) -> Channel {
         let channel = self.offload.channel_for(&self.guest);
         let largest =
@@ -131,27 +132,27 @@ impl Accelerator {
         }
     }
 
-    /// Says whether the guest stands. What it still needs is urgent then, on all its channels.
+    /// Sets whether the guest's work is urgent, on all its channels: it is while the guest is paused.
     pub(crate) fn set_urgent(&self, urgent: bool) {
         self.guest.set_urgent(urgent);
     }
 
-    /// What does the work.
+    /// Returns the offload that does the work.
     pub fn offload(&self) -> &Arc<Offload> {
         &self.offload
     }
 
-    /// The guest's RAM.
+    /// Returns the guest's RAM.
     pub(crate) fn ram(&self) -> &GuestRam {
         &self.ram
     }
 
-    /// A block, by its number, unless it lies in another process.
+    /// Returns the region of a block, unless the block lies in another process.
     pub(crate) fn region(&self, block: u16) -> Option<&Arc<Region>> {
         self.regions[usize::from(block)].as_ref()
     }
 
-    /// Takes no new work on this RAM, and waits a little for what is under way.
+    /// Accepts no new work on this RAM, and waits up to 2 s for the work under way.
     ///
     /// # Errors
     /// A device out of service may still read this RAM (a source gives no device anything to write).
@@ -172,7 +173,7 @@ pub(crate) mod tests {
     use sterna_memory::ram::{Backing, RamBlock};
     use sterna_offload::{Accelerators, Batch, NEVER, Reason, Settings};
 
-    /// All is asked of offload, which has the CPU do it.
+    /// Returns an accelerator whose work is all done by the CPU.
     pub(crate) fn of_cpu(ram: &GuestRam) -> Accelerator {
         over(&Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap(), ram)
     }
@@ -181,7 +182,7 @@ pub(crate) mod tests {
         Accelerator::over(offload, ram, 1)
     }
 
-    /// RAM of one block for each of `contents`, whose pages are filled with these bytes.
+    /// Returns RAM with one block for each of `contents`, whose pages are filled with these bytes.
     pub(crate) fn ram_of(contents: &[&[u8]]) -> GuestRam {
         let block = |(number, content): (usize, &&[u8])| {
             // Leaked, so that it stays mapped as long as anything may look at it.

@@ -1,8 +1,8 @@
-//! Batches: the unit of everything, and the pool they come from.
+//! Batches, the unit of work of the pipeline, and their pool.
 //!
-//! A batch is up to one packet of pages of one RAM block: which pages they are, and the content of those that are not
-//! zero, one after the other. It is taken from the pool, filled by an entry of the pipeline, handed from stage to stage,
-//! and goes back when the last stage drops it. Pool and buffers are made at the start: nothing is allocated per batch.
+//! A batch is up to one packet of pages of one RAM block: the list of pages, and the content of those that are not
+//! zero, one after the other. An entry of the pipeline takes it from the pool and fills it; each stage hands it to the next;
+//! it returns to the pool when the last stage drops it. Pool and buffers are made at the start: nothing is allocated per batch.
 
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Arc, Condvar, Mutex};
@@ -13,15 +13,15 @@ use sterna_wire::packet::{Run, RunKind};
 
 use crate::window::WindowClosed;
 
-/// Room for content, from the beginning of a page on. The allocator's own place is 16 bytes behind one, and there memcpy from
+/// A buffer for content that begins with a page. The allocator would place it 16 bytes behind the beginning of one, and there memcpy from
 /// guest memory that is in no cache was 2.6 times slower (8.4 GB/s for 22; Zen 4), a snapshot in the cache an eighth.
 #[derive(Debug)]
-pub(crate) struct Room {
+pub(crate) struct AlignedBuffer {
     bytes: Box<[u8]>,
     place: Range<usize>,
 }
 
-impl Room {
+impl AlignedBuffer {
     pub(crate) fn new(capacity: usize) -> Self {
         if capacity == 0 {
             return Self { bytes: Box::default(), place: 0..0 };
@@ -33,7 +33,7 @@ impl Room {
     }
 }
 
-impl Deref for Room {
+impl Deref for AlignedBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -41,7 +41,7 @@ impl Deref for Room {
     }
 }
 
-impl DerefMut for Room {
+impl DerefMut for AlignedBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         &mut self.bytes[self.place.clone()]
     }
@@ -53,77 +53,77 @@ pub struct Batch {
     /// The index of the RAM block.
     pub block: u16,
     runs: Vec<Run>,
-    content: Room,
+    content: AlignedBuffer,
     filled: usize,
     in_window: u64,
     checksum: Option<u32>,
 }
 
 impl Batch {
-    /// An empty batch with room for `capacity` bytes of content.
+    /// Makes an empty batch with room for `capacity` bytes of content.
     pub(crate) fn new(capacity: usize) -> Self {
-        let content = Room::new(capacity);
+        let content = AlignedBuffer::new(capacity);
         Self { block: 0, runs: Vec::with_capacity(256), content, filled: 0, in_window: 0, checksum: None }
     }
 
-    /// Which pages there are, ascending.
+    /// Returns the pages, ascending.
     pub fn runs(&self) -> &[Run] {
         &self.runs
     }
 
-    /// The content of the normal pages, in the order of the runs.
+    /// Returns the content of the normal pages, in the order of the runs.
     pub fn content(&self) -> &[u8] {
         &self.content[..self.filled]
     }
 
-    /// The bytes that this batch holds in the window.
+    /// Returns the bytes that this batch holds in the window.
     pub fn in_window(&self) -> u64 {
         self.in_window
     }
 
-    /// All pages in it, zero or not.
+    /// Returns the number of all pages, zero or not.
     pub fn pages(&self) -> u64 {
         self.runs.iter().map(|run| u64::from(run.count)).sum()
     }
 
-    /// Says how many bytes of the window this batch holds.
+    /// Sets how many bytes of the window this batch holds.
     pub fn set_in_window(&mut self, bytes: u64) {
         self.in_window = bytes;
     }
 
-    /// The CRC-32C of the content, where whoever filled the batch has computed it on the way.
+    /// Returns the CRC-32C of the content, where it was computed when the batch was filled.
     pub fn checksum(&self) -> Option<u32> {
         self.checksum
     }
 
-    /// Says what the CRC-32C of the whole content is.
+    /// Sets the CRC-32C of the whole content.
     pub fn set_checksum(&mut self, checksum: u32) {
         self.checksum = Some(checksum);
     }
 
-    /// Whether there is nothing in it.
+    /// Returns whether the batch has no pages.
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
 
-    /// Most bytes of content that it can hold.
+    /// Returns the maximum bytes of content.
     pub fn capacity(&self) -> usize {
         self.content.len()
     }
 
-    /// Whether `count` pages from `first` could follow: pages ascend in a batch, and its table has a limit.
+    /// Returns whether pages from `first` on, with `content` bytes, could follow: pages ascend in a batch, and its table has a limit.
     pub fn takes(&self, first: u64, content: usize) -> bool {
         self.runs.len() < MAX_RUNS
             && self.filled + content <= self.content.len()
             && self.runs.last().is_none_or(|last| last.end() <= first)
     }
 
-    /// Adds zero pages. The caller has asked [`Batch::takes`].
+    /// Adds zero pages. The caller has checked [`Batch::takes`].
     pub fn push_zero(&mut self, first: u64, count: u32) {
         self.push_run(RunKind::Zero, first, count);
     }
 
-    /// Adds normal pages and gives the place for their content, `length` bytes. The caller has asked
+    /// Adds normal pages and returns the buffer for their content, `length` bytes. The caller has checked
     /// [`Batch::takes`].
     pub fn push_normal(&mut self, first: u64, count: u32, length: usize) -> &mut [u8] {
         self.push_run(RunKind::Normal, first, count);
@@ -132,12 +132,12 @@ impl Batch {
         &mut self.content[start..start + length]
     }
 
-    /// The content of all pages pushed so far, to be filled.
+    /// Returns the buffer for the content of all pages that were added so far.
     pub fn content_mut(&mut self) -> &mut [u8] {
         &mut self.content[..self.filled]
     }
 
-    /// The room for content that is still free.
+    /// Returns the free part of the buffer.
     pub fn spare_mut(&mut self) -> &mut [u8] {
         &mut self.content[self.filled..]
     }
@@ -155,7 +155,7 @@ impl Batch {
         self.runs.push(Run { kind, first, count });
     }
 
-    /// Empties it.
+    /// Empties the batch.
     pub(crate) fn clear(&mut self) {
         self.runs.clear();
         self.filled = 0;
@@ -168,7 +168,7 @@ impl Batch {
 struct Free {
     batches: Vec<Batch>,
     closed: bool,
-    /// Threads that wait for a batch: waking costs a system call even where nobody waits.
+    /// Number of threads that wait for a batch: waking costs a system call even where no thread waits.
     waiting: u32,
 }
 
@@ -181,7 +181,7 @@ pub struct BatchPool {
 }
 
 impl BatchPool {
-    /// A pool of `count` batches with `capacity` bytes of content each.
+    /// Makes a pool of `count` batches with `capacity` bytes of content each.
     pub fn new(count: usize, capacity: usize) -> Arc<Self> {
         let batches = (0..count).map(|_| Batch::new(capacity)).collect();
         Arc::new(Self {
@@ -191,12 +191,12 @@ impl BatchPool {
         })
     }
 
-    /// Most bytes of content in one batch.
+    /// Returns the maximum bytes of content in a batch.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// An empty batch for `block`; waits for one to come back.
+    /// Waits for a free batch, and returns it empty, for `block`.
     pub fn take(self: &Arc<Self>, block: u16) -> Result<PooledBatch, WindowClosed> {
         let mut free = self.free.lock().expect("no holder of the pool panics");
         loop {
@@ -214,14 +214,14 @@ impl BatchPool {
         }
     }
 
-    /// Gives out nothing any more; those who wait are told.
+    /// Closes the pool: waiting and later calls of [`BatchPool::take`] fail.
     pub fn close(&self) {
         self.free.lock().expect("no holder of the pool panics").closed = true;
         self.returned.notify_all();
     }
 }
 
-/// A batch that goes back to its pool when dropped.
+/// A batch that returns to its pool when dropped.
 #[derive(Debug)]
 pub struct PooledBatch {
     batch: Option<Batch>,
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_do_not_ascend_or_do_not_fit_are_not_taken() {
+    fn pages_that_do_not_ascend_or_do_not_fit_are_refused() {
         let pool = BatchPool::new(1, 8192);
         let mut batch = pool.take(0).unwrap();
         batch.push_normal(5, 1, 4096);

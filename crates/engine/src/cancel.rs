@@ -27,25 +27,25 @@ impl std::fmt::Debug for Cancel {
 }
 
 impl Cancel {
-    /// Not cancelled yet.
+    /// Makes one that is not cancelled yet.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Cancels. Before the decision the guest goes on at the source; after it this does nothing.
+    /// Cancels the migration. Before the decision the guest goes on at the source; after it this does nothing.
     pub fn cancel(&self) {
         let mut state = self.0.lock().expect("wakers do not panic");
         state.cancelled = true;
         state.wakers.wake();
     }
 
-    /// Whether it was cancelled.
+    /// Returns whether the migration was cancelled.
     pub fn is_cancelled(&self) -> bool {
         self.0.lock().expect("wakers do not panic").cancelled
     }
 
-    /// Has `wake` called when it is cancelled, or at once if it was, as long as the returned value is held. `wake` must not block and
-    /// must not call back.
+    /// Calls `wake` when the migration is cancelled, or at once if it was, as long as the returned value is held. `wake` must not block
+    /// and must not call back.
     pub fn on_cancel(&self, wake: impl Fn() + Send + 'static) -> Registration {
         let mut state = self.0.lock().expect("wakers do not panic");
         if state.cancelled {
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closure_that_is_not_needed_any_more_is_forgotten_with_what_it_holds() {
+    fn a_closure_that_is_not_needed_any_more_is_dropped_with_its_captures() {
         let cancel = Cancel::new();
         let (woken, wake) = counter();
         let kept = cancel.on_cancel(wake.clone());
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_registration_may_outlive_what_it_was_made_by() {
+    fn a_registration_may_outlive_its_cancel() {
         let cancel = Cancel::new();
         let (woken, wake) = counter();
         let kept = cancel.on_cancel(wake);

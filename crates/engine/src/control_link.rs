@@ -1,9 +1,9 @@
-//! The control channel at work: messages in, messages out, heartbeats, and silence noticed.
+//! The control channel at work: it receives and sends messages, sends heartbeats, and notices silence.
 //!
-//! The loss of the control channel is not a failure by itself: what it means depends on where the switchover stands, and
-//! that is for the driver to say. So the link only reports it.
+//! The loss of the control channel is not a failure by itself: what it means depends on the phase of the switchover, which the driver
+//! knows. So the link only reports the loss.
 //!
-//! A driver may be busy for seconds (QMP, the disk) while a peer talks on. What has been read but not handled is bounded:
+//! A driver may be busy for seconds (QMP, the disk) while the peer sends on. Messages that have been read but not handled are bounded:
 //! beyond 1 MiB the link stops reading, and TCP makes the peer wait.
 
 use std::io::{self, Read, Write};
@@ -20,20 +20,20 @@ use sterna_wire::text::cleaned;
 use crate::cpu_time;
 use crate::transport::{Closer, Reader, Writer};
 
-/// How far the links of a driver read ahead of it, in bytes on the wire: the largest message, or many small ones.
-const MOST_AHEAD: usize = MAX_CONTROL_MESSAGE;
-/// Links of one allowance that have not been dropped.
-const MOST_LINKS: usize = 8;
-/// What a message counts at least, in bytes: a short one takes more in memory than on the wire.
-const LEAST_COUNTED: usize = 1 << 10;
+/// Maximum bytes on the wire that the links of a driver read ahead of it: the largest message, or many small ones.
+const MAX_AHEAD: usize = MAX_CONTROL_MESSAGE;
+/// Maximum number of links of one allowance at a time.
+const MAX_LINKS: usize = 8;
+/// Minimum bytes that a message counts: a short one takes more in memory than on the wire.
+const MIN_COUNTED: usize = 1 << 10;
 
-/// What the link tells its driver.
+/// What the link reports to its driver.
 #[derive(Debug)]
 pub enum ControlEvent {
-    /// The peer said something (heartbeats are kept back). Whoever has handled the message drops its share of the
+    /// The peer sent a message (heartbeats are not reported). When the driver has handled the message it drops the share of the
     /// link's memory, which lets the link read on.
     Message(ControlMessage, Share),
-    /// The connection is gone, and why. Nothing follows.
+    /// The connection is lost, with the reason. No event follows.
     Lost(String),
 }
 
@@ -43,7 +43,7 @@ pub struct ControlLink {
     writer: Arc<Mutex<Writer>>,
     /// None once the link is ended in good order.
     closer: Option<Closer>,
-    beating: Arc<Beating>,
+    heartbeat: Arc<Heartbeat>,
     open: Open,
 }
 
@@ -51,7 +51,7 @@ pub struct ControlLink {
 #[derive(Clone, Debug, Default)]
 pub struct Allowance(Arc<Unhandled>);
 
-/// What has been read and not handled yet.
+/// Counts what has been read and not handled yet.
 #[derive(Debug, Default)]
 struct Unhandled {
     counts: Mutex<Counts>,
@@ -64,14 +64,14 @@ struct Counts {
     links: usize,
 }
 
-/// One message's share of what a link may read ahead, given back when dropped.
+/// One message's share of what a link may read ahead. Dropping it releases the share.
 #[derive(Debug)]
 pub struct Share {
     unhandled: Arc<Unhandled>,
     bytes: usize,
 }
 
-/// A link's place among those of its allowance, given back when dropped, and whether this side has closed it.
+/// A link's place among those of its allowance, released when dropped, and whether this side has closed the link.
 #[derive(Debug)]
 struct Open {
     unhandled: Arc<Unhandled>,
@@ -83,12 +83,12 @@ impl Unhandled {
         self.counts.lock().expect("counting does not panic")
     }
 
-    /// Counts a message in, once there is room for it; an error when this side has closed the link meanwhile.
+    /// Waits until there is room for a message, and counts it. Fails when this side has closed the link meanwhile.
     ///
     /// Where nothing is unhandled there always is room, so the driver only has to go on handling.
     fn take(self: &Arc<Self>, bytes: usize, closed: &AtomicBool) -> io::Result<Share> {
         let full = |counts: &mut Counts| {
-            !closed.load(Ordering::Acquire) && counts.bytes > 0 && counts.bytes + bytes > MOST_AHEAD
+            !closed.load(Ordering::Acquire) && counts.bytes > 0 && counts.bytes + bytes > MAX_AHEAD
         };
         let mut counts = self.changed.wait_while(self.counts(), full).expect("counting does not panic");
         if closed.load(Ordering::Acquire) {
@@ -100,8 +100,8 @@ impl Unhandled {
 
     fn open(self: &Arc<Self>) -> io::Result<Open> {
         let mut counts = self.counts();
-        if counts.links == MOST_LINKS {
-            return Err(io::Error::other("too many control channels have come that were not dealt with yet"));
+        if counts.links == MAX_LINKS {
+            return Err(io::Error::other("too many control channels have connected that were not dealt with yet"));
         }
         counts.links += 1;
         Ok(Open { unhandled: Arc::clone(self), closed: Arc::default() })
@@ -111,7 +111,7 @@ impl Unhandled {
 impl Open {
     fn close(&self) {
         self.closed.store(true, Ordering::Release);
-        // Nobody is between looking at it and waiting while this is locked.
+        // With the lock, so that no thread is between reading `closed` and waiting.
         drop(self.unhandled.counts());
         self.unhandled.changed.notify_all();
     }
@@ -131,23 +131,23 @@ impl Drop for Share {
 }
 
 #[derive(Debug, Default)]
-struct Beating {
-    beat: Mutex<Beat>,
+struct Heartbeat {
+    phase: Mutex<HeartbeatPhase>,
     changed: Condvar,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-enum Beat {
+enum HeartbeatPhase {
     #[default]
-    Going,
-    /// This side has ended in good order; the peer is waited for.
+    Running,
+    /// This side has ended in good order and waits for the peer to end.
     Finishing,
-    /// The connection is at its end.
+    /// The connection has ended.
     Over,
 }
 
 impl ControlLink {
-    /// Takes an accepted control channel into service. `events` is called on the link's own thread.
+    /// Starts the threads of an accepted control channel. Calls `events` on the link's own thread.
     pub fn start(
         writer: Writer,
         reader: Reader,
@@ -158,11 +158,11 @@ impl ControlLink {
         Self::start_within(&Allowance::default(), writer, reader, closer, messages, events)
     }
 
-    /// [`ControlLink::start`] for one of several links of the same driver, such as those of a peer that comes back again
+    /// As [`ControlLink::start`], for one of several links of the same driver, such as those of a peer that reconnects again
     /// and again.
     ///
     /// # Errors
-    /// There are 8 links of the allowance already, or the system has no thread.
+    /// There are 8 links of the allowance already, or a thread cannot be started.
     pub fn start_within(
         allowance: &Allowance,
         writer: Writer,
@@ -174,31 +174,33 @@ impl ControlLink {
         let open = allowance.0.open()?;
         reader.set_timeout(Some(SILENCE_LIMIT))?;
         let writer = Arc::new(Mutex::new(writer));
-        let beating = Arc::new(Beating::default());
+        let heartbeat = Arc::new(Heartbeat::default());
 
         let (unhandled, closed) = (Arc::clone(&allowance.0), Arc::clone(&open.closed));
-        let read = Arc::clone(&beating);
+        let of_reader = Arc::clone(&heartbeat);
         cpu_time::spawn(Builder::new().name("control".into()), move || {
             let take = |bytes| unhandled.take(bytes, &closed);
             let reason = match read_messages(&mut reader, &mut messages, take, &mut events) {
                 Ok(()) => "the peer closed the control channel".into(),
                 Err(error) => error.to_string(),
             };
-            read.set(Beat::Over);
+            of_reader.set(HeartbeatPhase::Over);
             events(ControlEvent::Lost(reason));
         })?;
-        let (kept_writer, kept_beating) = (Arc::clone(&writer), Arc::clone(&beating));
+        let (kept_writer, kept_heartbeat) = (Arc::clone(&writer), Arc::clone(&heartbeat));
         let kept_closer = closer.clone();
-        cpu_time::spawn(Builder::new().name("heartbeat".into()), move || kept_beating.run(kept_writer, &kept_closer))?;
-        Ok(Self { writer, closer: Some(closer), beating, open })
+        cpu_time::spawn(Builder::new().name("heartbeat".into()), move || {
+            kept_heartbeat.run(kept_writer, &kept_closer);
+        })?;
+        Ok(Self { writer, closer: Some(closer), heartbeat, open })
     }
 
-    /// What another thread can say things to the peer with, as long as this link lives.
+    /// Returns a sender for another thread, which works as long as this link lives.
     pub fn sender(&self) -> ControlSender {
         ControlSender(Arc::clone(&self.writer))
     }
 
-    /// Says something to the peer.
+    /// Sends a message to the peer.
     pub fn send(&self, message: &ControlMessage) -> io::Result<()> {
         send(&self.writer, message)
     }
@@ -211,24 +213,24 @@ impl ControlLink {
         }
     }
 
-    /// Ends this side's direction after all that was sent, with TLS's goodbye, so that the peer sees an end and no loss. The peer has 10 s
-    /// to end its own direction; then the connection is closed.
+    /// Ends this side's direction after all that was sent, with TLS's closing alert, so that the peer sees an end and no loss. The peer has
+    /// 10 s to end its own direction; then the connection is closed.
     pub fn finish(mut self) {
-        // The last owner of the writer, this link or the heartbeat's thread, says goodbye when it is dropped.
+        // The last owner of the writer, this link or the heartbeat's thread, sends the closing alert when it drops the writer.
         self.closer = None;
-        self.beating.set(Beat::Finishing);
+        self.heartbeat.set(HeartbeatPhase::Finishing);
     }
 }
 
-/// Says things on a control channel that a driver owns.
+/// Sends messages on a control channel that a driver owns.
 #[derive(Clone, Debug)]
 pub struct ControlSender(Arc<Mutex<Writer>>);
 
 impl ControlSender {
-    /// Says something to the peer.
+    /// Sends a message to the peer.
     ///
     /// # Errors
-    /// The connection is gone, which the link tells its driver.
+    /// The connection is lost, which the link reports to its driver.
     pub fn send(&self, message: &ControlMessage) -> io::Result<()> {
         send(&self.0, message)
     }
@@ -238,37 +240,38 @@ impl Drop for ControlLink {
     fn drop(&mut self) {
         self.close();
         if self.closer.is_some() {
-            self.beating.set(Beat::Over);
+            self.heartbeat.set(HeartbeatPhase::Over);
         }
-        // Both threads end by themselves now; they are not waited for, since their owner's events may be held back.
+        // Both threads end by themselves now. They are not waited for, since their owner's events may be held back.
         self.close();
     }
 }
 
-impl Beating {
-    fn set(&self, beat: Beat) {
-        let mut current = self.beat.lock().expect("the heartbeat does not panic");
-        *current = beat.max(*current);
+impl Heartbeat {
+    fn set(&self, phase: HeartbeatPhase) {
+        let mut current = self.phase.lock().expect("the heartbeat does not panic");
+        *current = phase.max(*current);
         drop(current);
         self.changed.notify_all();
     }
 
-    /// Waits until `done`, for `time` at most. Returns the beat then.
-    fn wait(&self, time: Duration, done: impl Fn(Beat) -> bool) -> Beat {
-        let beat = self.beat.lock().expect("the heartbeat does not panic");
-        let waited = self.changed.wait_timeout_while(beat, time, |beat| !done(*beat));
+    /// Waits until `done`, for `time` at most. Returns the phase then.
+    fn wait(&self, time: Duration, done: impl Fn(HeartbeatPhase) -> bool) -> HeartbeatPhase {
+        let phase = self.phase.lock().expect("the heartbeat does not panic");
+        let waited = self.changed.wait_timeout_while(phase, time, |phase| !done(*phase));
         *waited.expect("the heartbeat does not panic").0
     }
 
     fn run(&self, writer: Arc<Mutex<Writer>>, closer: &Closer) {
-        while self.wait(HEARTBEAT_INTERVAL, |beat| beat > Beat::Going) == Beat::Going {
+        let beat = || self.wait(HEARTBEAT_INTERVAL, |phase| phase > HeartbeatPhase::Running);
+        while beat() == HeartbeatPhase::Running {
             if send(&writer, &ControlMessage::Heartbeat).is_err() {
                 return; // The reading side reports the loss.
             }
         }
-        // With it goes the goodbye, where it is the last owner's.
+        // Sends the closing alert, where this is the last owner of the writer.
         drop(writer);
-        if self.wait(SILENCE_LIMIT, |beat| beat == Beat::Over) == Beat::Finishing {
+        if self.wait(SILENCE_LIMIT, |phase| phase == HeartbeatPhase::Over) == HeartbeatPhase::Finishing {
             closer.close();
         }
     }
@@ -278,18 +281,17 @@ fn send(writer: &Mutex<Writer>, message: &ControlMessage) -> io::Result<()> {
     writer.lock().expect("writers do not panic").write_all(&encoded(message))
 }
 
-/// Keeps a link's events back while this lives.
+/// Holds back the events of a link until it is dropped.
 #[derive(Debug)]
-pub struct Gate(#[expect(dead_code, reason = "dropping it is what it is for")] Sender<()>);
+pub struct Gate(#[expect(dead_code, reason = "dropping it releases the events")] Sender<()>);
 
-/// Holds the events of a link back until the gate is dropped, so that its owner hears of a new link before it hears from
-/// it.
+/// Holds back the events of a link until the gate is dropped, so that the link's owner learns of the link before the link's first event.
 pub fn held_back(
     mut events: impl FnMut(ControlEvent) + Send + 'static,
 ) -> (impl FnMut(ControlEvent) + Send + 'static, Gate) {
     let (gate, opened) = channel();
     let wait_and_tell = move |event| {
-        // Ends with an error as soon as the gate has been dropped, now and every time after.
+        // Returns an error once the gate has been dropped.
         let _ = opened.recv();
         events(event);
     };
@@ -301,7 +303,7 @@ pub fn say(writer: &mut Writer, message: &ControlMessage) -> io::Result<()> {
     writer.write_all(&encoded(message))
 }
 
-/// The message as it travels. A reason may quote what the peer sent, or QEMU said: it is cut, so that the peer takes it.
+/// Encodes a message. A reason may quote text from the peer or from QEMU: it is cut, so that the peer accepts it.
 fn encoded(message: &ControlMessage) -> Vec<u8> {
     match message {
         ControlMessage::Refused { reason } => ControlMessage::Refused { reason: cleaned(reason) }.encode(),
@@ -310,12 +312,12 @@ fn encoded(message: &ControlMessage) -> Vec<u8> {
     }
 }
 
-/// Reads the next message from a connection that has no link yet, until `deadline`, however the peer trickles.
+/// Reads the next message from a connection that has no link yet. Fails at `deadline`, however slowly bytes trickle in.
 pub fn hear(reader: &mut Reader, messages: &mut ControlReader, deadline: Instant) -> io::Result<ControlMessage> {
     next_message(reader, messages, Some(deadline))
 }
 
-/// The next message that is not a heartbeat.
+/// Reads the next message that is not a heartbeat.
 fn next_message(
     reader: &mut Reader,
     messages: &mut ControlReader,
@@ -331,7 +333,7 @@ fn next_message(
         if let Some(deadline) = deadline {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(io::Error::new(io::ErrorKind::TimedOut, "it took too long to say what was due"));
+                return Err(io::Error::new(io::ErrorKind::TimedOut, "the message that was due did not arrive in time"));
             }
             reader.set_timeout(Some(left))?;
         }
@@ -352,15 +354,15 @@ fn read_messages(
     loop {
         match next_message(reader, messages, None) {
             Ok(message) => {
-                // What came with a message but behind it is counted with it, and not again.
-                let arrived = usize::try_from(reader.bytes_read() - counted).unwrap_or(MOST_AHEAD);
+                // Bytes that arrived behind the message are counted with it, and not again.
+                let arrived = usize::try_from(reader.bytes_read() - counted).unwrap_or(MAX_AHEAD);
                 counted = reader.bytes_read();
-                let share = take(arrived.clamp(LEAST_COUNTED, MOST_AHEAD))?;
+                let share = take(arrived.clamp(MIN_COUNTED, MAX_AHEAD))?;
                 events(ControlEvent::Message(message, share));
             }
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
-                let silence = format!("nothing was heard from the peer for {} s", SILENCE_LIMIT.as_secs());
+                let silence = format!("the peer sent nothing for {} s", SILENCE_LIMIT.as_secs());
                 return Err(io::Error::new(io::ErrorKind::TimedOut, silence));
             }
             Err(error) => return Err(error),
@@ -388,7 +390,7 @@ mod tests {
     /// More than the kernel's buffers of both ends hold, in bytes.
     const FLOOD: usize = 64 << 20;
 
-    /// A link whose events nobody handles unless they are taken from the receiver, and its peer.
+    /// Returns a link, the receiver of its events, which are unhandled until received, and its peer.
     fn link() -> (ControlLink, Receiver<ControlEvent>, TcpStream) {
         let (link, events, peer) = link_within(&Allowance::default());
         (link.unwrap(), events, peer)
@@ -401,9 +403,9 @@ mod tests {
         let connection = Connection::accept(listener.accept().unwrap().0, &Security::Insecure).unwrap();
         let closer = connection.closer();
         let (writer, reader) = connection.split();
-        let (tell, events) = channel();
-        let told = move |event| drop(tell.send(event));
-        let link = ControlLink::start_within(allowance, writer, reader, closer, ControlReader::default(), told);
+        let (sender, events) = channel();
+        let send = move |event| drop(sender.send(event));
+        let link = ControlLink::start_within(allowance, writer, reader, closer, ControlReader::default(), send);
         (link, events, peer)
     }
 
@@ -411,7 +413,7 @@ mod tests {
         ControlMessage::Ready { placement: vec!["x".repeat(length)], deltas: Vec::new() }
     }
 
-    /// Writes of `flood` what the link and the kernel take; how much that was.
+    /// Writes as much of `flood` as the link and the kernel accept, and returns its length.
     fn pour(peer: &mut TcpStream, flood: &[u8]) -> usize {
         peer.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
         let mut written = 0;
@@ -435,22 +437,22 @@ mod tests {
             let count = FLOOD / one.len() + 1;
             let flood = one.repeat(count);
             let written = pour(&mut peer, &flood);
-            assert!(written < flood.len(), "{length}: all of it was taken");
+            assert!(written < flood.len(), "{length}: all of the flood was accepted");
             let mut waiting = vec![events.recv_timeout(PATIENCE).unwrap()];
             waiting.extend(events.try_iter());
-            assert!(waiting.len() <= MOST_AHEAD / one.len().max(LEAST_COUNTED) + 1, "{length}: {}", waiting.len());
+            assert!(waiting.len() <= MAX_AHEAD / one.len().max(MIN_COUNTED) + 1, "{length}: {}", waiting.len());
 
             let sending = std::thread::spawn(move || {
                 peer.set_write_timeout(Some(PATIENCE)).unwrap();
                 peer.write_all(&flood[written..]).unwrap();
-                // Closed by its drop only when all has been handled: heartbeats that it has not read would reset it.
+                // Dropped, and so closed, only when all has been handled: unread heartbeats would reset the connection.
                 peer
             });
             let mut handled = waiting.len();
             drop(waiting);
             while handled < count {
                 match events.recv_timeout(PATIENCE).unwrap() {
-                    ControlEvent::Message(heard, _) => assert_eq!(heard, message(length)),
+                    ControlEvent::Message(received, _) => assert_eq!(received, message(length)),
                     ControlEvent::Lost(reason) => panic!("{length}: after {handled}: {reason}"),
                 }
                 handled += 1;
@@ -467,7 +469,7 @@ mod tests {
             let (link, events, mut peer) = link();
             let flood = message(1_000_000).encode().repeat(FLOOD / 1_000_000);
             assert!(pour(&mut peer, &flood) < flood.len());
-            // Kept, as by a driver that never comes to it.
+            // The share is kept, as by a driver that never handles the message.
             let ControlEvent::Message(_, _unhandled) = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
             let kept = if dropped {
                 drop(link);
@@ -490,7 +492,7 @@ mod tests {
         let (first, of_first, mut peer) = link_within(&allowance);
         peer.write_all(&long).unwrap();
         let ControlEvent::Message(_, share) = of_first.recv_timeout(PATIENCE).unwrap() else { panic!() };
-        // What the first has read counts also when it is gone, and keeps the second from reading on.
+        // What the first link has read still counts when the link is gone, and keeps the second from reading on.
         drop(first);
         let (second, of_second, mut peer) = link_within(&allowance);
         assert!(pour(&mut peer, &long.repeat(FLOOD / long.len())) < FLOOD / long.len() * long.len());
@@ -499,7 +501,7 @@ mod tests {
         assert!(matches!(of_second.recv_timeout(PATIENCE).unwrap(), ControlEvent::Message(..)));
 
         let mut links = vec![second.unwrap()];
-        while links.len() < MOST_LINKS {
+        while links.len() < MAX_LINKS {
             links.push(link_within(&allowance).0.unwrap());
         }
         let refused = link_within(&allowance).0.unwrap_err();
@@ -512,16 +514,16 @@ mod tests {
     fn a_long_reason_is_cut_before_it_is_sent() {
         let (link, _events, mut peer) = link();
         let reason = "\u{1b}".repeat(2 * MAX_CONTROL_MESSAGE);
-        for said in [ControlMessage::Failed { reason: reason.clone() }, ControlMessage::Refused { reason }] {
-            link.send(&said).unwrap();
+        for message in [ControlMessage::Failed { reason: reason.clone() }, ControlMessage::Refused { reason }] {
+            link.send(&message).unwrap();
         }
-        let mut heard = ControlReader::default();
+        let mut received = ControlReader::default();
         let mut bytes = [0; 4096];
         let mut reasons = Vec::new();
         while reasons.len() < 2 {
             let length = peer.read(&mut bytes).unwrap();
-            heard.push(&bytes[..length]);
-            match heard.next_message().unwrap() {
+            received.push(&bytes[..length]);
+            match received.next_message().unwrap() {
                 Some(ControlMessage::Failed { reason } | ControlMessage::Refused { reason }) => reasons.push(reason),
                 Some(ControlMessage::Heartbeat) | None => {}
                 other => panic!("{other:?}"),

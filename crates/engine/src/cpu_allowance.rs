@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// What is saved up at most, and the debt with which nothing is worth its CPU time any more.
 const SPAN: Duration = Duration::from_millis(10);
 /// Most that is owed: some batches at the levels that take longest. More would be paid for long after what could not be avoided.
-const MOST_DEBT: Duration = Duration::from_millis(30);
+const MAX_DEBT: Duration = Duration::from_millis(30);
 
 /// Shared by the sending threads of one migration.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ impl Bucket {
         let elapsed = now.saturating_duration_since(self.at);
         self.at += elapsed;
         self.level = (self.level + cores * elapsed.as_secs_f64()).min(span) - running.as_secs_f64();
-        self.level = self.level.max(-MOST_DEBT.as_secs_f64());
+        self.level = self.level.max(-MAX_DEBT.as_secs_f64());
         (-self.level / span).clamp(0.0, 1.0)
     }
 }

@@ -1,7 +1,7 @@
-//! A directory that is held open: what is made, looked for and removed in it lies in that very directory.
+//! A directory that is held open: files are made, found and removed in that very directory.
 //!
-//! Whoever owns a directory can replace what is in it between two calls that use the same path. So a path is resolved
-//! once, and everything after that is named relative to the open directory. A symbolic link in the place of the name itself
+//! The owner of a directory can replace its content between two calls that use the same path. So a path is resolved
+//! once, and all later names are relative to the open directory. A symbolic link in the place of the name itself
 //! is never followed, neither is one that appears later in the path.
 
 use std::ffi::{OsStr, OsString};
@@ -17,9 +17,9 @@ use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Gid, Mode, OFlags,
 use rustix::io::Errno;
 use socket2::{Domain, SockAddr, Socket, Type};
 
-/// Connections that wait to be accepted, at most, where the kernel allows as many (`net.core.somaxconn`).
+/// Maximum number of connections that wait to be accepted, where the kernel allows as many (`net.core.somaxconn`).
 const BACKLOG: i32 = 128;
-/// The owner only: sockets, and files with something to keep.
+/// Access for the owner only: sockets, and files with secrets.
 const OWNER_READS_AND_WRITES: Mode = Mode::RUSR.union(Mode::WUSR);
 /// Where the kernel shows this process's descriptors as links to what they are open on.
 const OWN_DESCRIPTORS: &str = "/proc/self/fd";
@@ -123,7 +123,7 @@ impl Directory {
         }
     }
 
-    /// Fails unless it belongs to this process's user and nobody else may change what is in it.
+    /// Fails unless the directory belongs to this process's user and no other user may change its content.
     ///
     /// # Errors
     /// `PermissionDenied` with what is wrong and what to do.
@@ -209,8 +209,8 @@ impl Directory {
         let name = name.as_ref();
         rustix::fs::mkdirat(&self.file, name, Mode::RWXU)?;
         let made = self.subdirectory(name)?;
-        // Where the directory around it belongs to somebody else, another one may stand in its place by now. One that is
-        // ours and empty serves as well.
+        // Where the parent directory belongs to another user, a different directory may be in its place by now. One that belongs to this
+        // user and is empty serves as well.
         made.check_private()?;
         if !made.names()?.is_empty() {
             return Err(io::Error::other("a directory that was just made is not empty"));
@@ -323,7 +323,7 @@ impl Directory {
         Ok(rustix::fs::chownat(&self.file, name.as_ref(), user, group, AtFlags::SYMLINK_NOFOLLOW)?)
     }
 
-    /// Lets everybody pass through it to names that they know; nobody else may list or change it.
+    /// Lets all users pass through the directory to names that they know; only the owner may list or change it.
     ///
     /// # Errors
     /// Those of fchmod(2).
@@ -362,7 +362,7 @@ impl Directory {
     /// refused.
     ///
     /// # Errors
-    /// `NotFound`, `ConnectionRefused` where nobody listens, `WouldBlock` after `limit`.
+    /// `NotFound`, `ConnectionRefused` where no process listens, `WouldBlock` after `limit`.
     pub fn connect(&self, name: impl AsRef<OsStr>, limit: Duration) -> io::Result<UnixStream> {
         let found = self.find(name.as_ref())?;
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;

@@ -1,9 +1,9 @@
 //! The pipeline's entries: how pages become batches, and which channel each of them takes.
 //!
-//! There are two. *Owned bytes*: content that somebody has already read, such as the packets of a QEMU ([`Entry`]).
-//! *Guest ranges*: memory of a guest that runs and writes while it is read ([`PageSearch`]): here it is only said which
-//! pages; the channel's own thread reads them, exactly once, with the zero test in the same pass, or where nobody looks at
-//! their content sends them from where they lie.
+//! There are two. *Owned bytes*: content that was read before, such as the packets of a QEMU ([`Entry`]).
+//! *Guest ranges*: memory of a guest that runs and writes while it is read ([`PageSearch`]). These only list pages; the
+//! channel's own thread reads them, exactly once, with the zero test in the same pass. Where no code looks at their
+//! content, the thread sends them directly from guest RAM.
 //!
 //! **Affinity.** All pages of one 2 MiB region take the same channel, and a channel delivers in order, so a newer copy of
 //! a page never overtakes an older one and rounds need no barrier across channels.
@@ -23,7 +23,7 @@ use crate::window::{Window, WindowClosed};
 /// Pages of a region of this many bytes travel on one channel.
 pub const REGION: u64 = 2 << 20;
 
-/// What all entries of one migration share.
+/// The part of the pipeline that all entries of one migration share.
 #[derive(Debug)]
 pub struct Pipeline {
     /// The RAM channels.
@@ -37,20 +37,20 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// The channel of a page, by its offset in bytes.
+    /// Returns the channel of a page, by its offset in bytes.
     pub fn channel_of(&self, block: u16, offset: u64) -> usize {
         // Neighbouring regions take different channels, and so do the first regions of different blocks.
         ((offset / REGION + u64::from(block)) % self.channels.len() as u64) as usize
     }
 
-    /// Tells every channel that `generation` has ended. All entries must have been flushed.
+    /// Queues the end of `generation` on every channel. All entries must have been flushed.
     pub fn end_generation(&self, generation: u64) -> Result<(), WindowClosed> {
         self.channels.iter().try_for_each(|channel| channel.send(Item::GenerationEnd(generation)))
     }
 }
 
-/// One thread's way into the pipeline. Pages wait in open batches, one per channel, until [`Entry::flush`] or until
-/// they are full.
+/// One thread's entry into the pipeline. Pages wait in open batches, one per channel, until the batch is full or
+/// [`Entry::flush`] is called.
 #[derive(Debug)]
 pub struct Entry {
     pipeline: Arc<Pipeline>,
@@ -58,7 +58,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// An entry into `pipeline`.
+    /// Makes an entry into `pipeline`.
     pub fn new(pipeline: Arc<Pipeline>) -> Self {
         let open = pipeline.channels.iter().map(|_| None).collect();
         Self { pipeline, open }
@@ -69,7 +69,7 @@ impl Entry {
         &self.pipeline
     }
 
-    /// The channel that all pages at `offsets` (bytes in the block) take, if it is one and they ascend: then
+    /// Returns the channel that all pages at `offsets` (bytes in the block) take, if they take the same one and ascend: then
     /// [`Entry::bytes`] moves them without a copy.
     pub fn common_channel(&self, block: u16, offsets: impl IntoIterator<Item = u64>) -> Option<usize> {
         let mut offsets = offsets.into_iter();
@@ -83,8 +83,7 @@ impl Entry {
         fits.then_some(channel)
     }
 
-    /// Waits until `bytes` may be in flight. What waits here in open batches is handed over first if need be: it would
-    /// otherwise never be acknowledged.
+    /// Waits until `bytes` may be in flight. Before waiting, hands over the open batches, which would otherwise never be acknowledged.
     pub fn enter(&mut self, bytes: u64) -> Result<(), WindowClosed> {
         if self.pipeline.window.try_enter(bytes)? {
             return Ok(());
@@ -93,9 +92,9 @@ impl Entry {
         self.pipeline.window.enter(bytes)
     }
 
-    /// Owned bytes, without a copy: one batch of `pages` (offset in bytes, and whether it is zero), straight to `channel`
-    /// (from [`Entry::common_channel`]). `fill` is given the place for the content of those that are not zero, in this
-    /// order. Their bytes have entered the window.
+    /// Hands owned bytes over without a copy: one batch of `pages` (offset in bytes, and whether the page is zero), directly to `channel`
+    /// (from [`Entry::common_channel`]). `fill` writes the content of the pages that are not zero, in this order. Their bytes have entered
+    /// the window.
     pub fn bytes<E: From<WindowClosed>>(
         &mut self,
         channel: usize,
@@ -122,7 +121,7 @@ impl Entry {
         Ok(())
     }
 
-    /// Owned bytes, one page, copied. Its bytes have entered the window.
+    /// Copies one page of owned bytes into its batch. Its bytes have entered the window.
     pub fn page(&mut self, block: u16, offset: u64, content: &[u8]) -> Result<(), WindowClosed> {
         let page = offset / self.pipeline.page_size as u64;
         let batch = self.batch_for(block, offset, page, content.len())?;
@@ -132,7 +131,7 @@ impl Entry {
         Ok(())
     }
 
-    /// A zero page. It takes nothing of the window.
+    /// Adds a zero page to its batch. A zero page needs no room in the window.
     pub fn zero_page(&mut self, block: u16, offset: u64) -> Result<(), WindowClosed> {
         let page = offset / self.pipeline.page_size as u64;
         self.batch_for(block, offset, page, 0)?.push_zero(page, 1);
@@ -151,7 +150,7 @@ impl Entry {
         }
     }
 
-    /// The open batch that takes `page`, a new one where the old cannot.
+    /// Returns the open batch for `page`, a new one where the old has no room for it.
     fn batch_for(
         &mut self,
         block: u16,
@@ -173,32 +172,32 @@ impl Entry {
     }
 }
 
-/// Pages that have gone another way while they wait in a channel's queue, and need not be sent from there any more.
+/// Pages that were sent on another channel while they wait in a channel's queue, from where they need not be sent any more.
 #[derive(Debug)]
 pub struct Overtaken {
-    /// By block: the pages, and how many of them make up one of its backing, which are sent together or not at all.
+    /// By block: the pages, and how many of them make up a page of the backing, which are sent together or not at all.
     blocks: Vec<(AtomicPageBitmap, u64)>,
 }
 
 impl Overtaken {
-    /// None of `ram`.
+    /// Makes an empty set of pages of `ram`.
     pub fn none_of(ram: &GuestRam) -> Self {
         let block = |block: &RamBlock| (AtomicPageBitmap::new(block.pages()), (block.page_size() / PAGE_SIZE) as u64);
         Self { blocks: ram.blocks().iter().map(block).collect() }
     }
 
-    /// The pages of `run` in `block`, whole ones of its backing, go another way.
+    /// Adds the pages of `run` in `block`, whole pages of its backing.
     pub fn add(&self, block: u16, run: Range<u64>) {
         self.blocks[usize::from(block)].0.set(run);
     }
 
-    /// What went another way may have been lost there.
+    /// Removes all pages: those that were sent on the other channel may have been lost there.
     pub fn forget(&self) {
         self.blocks.iter().for_each(|(pages, _)| pages.clear(0..pages.pages()));
     }
 
-    /// Adds to `left` what of `runs` in `block` is still to be sent. While pages are being added a page of the backing goes
-    /// by its first, which is added first.
+    /// Adds to `left` the pages of `runs` in `block` that are still to be sent. While another thread adds a page of the backing, its first
+    /// page, which is added first, decides for all.
     pub(crate) fn leave(&self, block: u16, runs: &[Run], left: &mut Vec<Run>) {
         let (overtaken, unit) = &self.blocks[usize::from(block)];
         for run in runs {
@@ -217,30 +216,30 @@ impl Overtaken {
     }
 }
 
-/// What is to be done about pages of guest RAM.
+/// What the channel does with pages of guest RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wanted {
-    /// They are to be read and sent this way.
-    Content(Way),
-    /// The destination is to give up what it has of them.
+enum PageAction {
+    /// Read the pages and send them in this mode.
+    Send(Way),
+    /// Have the destination discard their earlier content.
     Discard,
 }
 
-/// Guest ranges on their way into the pipeline: which pages are to be read and sent. They wait in open batches, one per
-/// channel, until [`PageSearch::flush`] or until they are full.
+/// The entry for guest ranges: pages that the channels read and send. They wait in open batches, one per
+/// channel, until the batch is full or [`PageSearch::flush`] is called.
 #[derive(Debug)]
 pub struct PageSearch {
     pipeline: Arc<Pipeline>,
     ram: GuestRam,
-    open: Vec<Option<(Wanted, PooledBatch)>>,
-    /// Pages in a full batch: a region's, or those of one packet if that is more. The channel makes packets of it.
+    open: Vec<Option<(PageAction, PooledBatch)>>,
+    /// Pages in a full batch: those of a region, or of one packet if that is more. The channel makes packets of it.
     batch_pages: u64,
     handed_over: u64,
     overtaken: Option<Arc<Overtaken>>,
 }
 
 impl PageSearch {
-    /// A way for pages of `ram` into `pipeline`, `packet_size` bytes at a time. The pipeline's batches need no room for
+    /// Makes an entry for pages of `ram` into `pipeline`, `packet_size` bytes at a time. The pipeline's batches need no room for
     /// content.
     pub fn new(pipeline: Arc<Pipeline>, ram: GuestRam, packet_size: usize) -> Self {
         let open = pipeline.channels.iter().map(|_| None).collect();
@@ -248,7 +247,7 @@ impl PageSearch {
         Self { pipeline, ram, open, batch_pages, handed_over: 0, overtaken: None }
     }
 
-    /// From now on pages are left out that, when their turn comes, have gone another way.
+    /// From now on leaves out pages that are in `overtaken` when their turn comes.
     pub fn may_be_overtaken(&mut self, overtaken: &Arc<Overtaken>) {
         self.overtaken = Some(Arc::clone(overtaken));
     }
@@ -258,7 +257,7 @@ impl PageSearch {
         &self.pipeline
     }
 
-    /// Pages handed over so far to be sent, those in open batches included.
+    /// Returns how many pages were handed over so far to be sent, those in open batches included.
     pub fn handed_over(&self) -> u64 {
         self.handed_over
     }
@@ -268,34 +267,35 @@ impl PageSearch {
         self.pages_by(Way::Usual, block, run)
     }
 
-    /// As [`PageSearch::pages`], another way than the usual.
-    pub fn pages_by(&mut self, way: Way, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
+    /// As [`PageSearch::pages`], in the mode `mode`.
+    pub fn pages_by(&mut self, mode: Way, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
         self.handed_over += run.end - run.start;
-        self.add(Wanted::Content(way), block, run)
+        self.add(PageAction::Send(mode), block, run)
     }
 
-    /// Tells the destination to give up what it has of the pages of `run` in `block`, after everything that was handed over
+    /// Has the destination discard the earlier content of the pages of `run` in `block`, after everything that was handed over
     /// before.
     pub fn discard(&mut self, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
-        self.add(Wanted::Discard, block, run)
+        self.add(PageAction::Discard, block, run)
     }
 
-    fn add(&mut self, wanted: Wanted, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
+    fn add(&mut self, action: PageAction, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
         const REGION_PAGES: u64 = REGION / PAGE_SIZE as u64;
         let mut at = run.start;
         while at < run.end {
             let channel = self.pipeline.channel_of(block, at * PAGE_SIZE as u64);
             let region_end = (at / REGION_PAGES + 1) * REGION_PAGES;
-            let takes =
-                |(what, batch): &(Wanted, PooledBatch)| *what == wanted && batch.block == block && batch.takes(at, 0);
+            let takes = |(what, batch): &(PageAction, PooledBatch)| {
+                *what == action && batch.block == block && batch.takes(at, 0)
+            };
             if !self.open[channel].as_ref().is_some_and(takes) {
                 self.flush_channel(channel)?;
-                self.open[channel] = Some((wanted, self.pipeline.pool.take(block)?));
+                self.open[channel] = Some((action, self.pipeline.pool.take(block)?));
             }
             let (_, batch) = self.open[channel].as_mut().expect("just put there");
             let end = region_end.min(run.end);
-            match wanted {
-                Wanted::Content(_) => {
+            match action {
+                PageAction::Send(_) => {
                     let room = self.batch_pages - batch.pages();
                     let count = room.min(end - at);
                     batch.push_normal(at, count as u32, 0);
@@ -304,7 +304,7 @@ impl PageSearch {
                         self.flush_channel(channel)?;
                     }
                 }
-                Wanted::Discard => {
+                PageAction::Discard => {
                     batch.push_zero(at, (end - at) as u32);
                     at = end;
                 }
@@ -320,10 +320,10 @@ impl PageSearch {
 
     fn flush_channel(&mut self, channel: usize) -> Result<(), WindowClosed> {
         let item = match self.open[channel].take() {
-            Some((Wanted::Content(way), pages)) => {
+            Some((PageAction::Send(way), pages)) => {
                 Item::Guest(GuestPages { ram: self.ram.clone(), pages, overtaken: self.overtaken.clone(), way })
             }
-            Some((Wanted::Discard, batch)) => Item::Discard(batch),
+            Some((PageAction::Discard, batch)) => Item::Discard(batch),
             None => return Ok(()),
         };
         self.pipeline.channels[channel].send(item)

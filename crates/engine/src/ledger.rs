@@ -1,7 +1,7 @@
-//! Where one side of an embedded migration keeps its record: on disk, or, where no directory was given, in memory.
+//! The record of one side of an embedded migration: on disk, or in memory where no directory was given.
 //!
-//! In memory it is enough as long as the process lives. A source that dies takes its guest with it; the record on its disk
-//! is what a prepared destination can still ask (`sterna recover`) whether the guest was given to it.
+//! A record in memory is enough as long as the process lives. A source that dies takes its guest with it. Then only the record on its
+//! disk can answer a prepared destination (`sterna recover`) whether the guest belongs to the destination.
 
 use std::path::Path;
 
@@ -12,18 +12,18 @@ use crate::process;
 use crate::record_file::{RecordFile, RecordFileError, now_ms};
 use crate::session::Session;
 
-/// What a record says of a monitor that is not this process, so that `sterna recover` finds it.
+/// The record's entries about a monitor that is not this process, by which `sterna recover` finds it.
 #[derive(Clone, Debug)]
 pub struct MonitorRecord {
-    /// How it is driven.
+    /// How the monitor is driven.
     pub mode: Mode,
-    /// Its QMP socket; empty where it has none.
+    /// The monitor's QMP socket; empty where it has none.
     pub qmp: String,
-    /// Its process.
+    /// The monitor's process.
     pub process: Option<ProcessIdentity>,
-    /// What becomes of the source's when its guest runs at the destination.
+    /// What happens to the source's monitor when the guest runs at the destination.
     pub source_after: SourceAfter,
-    /// What its settings were before the migration, which `sterna recover` puts back where the guest runs here.
+    /// The monitor's settings before the migration, which `sterna recover` restores where the guest runs here.
     pub settings_before: Option<serde_json::Value>,
 }
 
@@ -79,7 +79,7 @@ impl Ledger {
         RecordFile::create(dir, record).map(|file| Self::Disk(Box::new(file)))
     }
 
-    /// Writes the record in a new state, as durably as it is kept.
+    /// Writes the record with a new state: to the disk, if it is kept there.
     pub(crate) fn write(&mut self, state: RecordState) -> Result<(), RecordFileError> {
         match self {
             Self::Memory => Ok(()),
@@ -87,7 +87,7 @@ impl Ledger {
         }
     }
 
-    /// Whether nothing is left to settle. What is kept in memory ends with the process.
+    /// Returns whether nothing is left to settle. A record in memory ends with the process.
     pub(crate) fn settled(&self) -> bool {
         match self {
             Self::Memory => true,
@@ -95,7 +95,7 @@ impl Ledger {
         }
     }
 
-    /// The state that is on the disk; none where nothing is.
+    /// Returns the state that is on the disk, if any.
     pub(crate) fn on_disk(&self) -> Option<RecordState> {
         match self {
             Self::Disk(file) if file.written() => Some(file.record().state),
@@ -103,7 +103,7 @@ impl Ledger {
         }
     }
 
-    /// Writes to the record of a source that its guest is about to be stopped by this migration, or that it runs on.
+    /// Records at the source that this migration is about to stop the guest, or that the guest runs on.
     pub(crate) fn note_pausing(&mut self, pausing: bool) -> Result<(), RecordFileError> {
         let Self::Disk(file) = self else { return Ok(()) };
         if file.record().pausing == pausing {

@@ -12,19 +12,19 @@ use crate::report::{ReceiveReport, Report};
 /// State of the monitor as a byte stream, version 1 of the records in `state`.
 pub(crate) const GUEST_STATE: &str = "guest-state-1";
 
-/// To let the guest go on at the destination before all of its RAM is there, version 1.
+/// The capability to let the guest go on at the destination before all of its RAM is there, version 1.
 pub(crate) const POST_COPY: &str = "post-copy-1";
 
-/// The capability to refuse a packet whose content did not arrive as it was read, and to send its pages again, version 1.
+/// The capability to refuse a packet whose content did not arrive as it was read, and to retransmit its pages, version 1.
 pub const SEND_AGAIN: &str = "send-again-1";
 
-/// The capability to send pages by what has changed in them, version 1.
+/// The capability to send pages as deltas against their earlier content, version 1.
 pub const DELTA: &str = "delta-1";
 
-/// The capability to send the state of devices apart from the monitor's, version 1.
+/// The capability to send the state of devices separately from the monitor's, version 1.
 pub(crate) const DEVICE_STATE: &str = "device-state-1";
 
-/// The blocks of `ram`, as packets are checked against them.
+/// Returns the shapes of the blocks of `ram`, against which packets are checked.
 pub(crate) fn shapes(ram: &GuestRam) -> Vec<BlockShape> {
     let shape = |block: &RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
     ram.blocks().iter().map(shape).collect()
@@ -33,25 +33,25 @@ pub(crate) fn shapes(ram: &GuestRam) -> Vec<BlockShape> {
 /// One of the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// Where the guest came from.
+    /// Where the guest ran before the migration.
     Source,
-    /// Where it goes to.
+    /// Where the guest is moved to.
     Destination,
 }
 
-/// How far a migration had come.
+/// The phase that a migration had reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Phase {
-    /// Settings, connection, agreement: nothing was begun.
+    /// Settings, connection, handshake: nothing was begun.
     SettingUp,
-    /// The rounds over the dirty pages, the guest running.
+    /// The guest runs and the rounds send dirty pages.
     Rounds,
-    /// The guest stopped, its last pages and its state on their way.
+    /// The guest is paused; its last pages and its state are being sent.
     SwitchingOver,
-    /// The decision is made for the destination.
+    /// The decision is made: the guest belongs to the destination.
     Committed,
-    /// The guest runs at the destination, the rest of its memory is on its way.
+    /// The guest runs at the destination; the rest of its memory is being sent.
     PostCopy,
 }
 
@@ -67,26 +67,26 @@ impl fmt::Display for Phase {
     }
 }
 
-/// Where the guest is after a migration that did not come to its good end.
+/// Where the guest is after a migration that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GuestState {
-    /// It was not touched: as it was before.
+    /// The guest was not touched: it is as it was before.
     Untouched,
-    /// It runs at the source.
+    /// The guest runs at the source.
     RunsAtSource,
-    /// It belongs to the source, which could not make it run on.
+    /// The guest belongs to the source and is paused: the source could not resume it.
     StandsAtSource,
-    /// It belongs to the destination; whether it runs there was not confirmed. It must never run at the source again.
+    /// The guest belongs to the destination; whether it runs there was not confirmed. It must never run at the source again.
     BelongsToDestination,
-    /// It belongs to the destination, which could not make it run.
+    /// The guest belongs to the destination and is paused: the destination could not resume it.
     StandsAtDestination,
-    /// It belongs to the destination, and part of its memory was at the source when the two lost each other for good. At the
-    /// destination: whoever touches that part waits. At the source: unless all of it had arrived after all.
+    /// The guest belongs to the destination, and the sides lost each other for good before all of its memory was known to have arrived.
+    /// A thread at the destination that touches a missing page waits.
     LacksMemory,
-    /// It runs on both sides: somebody started it by hand. One of the two must be stopped at once.
+    /// The guest runs on both sides: somebody started it by hand. One of the two must be stopped at once.
     RunsTwice,
-    /// It is not here: nothing of it that this side has is of any use.
+    /// The guest is at the other side; the memory at this side is of no use.
     NotHere,
 }
 
@@ -95,12 +95,12 @@ impl fmt::Display for GuestState {
         f.write_str(match self {
             Self::Untouched => "the guest was not touched",
             Self::RunsAtSource => "the guest runs on at the source",
-            Self::StandsAtSource => "the guest stands at the source: let the monitor resume it",
+            Self::StandsAtSource => "the guest is paused at the source: let the monitor resume it",
             Self::BelongsToDestination => {
                 "the guest belongs to the destination and must not run at the source; look whether it runs there"
             }
             Self::StandsAtDestination => {
-                "the guest belongs to the destination and stands there: let the monitor resume it"
+                "the guest belongs to the destination and is paused there: let the monitor resume it"
             }
             Self::LacksMemory => "the guest belongs to the destination, and not all of its memory is known to be there",
             Self::RunsTwice => "the guest was started by hand where it must not run: stop one of the two at once",
@@ -109,35 +109,35 @@ impl fmt::Display for GuestState {
     }
 }
 
-/// Why a migration did not come to its good end.
+/// Why a migration failed.
 #[derive(Debug)]
 pub struct MigrationError {
-    /// Whose error it is: that of the side that returns it.
+    /// The side that returns the error.
     pub side: Side,
-    /// How far it had come.
+    /// The phase that the migration had reached.
     pub phase: Phase,
     /// Where the guest is.
     pub guest: GuestState,
-    /// Whether it was cancelled.
+    /// Whether the migration was cancelled.
     pub cancelled: bool,
     /// At the source: the destination was reached and has refused the migration, before anything was done.
     pub refused: bool,
     /// What happened.
     pub reason: String,
-    /// The account of what was done until then, where something was: at the source.
+    /// At the source: the report of what was done until then, if anything was.
     pub report: Option<Box<Report>>,
-    /// The same at the destination.
+    /// At the destination: the report of what was done until then, if anything was.
     pub received: Option<Box<ReceiveReport>>,
 }
 
 impl MigrationError {
-    /// At the source, before anything was done.
+    /// Makes an error of the source, before anything was done.
     pub(crate) fn untouched(reason: impl fmt::Display) -> Self {
         Self::of(Side::Source, GuestState::Untouched, reason)
     }
 
-    /// At the destination, before anything was done.
-    pub(crate) fn not_taken(reason: impl fmt::Display) -> Self {
+    /// Makes an error of the destination, before anything was done.
+    pub(crate) fn not_accepted(reason: impl fmt::Display) -> Self {
         Self::of(Side::Destination, GuestState::Untouched, reason)
     }
 
@@ -167,7 +167,7 @@ impl fmt::Display for MigrationError {
 
 impl std::error::Error for MigrationError {}
 
-/// What a source says of its guest, and a destination of its own.
+/// Returns the description of the virtual machine that each side sends or checks.
 pub(crate) fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
     let block = |block: &RamBlock| Block {
         name: block.name().to_owned(),
@@ -185,7 +185,7 @@ pub(crate) fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine
     }
 }
 
-/// What of the source's RAM blocks differs from the destination's, in words; none where they are the same.
+/// Describes the first difference between the RAM blocks of the source and the destination; none where they are the same.
 pub(crate) fn difference(source: &[Block], destination: &[Block]) -> Option<String> {
     let name = |block: &Block| sterna_wire::text::cleaned(&block.name);
     if source.len() != destination.len() {
@@ -200,8 +200,9 @@ pub(crate) fn difference(source: &[Block], destination: &[Block]) -> Option<Stri
     }
     source.iter().zip(destination).enumerate().find(|(_, (source, destination))| source != destination).map(
         |(number, (source, destination))| {
-            let told = |block: &Block| format!("{}, {} bytes, pages of {}", name(block), block.bytes, block.page_size);
-            format!("RAM block {number} is {} at the source and {} at the destination", told(source), told(destination))
+            let words = |block: &Block| format!("{}, {} bytes, pages of {}", name(block), block.bytes, block.page_size);
+            let (source, destination) = (words(source), words(destination));
+            format!("RAM block {number} is {source} at the source and {destination} at the destination")
         },
     )
 }
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_is_named_on_both_sides() {
+    fn a_difference_of_ram_blocks_is_described_for_both_sides() {
         let ours = [block("ram", 1 << 30, 4096), block("video", 1 << 20, 4096)];
         assert_eq!(difference(&ours, &ours), None);
         let cases = [
@@ -232,13 +233,13 @@ mod tests {
             (vec![ours[0].clone(), block("vga\u{1b}[2J", 1 << 20, 4096)], "RAM block 1 is vga"),
         ];
         for (theirs, expected) in cases {
-            let said = difference(&theirs, &ours).unwrap();
-            assert!(said.contains(expected) && !said.contains('\u{1b}'), "{said}");
+            let text = difference(&theirs, &ours).unwrap();
+            assert!(text.contains(expected) && !text.contains('\u{1b}'), "{text}");
         }
     }
 
     #[test]
-    fn an_error_says_side_phase_reason_and_where_the_guest_is() {
+    fn the_text_of_an_error_names_side_phase_reason_and_where_the_guest_is() {
         let error =
             MigrationError { phase: Phase::Rounds, guest: GuestState::RunsAtSource, ..MigrationError::untouched("x") };
         let expected = "migration failed at the source while sending memory: x (the guest runs on at the source)";

@@ -1,8 +1,8 @@
-//! The embedding monitor's code, called so that a panic in it is an error like any other.
+//! Calls the embedding monitor's code so that a panic in it becomes an error like any other.
 //!
-//! A panic that left `run` would take with it what is known of the guest: whether it is paused, and whose it is. So it is caught where the
-//! monitor is called. What follows is what follows an error of the same method: the guest is resumed if it is this side's, the peer is told,
-//! and the error that `run` returns says where the guest is.
+//! A panic that left `run` would lose what is known of the guest: whether it is paused, and which side owns it. So a panic is caught where
+//! the monitor is called, and handled like an error of the same method: the guest is resumed if this side owns it, the peer receives the
+//! failure, and the error that `run` returns names where the guest is.
 
 use std::any::Any;
 use std::io::{Read, Write};
@@ -16,14 +16,14 @@ use crate::cpu_time::CpuTime;
 use crate::report::{Observer, Progress, ReceiveProgress};
 use crate::vmm::{AfterMove, DestinationVmm, SourceVmm, VmmError};
 
-/// Makes a call and returns what a panic in it says, if there was one.
+/// Makes a call. Returns the text of a panic in it as the error.
 fn caught<R>(call: impl FnOnce() -> R) -> Result<R, String> {
-    // What may be left half done is the monitor's own, which says in its documentation what a panic leaves.
-    catch_unwind(AssertUnwindSafe(call)).map_err(said)
+    // Only the monitor's own state may be left half done; its documentation says what a panic leaves.
+    catch_unwind(AssertUnwindSafe(call)).map_err(panic_text)
 }
 
-/// What a panic says.
-pub(crate) fn said(panic: Box<dyn Any + Send>) -> String {
+/// Returns the text of a panic.
+pub(crate) fn panic_text(panic: Box<dyn Any + Send>) -> String {
     match panic.downcast::<String>() {
         Ok(text) => *text,
         Err(panic) => match panic.downcast::<&str>() {
@@ -31,13 +31,13 @@ pub(crate) fn said(panic: Box<dyn Any + Send>) -> String {
             Err(other) => {
                 // Dropping something unknown may panic again.
                 std::mem::forget(other);
-                "it does not say why".to_owned()
+                "the panic has no text".to_owned()
             }
         },
     }
 }
 
-/// The monitor at one side. CPU time that its methods take is not the migration's.
+/// The monitor at one side. The CPU time of its methods does not count for the migration.
 struct Monitor<'a, V: ?Sized> {
     vmm: &'a mut V,
     cpu: CpuTime,
@@ -47,7 +47,7 @@ impl<V: ?Sized> Monitor<'_, V> {
     fn call<R>(&mut self, method: &str, call: impl FnOnce(&mut V) -> R) -> Result<R, VmmError> {
         let vmm = &mut *self.vmm;
         let result = self.cpu.for_others(|| caught(|| call(vmm)));
-        result.map_err(|said| format!("the monitor panicked in {method}: {said}").into())
+        result.map_err(|text| format!("the monitor panicked in {method}: {text}").into())
     }
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct SourceMonitor<'a> {
 
 impl<'a> SourceMonitor<'a> {
     /// # Errors
-    /// Asking its name has panicked.
+    /// The monitor's `name` has panicked.
     pub(crate) fn new(vmm: &'a mut dyn SourceVmm, cpu: &CpuTime) -> Result<Self, VmmError> {
         let mut monitor = Monitor { vmm, cpu: cpu.clone() };
         let name = monitor.call("name", |vmm| vmm.name())?;
@@ -79,7 +79,7 @@ impl<'a> SourceMonitor<'a> {
     }
 
     pub(crate) fn has_ended(&mut self) -> bool {
-        // One that panics has not said so.
+        // A monitor that panics here counts as not ended.
         self.monitor.call("has_ended", |vmm| vmm.has_ended()).unwrap_or(false)
     }
 
@@ -136,7 +136,7 @@ pub(crate) struct DestinationMonitor<'a> {
 
 impl<'a> DestinationMonitor<'a> {
     /// # Errors
-    /// Asking its name has panicked.
+    /// The monitor's `name` has panicked.
     pub(crate) fn new(vmm: &'a mut dyn DestinationVmm, cpu: &CpuTime) -> Result<Self, VmmError> {
         let mut monitor = Monitor { vmm, cpu: cpu.clone() };
         let name = monitor.call("name", |vmm| vmm.name())?;
@@ -148,7 +148,7 @@ impl<'a> DestinationMonitor<'a> {
     }
 
     pub(crate) fn has_ended(&mut self) -> bool {
-        // One that panics has not said so.
+        // A monitor that panics here counts as not ended.
         self.monitor.call("has_ended", |vmm| vmm.has_ended()).unwrap_or(false)
     }
 
@@ -222,7 +222,7 @@ impl Drop for CaughtLog {
     }
 }
 
-/// The monitor's observer. What it is told is lost where it panics.
+/// The monitor's observer. A report during which it panics is lost.
 pub(crate) struct CaughtObserver<'a>(pub(crate) &'a dyn Observer);
 
 impl Observer for CaughtObserver<'_> {
@@ -262,10 +262,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_panic_says_is_kept_whatever_it_is_made_of() {
+    fn the_text_of_a_panic_is_kept_whatever_its_type() {
         assert_eq!(caught(|| 7), Ok(7));
         assert_eq!(caught(|| panic!("a text")), Err::<(), _>("a text".into()));
         assert_eq!(caught(|| panic!("number {}", 7)), Err::<(), _>("number 7".into()));
-        assert_eq!(caught(|| std::panic::panic_any(7)), Err::<(), _>("it does not say why".into()));
+        assert_eq!(caught(|| std::panic::panic_any(7)), Err::<(), _>("the panic has no text".into()));
     }
 }

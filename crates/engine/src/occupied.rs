@@ -1,6 +1,7 @@
-//! A driver inside a call of its monitor hears no events. What has to end such a call all the same – the peer is lost, it was
-//! cancelled, it takes too long – raises the alarm by itself: that closes the channels that the monitor writes to or reads
-//! from, and the call fails.
+//! Ends a driver's call of its monitor from outside.
+//!
+//! A driver inside such a call handles no events. A lost peer, a cancellation or a deadline must end the call all the same: each raises
+//! the alarm itself, which closes the channels that the monitor writes to or reads from, and the call fails.
 
 use std::fmt::Display;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -10,26 +11,26 @@ use std::time::Instant;
 
 use crate::abort::Abort;
 
-/// Until when a call may take, and what is said where it takes longer.
+/// When a call must have ended, and the reason of the alarm where it has not.
 pub(crate) type Deadline = (Instant, Box<dyn FnOnce() -> String + Send>);
 
-/// Whether a driver is inside such a call. Clones are of the same driver.
+/// Whether a driver is inside such a call. Clones belong to the same driver.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Occupied(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// The alarm that ends the call that the driver is inside of.
+    /// The alarm that ends the current call.
     inside: Option<Arc<Abort>>,
-    /// Why no call is begun any more, and whether it is that the peer was lost.
+    /// Why every later call fails at once, and whether the reason is the loss of the peer.
     reason: Option<(String, bool)>,
 }
 
 impl Occupied {
-    /// The driver is inside until the value that is given here is dropped. With a `deadline` no longer than until then.
+    /// Begins a call, which lasts until the returned value is dropped. Raises `abort` if the call has not ended at `deadline`.
     pub(crate) fn enter(&self, abort: &Arc<Abort>, deadline: Option<Deadline>) -> Inside<'_> {
         let mut state = self.state();
-        // The driver has not heard of it yet.
+        // The driver has not handled the event yet.
         if let Some((reason, lost)) = &state.reason {
             raise(abort, reason, *lost);
         }
@@ -49,7 +50,7 @@ impl Occupied {
         Inside { occupied: self, watch }
     }
 
-    /// Ends the call that the driver is inside of, and all that it would enter later, for `reason`.
+    /// Ends the current call, and every later one, for `reason`.
     pub(crate) fn raise(&self, reason: impl Display) {
         self.end(&reason.to_string(), false);
     }
@@ -92,7 +93,7 @@ impl Drop for Inside<'_> {
         self.occupied.state().inside = None;
         if let Some((left, watching)) = self.watch.take() {
             drop(left);
-            // It does not panic.
+            // The thread does not panic.
             let _ = watching.join();
         }
     }
@@ -123,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_takes_too_long_is_ended_with_words() {
+    fn a_call_that_takes_too_long_is_ended_with_its_reason() {
         let (occupied, abort) = (Occupied::default(), Arc::new(Abort::default()));
         let (ended, end) = channel();
         abort.on_end(move || {

@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Counts for the thread that made it, and is used by no other.
+/// Counts for the thread that made it; no other thread may use it.
 #[derive(Debug)]
 pub(crate) struct OffCpu {
     /// `/proc/thread-self/schedstat`: three numbers, the second of which is how long the thread has waited for a CPU, in nanoseconds
     /// (the kernel's sched-stats.rst). Where it is missing, such waits count as others.
     schedstat: Option<File>,
-    /// Of the calls since the last [`OffCpu::take`].
+    /// Time off the CPU in the calls since the last [`OffCpu::take`].
     off: Duration,
-    /// How long the thread had waited for a CPU by then.
+    /// How long the thread had waited for a CPU by the last [`OffCpu::take`].
     delay: Duration,
-    /// How long it had been running at the last [`OffCpu::running`].
+    /// How long the thread had been running by the last [`OffCpu::running`].
     running: Duration,
 }
 
@@ -36,25 +36,25 @@ impl OffCpu {
         Self { schedstat, off: Duration::ZERO, delay, running: thread_time() }
     }
 
-    /// A call begins.
+    /// Begins a call.
     pub(crate) fn begin() -> Begun {
         Begun { at: Instant::now(), running: thread_time() }
     }
 
-    /// It has ended; says how long the thread was running in it.
+    /// Ends a call. Returns how long the thread was running in it.
     pub(crate) fn end(&mut self, begun: Begun) -> Duration {
         let running = thread_time().saturating_sub(begun.running);
         self.off += begun.at.elapsed().saturating_sub(running);
         running
     }
 
-    /// How long the thread has been running since the last time this was asked.
+    /// Returns how long the thread has been running since the last call of this function.
     pub(crate) fn running(&mut self) -> Duration {
         let running = thread_time();
         running.saturating_sub(std::mem::replace(&mut self.running, running))
     }
 
-    /// How long the thread has waited in the calls since the last time, other than for a CPU.
+    /// Returns how long the thread has waited in the calls since the last time, other than for a CPU.
     pub(crate) fn take(&mut self) -> Duration {
         let delay = self.schedstat.as_ref().and_then(run_delay).unwrap_or_default();
         let delayed = delay.saturating_sub(std::mem::replace(&mut self.delay, delay));
@@ -62,7 +62,7 @@ impl OffCpu {
     }
 }
 
-/// The time that this thread has been running on a CPU.
+/// Returns the time that this thread has been running on a CPU.
 pub(crate) fn thread_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
@@ -94,7 +94,7 @@ mod tests {
         let waited = off_cpu.take();
         assert!(waited <= elapsed - Duration::from_millis(20), "{waited:?} of {elapsed:?}");
 
-        // Nobody ever says anything.
+        // Nothing is ever sent.
         let (_silent, nothing) = mpsc::channel::<()>();
         let begun = OffCpu::begin();
         nothing.recv_timeout(Duration::from_millis(20)).unwrap_err();

@@ -1,24 +1,24 @@
 //! The bandwidth limit, shared by all channels of a migration.
 //!
-//! The bytes of all channels lie one behind the other on a line, and a point moves along it with the limit's speed. Who
-//! wants to send takes the next piece of the line and waits until the point reaches its start. So the sum keeps to the
-//! limit however many channels there are, and channels that ask in equal pieces get equal shares, in the order in which
-//! they ask. The arithmetic (`Line`) is told the time, so it is tested without waiting.
+//! The bytes of all channels lie one behind the other on a line, and a point moves along it with the limit's speed. A thread that
+//! sends reserves the next piece of the line and waits until the point reaches the start of the piece. So the sum keeps to the
+//! limit however many channels there are, and channels that reserve equal pieces get equal shares, in the order of their
+//! requests. The arithmetic (`Line`) gets the time as an argument, so it is tested without waiting.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Sending that was not done in time is made up for if it is no more than this: it covers threads that wake late. What is
-/// made up for comes on top of a second's bytes, so with a piece it must stay below a twentieth of a second.
+/// Maximum delay that is caught up: it covers threads that wake late. The bytes that are caught up add to those of a second, so together
+/// with a piece they must stay below a twentieth of a second.
 const CATCH_UP: Duration = Duration::from_millis(30);
-/// To so little of a second its bytes are exact.
+/// Number of pieces into which the bytes of a second are cut.
 const PIECES_PER_SECOND: u64 = 400;
-/// Largest piece to ask for at once, in bytes.
-const LARGEST_PIECE: u64 = 256 << 10;
-/// Smallest piece worth a system call, in bytes.
-const SMALLEST_PIECE: u64 = 4 << 10;
+/// Maximum bytes of a piece.
+const MAX_PIECE: u64 = 256 << 10;
+/// Minimum bytes of a piece: fewer are not worth a system call.
+const MIN_PIECE: u64 = 4 << 10;
 
-/// Keeps all who ask it, together, to a number of bytes per second. Shared with [`std::sync::Arc`].
+/// Keeps all its callers, together, to a number of bytes per second. Shared with [`std::sync::Arc`].
 #[derive(Debug)]
 pub struct Pacer {
     started: Instant,
@@ -27,19 +27,19 @@ pub struct Pacer {
 }
 
 impl Pacer {
-    /// A pacer with a limit; none, or 0 (as QEMU's `max-bandwidth`), means that nobody waits.
+    /// Makes a pacer with a limit; with none, or 0 (as QEMU's `max-bandwidth`), no thread waits.
     pub fn new(bytes_per_second: Option<u64>) -> Self {
         Self { started: Instant::now(), line: Mutex::new(Line::new(bytes_per_second)), changed: Condvar::new() }
     }
 
-    /// Waits until `bytes` more may be put on the wire; says for how long.
+    /// Waits until `bytes` more may be sent. Returns how long that took.
     ///
-    /// To be called before each write, in pieces of at most [`Pacer::piece`] bytes: a piece goes out at once, so the
-    /// limit is kept over times that are long against the time of one piece.
+    /// Call this before each write, in pieces of at most [`Pacer::piece`] bytes: a piece is sent at once, so the
+    /// limit holds over times that are long against the time of one piece.
     pub fn pace(&self, bytes: usize) -> Duration {
         let mut line = self.lock();
         let begun = self.started.elapsed();
-        let Some(place) = line.take(begun, bytes as u64) else {
+        let Some(place) = line.reserve(begun, bytes as u64) else {
             return Duration::ZERO;
         };
         loop {
@@ -52,37 +52,38 @@ impl Pacer {
         }
     }
 
-    /// Counts `bytes` that go on the wire without waiting: others wait for them.
+    /// Counts `bytes` that are sent without waiting: other threads wait the longer.
     pub fn charge(&self, bytes: usize) {
-        // Where they would have begun does not matter.
-        let _ = self.lock().take(self.started.elapsed(), bytes as u64);
+        // The position of these bytes does not matter.
+        let _ = self.lock().reserve(self.started.elapsed(), bytes as u64);
     }
 
-    /// How long the network will be busy with what has been given to it, and the time that can be made up for besides; none without a limit.
+    /// Returns how long the network will be busy with the bytes that are reserved, and the time that can be made up for besides; none
+    /// without a limit.
     pub fn left(&self) -> Option<Duration> {
         let line = self.lock();
         line.rate.map(|rate| line.left(self.started.elapsed(), rate))
     }
 
-    /// How long, all together, the limit let more be sent than was there to send, beyond what can be made up for.
+    /// Returns for how long, all together, no thread used the limit, beyond what can be made up for.
     pub fn unused(&self) -> Duration {
         self.lock().unused
     }
 
-    /// Changes the limit, also for those who wait; removing it lets all of them go (as a cancelled migration must).
+    /// Changes the limit, also for threads that wait; removing it ends all waits (as a cancelled migration must).
     pub fn set_limit(&self, bytes_per_second: Option<u64>) {
         self.lock().set_rate(self.started.elapsed(), bytes_per_second);
         self.changed.notify_all();
     }
 
-    /// The limit, in bytes per second.
+    /// Returns the limit, in bytes per second.
     pub fn limit(&self) -> Option<u64> {
         self.lock().rate
     }
 
-    /// How much to send between two calls of [`Pacer::pace`], in bytes: what goes out in 2.5 ms, within 4 KiB and 256 KiB.
+    /// Returns how many bytes to send between two calls of [`Pacer::pace`]: those of 2.5 ms, between 4 KiB and 256 KiB.
     pub fn piece(&self) -> usize {
-        self.lock().rate.map_or(LARGEST_PIECE, piece) as usize
+        self.lock().rate.map_or(MAX_PIECE, piece) as usize
     }
 
     fn lock(&self) -> MutexGuard<'_, Line> {
@@ -95,36 +96,42 @@ impl Pacer {
 #[derive(Debug)]
 struct Line {
     rate: Option<u64>,
-    /// Where the point was at `since`, from when on it has moved with `rate`.
+    /// The position of the point at `since`; from then on it has moved with `rate`.
     from: u64,
     since: Duration,
-    /// The end of what has been given out.
-    taken: u64,
-    /// The time of what nobody has taken while it could be had.
+    /// The end of the last reserved piece.
+    reserved: u64,
+    /// The time of all parts of the line that no thread has reserved in time.
     unused: Duration,
 }
 
 impl Line {
     fn new(rate: Option<u64>) -> Self {
-        Self { rate: rate.filter(|rate| *rate > 0), from: 0, since: Duration::ZERO, taken: 0, unused: Duration::ZERO }
+        Self {
+            rate: rate.filter(|rate| *rate > 0),
+            from: 0,
+            since: Duration::ZERO,
+            reserved: 0,
+            unused: Duration::ZERO,
+        }
     }
 
-    /// Where the point is.
+    /// Returns the position of the point.
     fn point(&self, now: Duration, rate: u64) -> u64 {
         self.from.saturating_add(bytes_in(now.saturating_sub(self.since), rate))
     }
 
-    /// Takes the next piece and says where it begins; `None` if there is no limit.
-    fn take(&mut self, now: Duration, bytes: u64) -> Option<u64> {
+    /// Reserves the next piece and returns where it begins; `None` if there is no limit.
+    fn reserve(&mut self, now: Duration, bytes: u64) -> Option<u64> {
         let rate = self.rate?;
         let missed = self.point(now, rate).saturating_sub(bytes_in(CATCH_UP, rate));
-        let place = self.taken.max(missed);
-        self.unused = self.unused.saturating_add(time_of(place - self.taken, rate));
-        self.taken = place.saturating_add(bytes);
+        let place = self.reserved.max(missed);
+        self.unused = self.unused.saturating_add(time_of(place - self.reserved, rate));
+        self.reserved = place.saturating_add(bytes);
         Some(place)
     }
 
-    /// How long until the point reaches `place`.
+    /// Returns how long until the point reaches `place`.
     fn wait(&self, now: Duration, place: u64) -> Duration {
         let Some(rate) = self.rate else {
             return Duration::ZERO;
@@ -132,25 +139,25 @@ impl Line {
         time_of(place.saturating_sub(self.point(now, rate)), rate)
     }
 
-    /// How long until time is lost for good where nothing more is taken.
+    /// Returns how long until time is lost for good where no thread reserves more.
     fn left(&self, now: Duration, rate: u64) -> Duration {
-        let until = self.taken.saturating_add(bytes_in(CATCH_UP, rate));
+        let until = self.reserved.saturating_add(bytes_in(CATCH_UP, rate));
         time_of(until.saturating_sub(self.point(now, rate)), rate)
     }
 
     fn set_rate(&mut self, now: Duration, rate: Option<u64>) {
-        // Without a limit nothing was counted, and nothing is owed.
-        self.from = self.rate.map_or(self.taken, |rate| self.point(now, rate));
+        // Without a limit nothing was reserved, so the point begins at the end.
+        self.from = self.rate.map_or(self.reserved, |rate| self.point(now, rate));
         self.since = now;
         self.rate = rate.filter(|rate| *rate > 0);
     }
 }
 
 fn piece(rate: u64) -> u64 {
-    (rate / PIECES_PER_SECOND).clamp(SMALLEST_PIECE, LARGEST_PIECE)
+    (rate / PIECES_PER_SECOND).clamp(MIN_PIECE, MAX_PIECE)
 }
 
-/// Rounded up, or who waits so long would wake a moment early and ask again.
+/// Returns the time of `bytes`, rounded up: else a thread that waits for so long would wake a moment early.
 fn time_of(bytes: u64, rate: u64) -> Duration {
     let nanoseconds = (u128::from(bytes) * 1_000_000_000).div_ceil(rate.into());
     Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
@@ -166,8 +173,8 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Senders that always want more: (when, who, how much) for each piece sent. `wakes` says when one whose time has come
-    /// goes on.
+    /// Runs senders that always want more, and returns (time, sender, bytes) for each piece sent. `wakes`: when a sender goes on whose
+    /// wait has ended.
     fn simulate(
         rate: u64,
         piece: u64,
@@ -177,23 +184,23 @@ mod tests {
     ) -> Vec<(Duration, usize, u64)> {
         let mut line = Line::new(Some(rate));
         let mut sent = Vec::new();
-        // (the time the sender goes on, who) for each; each takes its next piece when the one before has been sent.
+        // (the time at which it goes on, sender) for each; each reserves its next piece when the one before has been sent.
         let mut waiting: Vec<_> = (0..senders)
-            .map(|who| {
-                let place = line.take(Duration::ZERO, piece).unwrap();
-                (line.wait(Duration::ZERO, place), who)
+            .map(|sender| {
+                let place = line.reserve(Duration::ZERO, piece).unwrap();
+                (line.wait(Duration::ZERO, place), sender)
             })
             .collect();
         loop {
             let next = (0..senders).min_by_key(|at| waiting[*at]).unwrap();
-            let (due, who) = waiting[next];
+            let (due, sender) = waiting[next];
             let now = wakes(due);
             if now > until {
                 return sent;
             }
-            sent.push((now, who, piece));
-            let place = line.take(now, piece).unwrap();
-            waiting[next] = (now + line.wait(now, place), who);
+            sent.push((now, sender, piece));
+            let place = line.reserve(now, piece).unwrap();
+            waiting[next] = (now + line.wait(now, place), sender);
         }
     }
 
@@ -207,7 +214,7 @@ mod tests {
             for senders in [1, 3, 8] {
                 for late in [Duration::ZERO, Duration::from_micros(100), Duration::from_millis(3)] {
                     let piece = piece(rate);
-                    // Whoever wakes later than a piece lasts must have others at work; a lone one cannot keep up.
+                    // A sender that wakes later than a piece lasts needs other senders; a lone one cannot keep up.
                     if late.as_secs_f64() * rate as f64 > (piece * senders as u64) as f64 {
                         continue;
                     }
@@ -251,11 +258,11 @@ mod tests {
     #[test]
     fn idle_time_is_not_saved_up() {
         let mut line = Line::new(Some(1_000_000));
-        line.take(Duration::ZERO, 1000);
+        line.reserve(Duration::ZERO, 1000);
         let after_an_hour = SECOND * 3600;
         let mut at_once = 0;
         loop {
-            let place = line.take(after_an_hour, 1000).unwrap();
+            let place = line.reserve(after_an_hour, 1000).unwrap();
             if !line.wait(after_an_hour, place).is_zero() {
                 break;
             }
@@ -269,45 +276,45 @@ mod tests {
         const RATE: u64 = 1_000_000;
         let mut line = Line::new(Some(RATE));
         let ms = Duration::from_millis;
-        line.take(ms(0), 10_000);
+        line.reserve(ms(0), 10_000);
         assert_eq!(line.left(ms(0), RATE), ms(10) + CATCH_UP);
-        // Nothing was taken for 20 ms, which is made up for, and then for 40, of which ten are lost.
-        line.take(ms(30), 1000);
+        // Nothing was reserved for 20 ms, which is made up for, and then for 40, of which ten are lost.
+        line.reserve(ms(30), 1000);
         assert_eq!((line.unused, line.left(ms(30), RATE)), (Duration::ZERO, ms(11)));
-        line.take(ms(51), 10_000);
+        line.reserve(ms(51), 10_000);
         assert_eq!(line.unused, ms(10));
         assert_eq!(line.left(ms(51), RATE), ms(10));
         assert_eq!(line.left(ms(100), RATE), Duration::ZERO);
         let mut unlimited = Line::new(None);
-        unlimited.take(ms(100), 1);
+        unlimited.reserve(ms(100), 1);
         assert_eq!(unlimited.unused, Duration::ZERO);
     }
 
     #[test]
     fn a_new_limit_holds_for_those_who_wait() {
         let mut line = Line::new(Some(1000));
-        line.take(Duration::ZERO, 10_000);
-        let place = line.take(Duration::ZERO, 10_000).unwrap();
+        line.reserve(Duration::ZERO, 10_000);
+        let place = line.reserve(Duration::ZERO, 10_000).unwrap();
         assert_eq!(line.wait(Duration::ZERO, place), SECOND * 10);
         line.set_rate(SECOND, Some(9000));
         assert_eq!(line.wait(SECOND, place), SECOND);
         line.set_rate(SECOND, None);
         assert_eq!(line.wait(SECOND, place), Duration::ZERO);
-        assert_eq!(line.take(SECOND, 1), None);
+        assert_eq!(line.reserve(SECOND, 1), None);
         line.set_rate(SECOND * 2, Some(1000));
-        let place = line.take(SECOND * 2, 1).unwrap();
+        let place = line.reserve(SECOND * 2, 1).unwrap();
         assert_eq!(line.wait(SECOND * 2, place), Duration::ZERO, "nothing is owed from before");
     }
 
     #[test]
     fn enormous_numbers_do_not_overflow() {
         let mut line = Line::new(Some(u64::MAX));
-        assert!(line.take(Duration::MAX, u64::MAX).is_some());
-        let place = line.take(Duration::MAX, u64::MAX).unwrap();
+        assert!(line.reserve(Duration::MAX, u64::MAX).is_some());
+        let place = line.reserve(Duration::MAX, u64::MAX).unwrap();
         line.wait(Duration::ZERO, place);
         let mut slow = Line::new(Some(1));
-        slow.take(Duration::ZERO, u64::MAX);
-        let place = slow.take(Duration::ZERO, 1).unwrap();
+        slow.reserve(Duration::ZERO, u64::MAX);
+        let place = slow.reserve(Duration::ZERO, 1).unwrap();
         assert!(slow.wait(Duration::ZERO, place) > SECOND);
     }
 

@@ -1,9 +1,9 @@
-//! What `/proc` and the clock tell of a process: who it is across the reuse of numbers, its CPU time, its page faults.
+//! Reads facts about a process from `/proc` and the clock: its identity across reuse of its number, its CPU time, its page faults.
 
 use rustix::time::{ClockId, clock_gettime};
 use sterna_wire::switchover::ProcessIdentity;
 
-/// Which process `pid` is, while it lives. A zombie has ended and only waits for its parent.
+/// Returns the identity of process `pid`, while it lives. A zombie has ended and only waits for its parent.
 ///
 /// Source: fields 3 and 22 of `/proc/PID/stat`, proc(5).
 pub fn identity(pid: u32) -> Option<ProcessIdentity> {
@@ -13,18 +13,18 @@ pub fn identity(pid: u32) -> Option<ProcessIdentity> {
     (!matches!(state, "Z" | "X")).then_some(ProcessIdentity { pid, start_ticks })
 }
 
-/// Whether that very process still lives.
+/// Returns whether this very process still lives.
 pub fn lives(process: ProcessIdentity) -> bool {
     identity(process.pid) == Some(process)
 }
 
-/// CPU-seconds of this process so far.
+/// Returns the CPU-seconds of this process so far.
 pub fn own_cpu_seconds() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// Minor and major page faults of a process so far; 0 when it is gone. Fields 10 and 12 of `/proc/PID/stat`.
+/// Returns the minor and major page faults of a process so far; 0 when it is gone. Fields 10 and 12 of `/proc/PID/stat`.
 pub fn faults(pid: u32) -> u64 {
     let stat = stat(pid).unwrap_or_default();
     [10, 12].iter().filter_map(|number| field(&stat, *number)?.parse::<u64>().ok()).sum()
@@ -34,7 +34,7 @@ fn stat(pid: u32) -> Option<String> {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()
 }
 
-/// Field `number` of a stat line, from 3 on, counted as proc(5) does. The name in field 2 may contain anything, so
+/// Returns field `number` of a stat line, from 3 on, numbered as in proc(5). The name in field 2 may contain anything, so
 /// counting starts behind its last bracket.
 fn field(stat: &str, number: usize) -> Option<&str> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(number - 3)
@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_told_from_another_with_its_number() {
+    fn a_process_is_distinguished_from_another_with_its_number() {
         let own = identity(std::process::id()).unwrap();
         assert!(lives(own));
         assert!(!lives(ProcessIdentity { start_ticks: own.start_ticks + 1, ..own }));

@@ -12,7 +12,7 @@ use crate::batch::Batch;
 use crate::in_place;
 use crate::receive::PacketRules;
 
-/// What guest RAM is read into. One per thread that reads: it stays in that core's cache.
+/// The buffer into which guest RAM is read. Each thread that reads has its own, which stays in that core's cache.
 #[derive(Debug)]
 pub(crate) struct Reading {
     batch: Batch,
@@ -21,12 +21,12 @@ pub(crate) struct Reading {
     checksums: bool,
     /// Zero pages that count as normal.
     ratio: NormalPageRatio,
-    /// What is in the batch is sent from where it lies in this RAM.
+    /// The RAM from which the batch's pages are sent directly.
     in_place: Option<GuestRam>,
 }
 
 impl Reading {
-    /// For batches of `rules`.
+    /// Makes a buffer for batches of `rules`.
     pub(crate) fn new(rules: PacketRules) -> Self {
         let pages = rules.packet_size / PAGE_SIZE;
         Self {
@@ -38,7 +38,7 @@ impl Reading {
         }
     }
 
-    /// The same, where those of `ratio` of the zero pages count as normal.
+    /// Sets the part of the zero pages that count as normal.
     pub(crate) fn with_ratio(self, ratio: NormalPageRatio) -> Self {
         Self { ratio, ..self }
     }
@@ -50,7 +50,7 @@ impl Reading {
         self.in_place = None;
     }
 
-    /// As [`Reading::read`], but says only which pages are zero: the others will be sent from where they lie.
+    /// As [`Reading::read`], but only finds the zero pages: the others will be sent directly from guest RAM.
     pub(crate) fn look(&mut self, ram: &GuestRam, runs: &[Run]) {
         if self.in_place.is_none() {
             self.in_place = Some(ram.clone());
@@ -58,17 +58,17 @@ impl Reading {
         in_place::look(ram, runs, &mut self.batch, &mut self.ratio);
     }
 
-    /// The block that the batch's content lies in, where that was not read.
+    /// Returns the block from which the batch's pages are sent directly, if they are.
     pub(crate) fn in_place(&self) -> Option<&RamBlock> {
         self.in_place.as_ref().map(|ram| &ram.blocks()[usize::from(self.batch.block)])
     }
 
-    /// What was read since it was begun.
+    /// Returns the batch.
     pub(crate) fn batch(&self) -> &Batch {
         &self.batch
     }
 
-    /// Whether `runs` of `block` may be read into the batch: it has no content yet, pages ascend in it, and its table has a
+    /// Returns whether `runs` of `block` may be read into the batch: it must have no content yet, its pages ascend, and its table has a
     /// limit.
     pub(crate) fn takes(&self, block: u16, runs: &[Run]) -> bool {
         let Some(last) = self.batch.runs().last() else { return self.batch.block == block };
@@ -79,7 +79,7 @@ impl Reading {
             && self.batch.runs().len() + pages <= MAX_RUNS
     }
 
-    /// Notes `runs`, which [`Reading::takes`], by their kinds: the content of the normal ones lies elsewhere.
+    /// Adds `runs`, which [`Reading::takes`], with their kinds and without content, which is elsewhere.
     pub(crate) fn know(&mut self, runs: &[Run]) {
         let mut normal = 0;
         for run in runs {
@@ -95,7 +95,7 @@ impl Reading {
     }
 
     /// Reads the normal ones of `runs`, at most a packet's worth of pages that [`Reading::takes`], from `ram`, which the guest
-    /// may be writing. The others are zero.
+    /// may be writing. The other runs are zero.
     ///
     /// # Errors
     /// RAM that lies in another process cannot be read.

@@ -1,9 +1,9 @@
-//! The destination's channels: packets from the wire, checked and decoded, into a sink, acknowledged.
+//! The destination's channels: packets from the wire are checked, decoded, handed to a sink and acknowledged.
 //!
 //! One thread per channel does all of it in order: read a packet, check header and table, decode, compare the checksum, hand
-//! pages to the sink, acknowledge. Where the sink has the memory that the content belongs to, it is read or decoded straight
-//! there and compared afterwards; else it goes by way of a buffer that stays in the cache, and nothing is placed before it
-//! was compared. Nothing is reserved for a length that was not bounded.
+//! pages to the sink, acknowledge. Where the sink offers the memory of the pages, the content is read or decoded directly
+//! there and compared afterwards. Otherwise it is received into a buffer that stays in the cache, and placed after it
+//! was compared. No memory is reserved for a length that was not bounded.
 
 use std::io::{Read, Write};
 use std::ops::Deref;
@@ -26,19 +26,19 @@ use sterna_wire::sequence::{OutOfSequence, ReceiveSequence};
 use crate::off_cpu::OffCpu;
 use crate::transport::{Reader, Writer};
 
-/// What a sink reports when it cannot take what arrived.
+/// Why a sink could not handle a packet.
 pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Most pieces of guest RAM that the content of one packet is written straight to. With more, each of them small, one read
+/// Maximum number of pieces of guest RAM that the content of one packet is written to directly. With more, smaller pieces, one read
 /// into a buffer is faster than many into memory.
 pub const MOST_PLACES: usize = 16;
 
 /// The content of a packet, in the buffer of the thread that has received it.
 #[derive(Debug)]
 pub struct Content<'a> {
-    /// Where it is, at the beginning. Whoever takes the buffer leaves another one of the same length.
+    /// The buffer that begins with the content. A sink that moves the buffer out must leave another one of the same length.
     pub buffer: &'a mut Vec<u8>,
-    /// Its bytes.
+    /// Length of the content in bytes.
     pub length: usize,
 }
 
@@ -53,70 +53,70 @@ impl Deref for Content<'_> {
 /// Pieces of guest RAM.
 pub type Places<'a> = ArrayVec<RawPiece<'a>, MOST_PLACES>;
 
-/// Where the packets of one channel go. Called by that channel's thread only, in the order of arrival. A sink has the
-/// methods of what belongs on its channel; everything else is refused, which ends the migration.
+/// Handles the packets of one channel. Called by that channel's thread only, in the order of arrival. A sink implements the
+/// methods for the packets that belong on its channel; every other packet is refused, which ends the migration.
 pub trait Sink: Send {
-    /// The RAM blocks, by index. Asked before the first page only.
+    /// Returns the RAM blocks, by index. Called before the first page only.
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         misplaced("pages")
     }
 
-    /// Where in guest RAM the content of the normal runs belongs, one piece for each, so that it can be written straight
-    /// there; the zero runs are dealt with. None: the content is to be given to [`Sink::pages`]. Asked for packets with at
+    /// Returns the guest RAM of the normal runs, one piece for each, so that the content can be written directly
+    /// there; handles the zero runs itself. None: the content is passed to [`Sink::pages`]. Called for packets with at
     /// most [`MOST_PLACES`] normal runs.
     ///
-    /// What is written there is checked only afterwards. If it was damaged it is refused ([`Sink::refuse`]), or the channel fails, and
+    /// The content is checked only after it was written. If it is damaged it is refused ([`Sink::refuse`]), or the channel fails, and
     /// with it the migration.
     fn places(&mut self, _block: u16, _runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
         Ok(None)
     }
 
-    /// What was given by [`Sink::places`] is written.
+    /// Called when the memory that [`Sink::places`] returned is written.
     fn placed(&mut self) {}
 
-    /// Pages of `block`; `content` holds those of the normal runs. Returns when they are placed.
+    /// Places pages of `block`; `content` holds those of the normal runs.
     fn pages(&mut self, _block: u16, _runs: &[Run], _content: &[u8]) -> Result<(), SinkError> {
         misplaced("pages")
     }
 
-    /// The content of a packet with these pages of `block` is not what the source read from the guest, and may have been written
-    /// where [`Sink::places`] said. True: the zero runs are dealt with, and the normal pages count as missing until they were sent
-    /// again. False: the channel fails.
+    /// Refuses a packet with these pages of `block`: its content is not what the source read from the guest, and may have been written
+    /// to the memory that [`Sink::places`] returned. True: the zero runs are handled, and the normal pages count as missing until they
+    /// were retransmitted. False: the channel fails.
     fn refuse(&mut self, _block: u16, _runs: &[Run]) -> Result<bool, SinkError> {
         Ok(false)
     }
 
-    /// What has changed in these pages of `block`. False: what results is not what the source has, and the packet is damaged.
+    /// Applies deltas to these pages of `block`. False: the results are not the source's pages, so the packet is damaged.
     fn deltas(&mut self, _block: u16, _runs: &[Run], _deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
         misplaced("deltas")
     }
 
-    /// What was placed of these pages of `block` is old: it is given up.
+    /// Discards the earlier content of these pages of `block`.
     fn discard(&mut self, _block: u16, _runs: &[Run]) -> Result<(), SinkError> {
         misplaced("discards")
     }
 
-    /// All of `generation` that travels on this channel has been handed to [`Sink::pages`].
+    /// Called when all pages of `generation` that take this channel have been handed to [`Sink::pages`].
     fn generation_end(&mut self, _generation: u64) -> Result<(), SinkError> {
         misplaced("the end of a generation")
     }
 
-    /// A record of the virtual machine's own stream.
+    /// Handles a record of the virtual machine's own stream.
     fn stream(&mut self, _record: u16, _content: &[u8]) -> Result<(), SinkError> {
         misplaced("a stream record")
     }
 
-    /// A piece of the state of device `device`, in its place among them.
+    /// Handles a piece of the state of device `device`, with its place among the device's pieces.
     fn device(&mut self, _device: u16, _place: u64, _piece: Piece<Content<'_>>) -> Result<(), SinkError> {
         misplaced("device state")
     }
 
-    /// A buffer of device state, as a QEMU sends it.
+    /// Handles a buffer of device state, as a QEMU sends it.
     fn device_state(&mut self, _device: DeviceLabel<'_>, _content: &[u8]) -> Result<(), SinkError> {
         misplaced("device state")
     }
 
-    /// Bytes of an opaque connection; none: the peer has closed its writing half.
+    /// Handles bytes of an opaque connection; none: the peer has closed its writing half.
     fn opaque(&mut self, _content: &[u8]) -> Result<(), SinkError> {
         misplaced("opaque bytes")
     }
@@ -126,8 +126,8 @@ fn misplaced<T>(what: &str) -> Result<T, SinkError> {
     Err(format!("{what} on a channel that is not for it").into())
 }
 
-/// An acknowledgement may stand for so many packets of full size at most.
-const MOST_WITHHELD: u64 = 8;
+/// Maximum number of packets of full size that one acknowledgement covers.
+const MAX_WITHHELD: u64 = 8;
 
 /// Why a channel of the destination failed. Nothing after the packet at fault was placed.
 #[derive(Debug, thiserror::Error)]
@@ -155,7 +155,7 @@ pub enum ReceiveError {
     Decode {
         /// The packet's number.
         sequence: u64,
-        /// What the decoder says.
+        /// The decoder's error.
         error: CodecError,
     },
     /// Decoded content that is not what the source read from the guest.
@@ -164,33 +164,33 @@ pub enum ReceiveError {
          the network damaged it"
     )]
     Content(u64),
-    /// The sink could not take it.
+    /// The sink could not handle the packet.
     #[error("packet {sequence}: {error}")]
     Sink {
         /// The packet's number.
         sequence: u64,
-        /// What the sink says.
+        /// The sink's error.
         error: SinkError,
     },
 }
 
 impl ReceiveError {
-    /// Whether all of the packet has arrived, and its content is not what the source read.
+    /// Returns whether all of the packet has arrived, and its content is not what the source read.
     fn is_damage(&self) -> bool {
         matches!(self, Self::Decode { .. } | Self::Content(_))
     }
 }
 
-/// What arrived on a channel.
+/// The counters of a channel.
 #[derive(Debug, Default)]
 pub struct ReceiveCounters {
     /// The last packet placed.
     pub placed: AtomicU64,
     /// Bytes of content, decoded.
     pub content_bytes: AtomicU64,
-    /// Pages with content that were placed, as often as they came.
+    /// Pages with content that were placed; a page that was sent several times counts each time.
     pub normal_pages: AtomicU64,
-    /// Zero pages, likewise.
+    /// Zero pages that were placed; likewise.
     pub zero_pages: AtomicU64,
     /// Packets that decoded wrongly once and rightly the second time.
     pub decoded_again: AtomicU64,
@@ -209,14 +209,14 @@ impl ReceiveCounters {
 /// What the two sides agreed on about packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PacketRules {
-    /// Most bytes of content in one.
+    /// Maximum bytes of content in a packet.
     pub packet_size: usize,
-    /// Whether their content is checked.
+    /// Whether packets have checksums of their content.
     pub checksums: bool,
 }
 
-/// Receives packets until the source closes the channel cleanly. Where there is a writer for them, packets are
-/// acknowledged. Both halves stay open: what failed is to be told before the peer sees the channel's end, which says less.
+/// Receives packets until the source closes the channel cleanly, and acknowledges them on the writer, if there is one. Both halves stay
+/// open, so that the caller can send the reason of a failure before the peer sees the channel's end.
 pub fn receive_packets(
     reader: &mut Reader,
     acknowledgements: Option<&mut Writer>,
@@ -245,7 +245,7 @@ struct Receiving<'a> {
     decoders: Decoders,
     payload: Vec<u8>,
     content: Vec<u8>,
-    /// The waits for bytes.
+    /// Measures the waits for bytes.
     waits: OffCpu,
     /// When packets were last acknowledged.
     answered: Instant,
@@ -287,9 +287,9 @@ impl Receiving<'_> {
                             if !refuses.map_err(|error| refused(&header, error))? {
                                 return Err(damage);
                             }
-                            tracing::warn!(%damage, "its pages are asked for again");
+                            tracing::warn!(%damage, "a packet is refused, and its pages are requested again");
                             self.counters.refused.fetch_add(1, Ordering::Relaxed);
-                            say_refusal(writer, &header, pages.runs())?;
+                            send_refusal(writer, &header, pages.runs())?;
                         }
                         (outcome, _) => {
                             outcome?;
@@ -320,23 +320,23 @@ impl Receiving<'_> {
         begins
     }
 
-    /// Since the last acknowledgement, how long there was something to do here other than wait for bytes.
+    /// Returns how long this thread was busy since the last acknowledgement: all time except waits for bytes.
     fn busy_us(&mut self) -> u32 {
         let now = Instant::now();
         let busy = (now - std::mem::replace(&mut self.answered, now)).saturating_sub(self.waits.take());
         u32::try_from(busy.as_micros()).unwrap_or(u32::MAX)
     }
 
-    /// Whether packets of `withheld` bytes are to be acknowledged now. To say it costs both sides a wake-up, so it waits while
-    /// there is more to do here: another packet has arrived, and with it half as much as is withheld. So a source whose window
-    /// is full is told while there is still a packet to be placed here, even if its window has room for two only, and whoever
-    /// waits for the last acknowledgement gets it at once.
+    /// Returns whether packets of `withheld` bytes are acknowledged now. An acknowledgement costs both sides a wake-up, so it waits while
+    /// there is more to do here: another packet has arrived, and with it half as many bytes as are withheld. So a source whose window
+    /// is full receives one while there is still a packet to be placed here, even if its window has room for two only; and the last
+    /// acknowledgement is sent at once.
     fn is_due(&self, withheld: u64) -> bool {
         let packet = self.rules.packet_size as u64;
-        withheld >= MOST_WITHHELD * packet || self.reader.arrived() < packet + withheld / 2
+        withheld >= MAX_WITHHELD * packet || self.reader.arrived() < packet + withheld / 2
     }
 
-    /// Straight to where it belongs if that is a few pieces of memory, else by way of a buffer.
+    /// Places pages: directly in guest RAM if that is a few pieces of memory, else through a buffer.
     fn pages(&mut self, header: &PacketHeader, runs: &[Run], sink: &mut dyn Sink) -> Result<(), ReceiveError> {
         if header.kind == PacketKind::Deltas {
             let content = self.read_content(header)?;
@@ -347,7 +347,7 @@ impl Receiving<'_> {
         let normal = runs.iter().filter(|run| run.kind == RunKind::Normal).count();
         // A decoder writes one piece.
         let most = if header.method == 0 { MOST_PLACES } else { 1 };
-        if normal <= most && self.straight(header, runs, sink)? {
+        if normal <= most && self.place_directly(header, runs, sink)? {
             sink.placed();
             return Ok(());
         }
@@ -355,14 +355,19 @@ impl Receiving<'_> {
         sink.pages(header.subject, runs, &content).map_err(|error| refused(header, error))
     }
 
-    /// Writes the content where the sink says; false if it does not say.
-    fn straight(&mut self, header: &PacketHeader, runs: &[Run], sink: &mut dyn Sink) -> Result<bool, ReceiveError> {
+    /// Writes the content to the memory that the sink offers. Returns false if it offers none.
+    fn place_directly(
+        &mut self,
+        header: &PacketHeader,
+        runs: &[Run],
+        sink: &mut dyn Sink,
+    ) -> Result<bool, ReceiveError> {
         let places = sink.places(header.subject, runs).map_err(|error| refused(header, error))?;
         let Some(mut places) = places else { return Ok(false) };
         debug_assert_eq!(places.iter().map(|place| place.len()).sum::<usize>(), header.content_length as usize);
         match (header.method, places.first_mut()) {
             (_, None) => {}
-            (0, Some(_)) => self.read_straight(header, &mut places)?,
+            (0, Some(_)) => self.read_directly(header, &mut places)?,
             (_, Some(place)) => {
                 let begun = OffCpu::begin();
                 self.reader.read_exact(&mut self.payload[..header.payload_length as usize])?;
@@ -377,7 +382,7 @@ impl Receiving<'_> {
         Ok(true)
     }
 
-    fn read_straight(&mut self, header: &PacketHeader, places: &mut Places<'_>) -> Result<(), ReceiveError> {
+    fn read_directly(&mut self, header: &PacketHeader, places: &mut Places<'_>) -> Result<(), ReceiveError> {
         let mut checksum = 0;
         let begun = OffCpu::begin();
         for place in places {
@@ -393,7 +398,7 @@ impl Receiving<'_> {
         Ok(())
     }
 
-    /// Everything that is not pages.
+    /// Handles every packet that has no pages with content.
     fn other(
         &mut self,
         header: &PacketHeader,
@@ -471,7 +476,7 @@ impl Receiving<'_> {
 }
 
 /// Asks for the normal pages of a packet again.
-fn say_refusal(writer: &mut Writer, header: &PacketHeader, runs: &[Run]) -> std::io::Result<()> {
+fn send_refusal(writer: &mut Writer, header: &PacketHeader, runs: &[Run]) -> std::io::Result<()> {
     let normal = || runs.iter().filter(|run| run.kind == RunKind::Normal);
     let refusal = Refusal { sequence: header.sequence, requests: normal().count() as u32 };
     let request = |run: &Run| PageRequest { block: header.subject, first: run.first, count: run.count }.encode();

@@ -4,8 +4,8 @@
 //! file beside it. The lock is held from before the record is read or created until the process ends, so that
 //! `sterna recover` and a living `sterna send` never act for the same side at once.
 //!
-//! Who can change a record decides which of two guests runs, and what `recover` connects to. So a directory is used only where it
-//! belongs to this process's user and nobody else may write to it, and no file in it is opened through a symbolic link.
+//! A user who can change a record decides which of two guests runs, and what `recover` connects to. So a directory is used only where it
+//! belongs to this process's user and no other user may write to it, and no file in it is opened through a symbolic link.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -19,8 +19,8 @@ use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordE
 
 use crate::directory::{Directory, open_without_link};
 
-/// Records longer than this are none of ours.
-const LONGEST: u64 = 64 << 10;
+/// Maximum bytes of a record: a longer file is not a record.
+const MAX_LENGTH: u64 = 64 << 10;
 
 /// How long settled records are kept, in milliseconds: a week.
 const KEPT_MS: u64 = 7 * 24 * 3600 * 1000;
@@ -55,14 +55,14 @@ impl Side {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordFileError {
-    /// The file system said no.
+    /// A file operation failed.
     #[error("cannot {doing} {path}: {source}")]
     Io {
-        /// What was tried.
+        /// The operation.
         doing: &'static str,
-        /// On which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// Others could read or change the records.
@@ -138,7 +138,7 @@ impl RecordFile {
         self.written
     }
 
-    /// Lets a change into what will be written next.
+    /// Changes the record that will be written next.
     pub fn amend(&mut self, change: impl FnOnce(&mut Record)) {
         change(&mut self.record);
     }
@@ -154,14 +154,14 @@ impl RecordFile {
     }
 }
 
-/// Makes the state directory if it is missing, and finds out whether a record can be written there.
+/// Makes the state directory if it is missing, and checks that a record can be written there.
 ///
 /// # Errors
-/// It cannot be made, or not be written to, or others could change what is in it.
+/// The directory cannot be made or written to, or other users could change its content.
 pub fn prepare(dir: &Path) -> Result<(), RecordFileError> {
     let open = make(dir)?;
     let probe = format!(".probe-{}", std::process::id());
-    // Left by a process with the same number that was killed.
+    // A process with the same number that was killed may have left one.
     let _ = open.remove(&probe);
     let written =
         open.create_new(&probe, 0o600).and_then(|mut file| file.write_all(b"probe").and_then(|()| file.sync_all()));
@@ -184,7 +184,7 @@ fn trust(dir: &Path) -> Result<(), RecordFileError> {
     checked.map_err(|why| RecordFileError::Untrusted { dir: dir.to_owned(), why })
 }
 
-/// Removes records that were settled long ago, and what crashes have left. Until then the other side may still ask for
+/// Removes records that were settled long ago, and files that crashes have left. Until then the other side may still ask for
 /// the outcome.
 fn remove_old(dir: &Path, now_ms: u64) {
     let Ok(entries) = fs::read_dir(dir) else { return };
@@ -193,7 +193,7 @@ fn remove_old(dir: &Path, now_ms: u64) {
             Some("json") => {
                 let old = |record: &Record| is_over(record) && record.updated_ms + KEPT_MS < now_ms;
                 if read(&path).is_ok_and(|record| old(&record)) {
-                    // Whoever else is at it has the same in mind.
+                    // Fails where another process removes it at the same time.
                     let _ = fs::remove_file(&path);
                     let _ = fs::remove_file(path.with_extension("lock"));
                 }
@@ -206,15 +206,15 @@ fn remove_old(dir: &Path, now_ms: u64) {
     }
 }
 
-/// Whether nobody needs the record any more. An aborted destination does as long as its QEMU lives, which then has to be
-/// ended still; that another process may have its number by now only keeps the record for longer.
+/// Returns whether the record is not needed any more. That of an aborted destination is needed as long as its QEMU lives, which must still
+/// be ended. If another process has QEMU's number by now, the record is only kept for longer.
 fn is_over(record: &Record) -> bool {
     let gone = |qemu: ProcessIdentity| !Path::new("/proc").join(qemu.pid.to_string()).exists();
     let aborted = record.state == RecordState::Destination(DestinationState::Aborted);
     record.state.settled() || aborted && record.qemu.is_some_and(gone)
 }
 
-/// Whether an auxiliary file belongs to a record that does not exist, was made long ago and is not in use.
+/// Returns whether an auxiliary file belongs to a record that does not exist, was made long ago and is not in use.
 fn is_leftover(path: &Path, now_ms: u64) -> bool {
     let stem = path.file_stem().and_then(|stem| stem.to_str()).and_then(|stem| stem.rsplit_once('.'));
     let ours = stem.is_some_and(|(id, side)| {
@@ -227,10 +227,11 @@ fn is_leftover(path: &Path, now_ms: u64) -> bool {
         && File::open(path).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok())
 }
 
-/// The records of `dir` that are not settled yet. What cannot be read is left out: `recover` says what is wrong with it.
+/// Returns the records of `dir` that are not settled yet. Records that cannot be read are left out: `recover` reports what is wrong with
+/// them.
 ///
 /// # Errors
-/// There is such a directory, and others could change what is in it.
+/// The directory exists, and other users could change its content.
 pub fn unsettled(dir: &Path) -> Result<Vec<Record>, RecordFileError> {
     let Ok(entries) = fs::read_dir(dir) else { return Ok(Vec::new()) };
     trust(dir)?;
@@ -239,7 +240,7 @@ pub fn unsettled(dir: &Path) -> Result<Vec<Record>, RecordFileError> {
     Ok(records.filter_map(|path| read(&path).ok()).filter(|record| !record.state.settled()).collect())
 }
 
-/// Milliseconds since 1970, for the record's time stamps.
+/// Returns the milliseconds since 1970, for the record's time stamps.
 pub fn now_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }
@@ -268,12 +269,12 @@ fn lock(record: &Path) -> Result<File, RecordFileError> {
 fn read(path: &Path) -> Result<Record, RecordFileError> {
     let mut content = Vec::new();
     open_without_link(path)
-        .and_then(|file| file.take(LONGEST + 1).read_to_end(&mut content))
+        .and_then(|file| file.take(MAX_LENGTH + 1).read_to_end(&mut content))
         .map_err(|source| failed("read the record", path, source))?;
     Record::from_json(&content).map_err(|source| RecordFileError::Content { path: path.to_owned(), source })
 }
 
-/// Temporary file, `fsync`, rename, `fsync` of the directory.
+/// Replaces a file durably: temporary file, `fsync`, rename, `fsync` of the directory.
 fn replace(path: &Path, content: &[u8]) -> Result<(), RecordFileError> {
     let temporary = path.with_extension("new");
     let mut options = OpenOptions::new();

@@ -1,8 +1,7 @@
-//! The monitor's own state on its way: a byte stream on the stream channel, written by `save`, read by `load`.
+//! The monitor's own state: a byte stream on the stream channel, written by `save`, read by `load`.
 //!
-//! What is sent ahead and what is sent at the switchover are two streams of records, each with an end of its own. The
-//! reader takes a record when the monitor asks for it and not before, so a state of any size takes one packet of memory
-//! here.
+//! The state that is sent ahead and the state that is sent at the switchover are two streams of records, each with an end of its own. A
+//! record is received when the monitor reads it and not before, so a state of any size takes one packet of memory here.
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;
@@ -24,7 +23,7 @@ pub(crate) enum Part {
 }
 
 impl Part {
-    /// The numbers of its records: of content, and of the end.
+    /// Returns the numbers of the part's records: of content, and of the end.
     const fn records(self) -> (u16, u16) {
         match self {
             Self::Ahead => (1, 2),
@@ -48,7 +47,7 @@ impl<'a> StateWriter<'a> {
         Self { channel, part, buffer: Vec::new(), packet_size, written: 0 }
     }
 
-    /// Ends the stream; gives its length in bytes. An empty one ahead is not sent at all.
+    /// Ends the stream and returns its length in bytes. An empty stream ahead is not sent at all.
     pub(crate) fn finish(mut self) -> io::Result<u64> {
         if self.part == Part::Ahead && self.written == 0 {
             return Ok(0);
@@ -70,13 +69,13 @@ impl<'a> StateWriter<'a> {
 
 impl Write for StateWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let taken = bytes.len().min(self.packet_size - self.buffer.len());
-        self.buffer.extend_from_slice(&bytes[..taken]);
-        self.written += taken as u64;
+        let length = bytes.len().min(self.packet_size - self.buffer.len());
+        self.buffer.extend_from_slice(&bytes[..length]);
+        self.written += length as u64;
         if self.buffer.len() == self.packet_size {
             self.send()?;
         }
-        Ok(taken)
+        Ok(length)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -92,37 +91,37 @@ type Piece = Option<Vec<u8>>;
 pub(crate) struct StateSink<F> {
     ahead: Feed,
     last: Feed,
-    /// Called when the first record of a part has come.
+    /// Called when the first record of a part has arrived.
     begun: F,
-    /// Where the state of devices comes on this channel too.
+    /// The devices, where their state arrives on this channel too.
     devices: Option<Arc<LoadingDevices>>,
 }
 
-/// Where the pieces of one part go.
+/// The sending end to the reader of one part.
 #[derive(Debug)]
 struct Feed {
     pieces: Option<SyncSender<Piece>>,
     begun: bool,
 }
 
-/// The reading end of one part. Where the stream breaks off before its end, reading fails.
+/// The reading end of one part. Reading fails where the channel is lost before the end of the state.
 #[derive(Debug)]
 pub(crate) struct StateReader {
     pieces: Receiver<Piece>,
     piece: io::Cursor<Vec<u8>>,
     ended: bool,
-    broke_off: bool,
+    lost: bool,
 }
 
-/// The sink, and the readers of what is sent ahead and of what is sent last.
+/// Returns the sink, and the readers of the state that is sent ahead and of the final state.
 pub(crate) fn state_sink<F: FnMut(Part) + Send>(
     begun: F,
     devices: Option<Arc<LoadingDevices>>,
 ) -> (StateSink<F>, StateReader, StateReader) {
     let feed = || {
-        // One piece may wait while the reader is at another.
+        // One piece may wait while another is being read.
         let (sender, pieces) = sync_channel(1);
-        let reader = StateReader { pieces, piece: io::Cursor::default(), ended: false, broke_off: false };
+        let reader = StateReader { pieces, piece: io::Cursor::default(), ended: false, lost: false };
         (Feed { pieces: Some(sender), begun: false }, reader)
     };
     let ((ahead, read_ahead), (last, read_last)) = (feed(), feed());
@@ -164,8 +163,8 @@ impl Read for StateReader {
                 Ok(Some(piece)) => self.piece = io::Cursor::new(piece),
                 Ok(None) => self.ended = true,
                 Err(_) => {
-                    self.broke_off = true;
-                    let text = "the state breaks off: the migration is being taken down";
+                    self.lost = true;
+                    let text = "the state is incomplete: the migration is being taken down";
                     return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
                 }
             }
@@ -174,9 +173,9 @@ impl Read for StateReader {
 }
 
 impl StateReader {
-    /// Whether the state ended before its end.
-    pub(crate) fn broke_off(&self) -> bool {
-        self.broke_off
+    /// Returns whether the channel was lost before the end of the state.
+    pub(crate) fn was_lost(&self) -> bool {
+        self.lost
     }
 
     /// Reads to the end what the monitor has left. It may know of less than a newer source sends.

@@ -1,9 +1,9 @@
-//! Closures that are to be called at one moment, each until its owner has no use for that any more.
+//! Closures that are called at one event, such as a cancellation, each until its owner unregisters it.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
 
-/// What is called.
+/// A registered closure.
 pub(crate) type Waker = Box<dyn Fn() + Send>;
 
 /// The closures, each with its number, oldest first.
@@ -22,18 +22,18 @@ impl Wakers {
         number
     }
 
-    /// Calls all of them.
+    /// Calls all closures.
     pub(crate) fn wake(&self) {
         self.registered.iter().for_each(|(_, wake)| wake());
     }
 
-    /// Calls all of them for the last time, and returns them, so that the caller drops them where that is safe.
+    /// Calls all closures for the last time and returns them, so that the caller drops them where that is safe.
     pub(crate) fn wake_and_take(&mut self) -> Vec<(u64, Waker)> {
         self.wake();
         std::mem::take(&mut self.registered)
     }
 
-    /// Moves the closure with this number out, if it is still there.
+    /// Removes the closure with this number, and returns it if it is still registered.
     fn remove(&mut self, number: u64) -> Option<Waker> {
         let place = self.registered.iter().position(|(registered, _)| *registered == number)?;
         Some(self.registered.remove(place).1)
@@ -45,14 +45,14 @@ impl Wakers {
     }
 }
 
-/// What has [`Wakers`].
+/// An owner of [`Wakers`].
 pub(crate) trait HasWakers: Send {
     fn wakers(&mut self) -> &mut Wakers;
 }
 
 /// Keeps a closure registered, with [`Cancel::on_cancel`](crate::cancel::Cancel::on_cancel) or
-/// [`Abort::on_end_while_held`](crate::abort::Abort::on_end_while_held). Once this is dropped the closure is not called any more, and
-/// what it had captured is dropped; a call that is under way is waited for.
+/// [`Abort::on_end_while_held`](crate::abort::Abort::on_end_while_held). Dropping this waits for a call that is under way, and drops the
+/// closure: it is not called any more.
 #[must_use = "the closure is called only as long as this is held"]
 pub struct Registration {
     among: Weak<Mutex<dyn HasWakers>>,
@@ -75,7 +75,7 @@ impl fmt::Debug for Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         let Some(among) = self.among.upgrade() else { return };
-        // Dropped without the lock: what it has captured may come back here when it is dropped.
+        // Dropped without the lock: dropping a capture may drop another registration.
         let _removed = among.lock().expect("wakers do not panic").wakers().remove(self.number);
     }
 }

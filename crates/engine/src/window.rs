@@ -1,33 +1,33 @@
 //! The window: how much may be in flight, bounded in time.
 //!
-//! What is in flight when the guest stops is downtime, and a VMM that feeds us must see the network's real speed rather
+//! Bytes in flight when the guest stops are downtime, and a VMM whose stream is read must see the network's real speed rather
 //! than the depth of our buffers. So the bytes between reading from the guest (or from QEMU's socket) and their
-//! acknowledgement, of all channels together, are held to *rate × (round trip + queueing)*: how long packets may queue is
-//! what the switchover can bear, and the rate is measured from the acknowledgements themselves.
+//! acknowledgement, of all channels together, are bounded by *rate × (round trip + queueing)*. The downtime decides how long
+//! packets may queue, and the rate is measured from the acknowledgements.
 //!
-//! While the window is what holds the sender back, the measured rate is what the path can do within the window, and the
-//! next window is larger than that by the queueing: it grows until packets queue for as long as they may, and no
-//! further. An interval in which nobody waited says nothing about the path and changes nothing.
+//! While the window holds the sender back, the measured rate is what the path carries within the window, and the
+//! next window is larger by the queueing: it grows until packets queue for as long as they may, and no
+//! further. An interval in which no thread waited does not show the path's rate and changes nothing.
 //!
-//! The round trip is first what the handshake took, where one late answer can make it seconds too long. So it is measured
-//! again all the while, and the shortest counts. A measurement is the time until as many bytes were acknowledged as were in
-//! flight at its beginning: by then one that entered at its beginning or later has gone there and back, so it is never
+//! The round trip is first that of the handshake, which one late answer can make seconds too long. So it is measured
+//! again all the time, and the shortest counts. A measurement is the time until as many bytes were acknowledged as were in
+//! flight at its beginning: by then a byte that entered at its beginning or later was acknowledged, so the measurement is never
 //! too short. (Too short would be worse than too long: a window below the path's round trip shrinks until nothing is
 //! left of the rate.)
 
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Longest time for what queues beyond the round trip, however long a downtime was permitted.
+/// Maximum time of queueing beyond the round trip, however long a downtime was permitted.
 pub const LONGEST_ALLOWANCE: Duration = Duration::from_millis(50);
-/// What queues, and the round trip, are each counted as at most this part of the downtime: at least half of it stays for
+/// Queueing and round trip each count as at most this part of the downtime, so at least half of it stays for
 /// the rest of the switchover.
 const PART_OF_DOWNTIME: u32 = 4;
-/// Largest window, in bytes: what one migration may hold in buffers and sockets.
+/// Maximum window, in bytes: how much one migration may hold in buffers and sockets.
 pub const LARGEST_WINDOW: u64 = 256 << 20;
-/// The rate is measured over intervals of this length.
+/// Length of the intervals over which the rate is measured.
 const MEASURING_INTERVAL: Duration = Duration::from_millis(10);
-/// How much of an earlier rate is kept when a slower interval follows it: one stutter must not halve the window.
+/// Part of an earlier rate that is kept when a slower interval follows: one stutter must not halve the window.
 const DECAY: f64 = 0.9;
 
 /// Arithmetic of the window, with time passed in.
@@ -46,7 +46,7 @@ struct Budget {
 }
 
 impl Budget {
-    /// Bytes were let in, and `in_flight` are now under way.
+    /// Records that bytes have entered, so that `in_flight` are now under way.
     fn entered(&mut self, in_flight: u64, now: impl FnOnce() -> Instant) {
         if self.probe.is_none() {
             self.probe = Some((now(), in_flight));
@@ -80,7 +80,7 @@ impl Budget {
     }
 }
 
-/// The pages that one packet carries, or several.
+/// The pages of one packet, or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Carried {
     /// Pages with content.
@@ -92,16 +92,16 @@ pub struct Carried {
 }
 
 impl Carried {
-    /// Pages of either kind.
+    /// Returns the pages of both kinds.
     pub fn pages(&self) -> u64 {
         self.normal_pages + self.zero_pages
     }
 }
 
-/// What has arrived so far, as far as it was acknowledged.
+/// What was acknowledged so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Delivered {
-    /// Pages, those included that the destination was found to have already.
+    /// Pages, including those that were not sent because the destination has them already.
     pub carried: Carried,
     /// Packets with pages.
     pub packets: u64,
@@ -113,25 +113,27 @@ pub struct Delivered {
 struct State {
     budget: Budget,
     delivered: Delivered,
-    /// What had been delivered by the first acknowledgement of pages.
+    /// What was delivered by the first acknowledgement of pages.
     first_delivered: Delivered,
     in_flight: u64,
-    /// Of them, what was handed to the network.
+    /// Bytes in flight that were handed to the network.
     on_wire: u64,
-    /// How long the network has had nothing to do, and since when it has not.
+    /// How long the network has been idle.
     idle: Duration,
+    /// Since when the network is idle.
     idle_since: Option<Instant>,
-    /// How long somebody has waited to be let in, and since when somebody does.
+    /// How long a thread has waited to enter.
     full: Duration,
+    /// Since when a thread waits to enter.
     full_since: Option<Instant>,
     closed: bool,
-    /// Threads that wait to be let in: waking costs a system call even where nobody waits.
+    /// Number of threads that wait to enter: waking costs a system call even where no thread waits.
     waiting: u32,
 }
 
 impl State {
-    /// What is on the wire has changed. With no more than fits the path's round trip nothing queues before it.
-    fn look_at_wire(&mut self, now: Instant) {
+    /// Updates the idle time after a change of `on_wire`. Nothing queues while no more is on the wire than fits the path's round trip.
+    fn update_idle(&mut self, now: Instant) {
         let nothing_queues = self.on_wire as f64 <= self.budget.rate * self.budget.round_trip.as_secs_f64();
         match (nothing_queues, self.idle_since) {
             (true, None) => self.idle_since = Some(now),
@@ -157,7 +159,7 @@ impl State {
         }
     }
 
-    fn let_in(&mut self, bytes: u64) {
+    fn add(&mut self, bytes: u64) {
         self.in_flight += bytes;
         self.budget.entered(self.in_flight, Instant::now);
     }
@@ -177,8 +179,8 @@ pub struct Window {
 pub struct WindowClosed;
 
 impl Window {
-    /// A window for batches of at most `batch` bytes; at least two of them are always let in. `round_trip` is the
-    /// path's as far as it is known, `downtime` what the switchover may take.
+    /// Makes a window for batches of at most `batch` bytes; it has room for at least two of them. `round_trip` is the
+    /// path's as far as it is known, `downtime` the target downtime.
     pub fn new(batch: u64, round_trip: Duration, downtime: Duration) -> Self {
         let part = downtime / PART_OF_DOWNTIME;
         let queueing = LONGEST_ALLOWANCE.min(part);
@@ -214,7 +216,7 @@ impl Window {
         }
     }
 
-    /// Waits until `bytes` may be in flight, and counts them. An empty window lets in anything.
+    /// Waits until `bytes` may be in flight, and counts them. An empty window has room for any number.
     pub fn enter(&self, bytes: u64) -> Result<(), WindowClosed> {
         let mut state = self.lock();
         while !state.closed && state.in_flight > 0 && state.in_flight + bytes > state.budget.bytes {
@@ -231,11 +233,11 @@ impl Window {
         if state.closed {
             return Err(WindowClosed);
         }
-        state.let_in(bytes);
+        state.add(bytes);
         Ok(())
     }
 
-    /// As [`Window::enter`], but says no instead of waiting.
+    /// As [`Window::enter`], but returns false instead of waiting.
     pub fn try_enter(&self, bytes: u64) -> Result<bool, WindowClosed> {
         let mut state = self.lock();
         if state.closed {
@@ -245,11 +247,11 @@ impl Window {
             state.budget.interval_limited = true;
             return Ok(false);
         }
-        state.let_in(bytes);
+        state.add(bytes);
         Ok(true)
     }
 
-    /// `bytes` were acknowledged, and with them these pages, in so many packets that have any.
+    /// Frees `bytes`, which were acknowledged with the pages `carried`, in so many packets that have pages.
     pub fn leave(&self, bytes: u64, carried: &Carried, packets: u64) {
         let mut state = self.lock();
         let now = Instant::now();
@@ -258,74 +260,73 @@ impl Window {
         state.on_wire = state.on_wire.saturating_sub(bytes);
         if bytes > 0 {
             state.budget.acknowledged(bytes, now);
-            state.look_at_wire(now);
+            state.update_idle(now);
         }
         self.wake(state);
     }
 
-    /// `bytes` that have entered are handed to the network.
+    /// Records that `bytes` which have entered are handed to the network.
     pub fn on_wire(&self, bytes: u64) {
         let mut state = self.lock();
         state.on_wire += bytes;
-        state.look_at_wire(Instant::now());
+        state.update_idle(Instant::now());
     }
 
-    /// How long, all together, the network could have carried more than it was given.
+    /// Returns how long, all together, the network could have carried more.
     pub fn idle(&self) -> Duration {
         let state = self.lock();
         state.idle + state.idle_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// How long, all together, somebody has waited to be let in: time in which a channel that had nothing to send would have had
-    /// something.
+    /// Returns how long, all together, a thread has waited to enter: in that time a channel without work could have had some.
     pub fn full(&self) -> Duration {
         let state = self.lock();
         state.full + state.full_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// Pages with content have not been sent because the destination has them as they are.
+    /// Counts pages with content as delivered that were not sent, because the destination has them already.
     pub fn was_there(&self, normal_pages: u64) {
         let carried = Carried { normal_pages, ..Carried::default() };
         self.lock().deliver(&carried, 0, Instant::now());
     }
 
-    /// The pages that were acknowledged at first, and so far.
+    /// Returns what was delivered by the first acknowledgement, and so far.
     pub fn delivered(&self) -> (Delivered, Delivered) {
         let state = self.lock();
         (state.first_delivered, state.delivered)
     }
 
-    /// `bytes` that were let in were not needed: they are not counted as delivered.
+    /// Releases `bytes` that have entered and were not needed. They do not count as delivered.
     pub fn give_back(&self, bytes: u64) {
         let mut state = self.lock();
         state.in_flight = state.in_flight.saturating_sub(bytes);
         self.wake(state);
     }
 
-    /// Lets nobody in any more; those who wait are told.
+    /// Closes the window: waiting and later calls fail.
     pub fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
     }
 
-    /// Bytes in flight.
+    /// Returns the bytes in flight.
     pub fn in_flight(&self) -> u64 {
         self.lock().in_flight
     }
 
-    /// How many bytes may be in flight now.
+    /// Returns how many bytes may be in flight now.
     pub fn size(&self) -> u64 {
         self.lock().budget.bytes
     }
 
-    /// How much of the downtime is to be set aside for what is in flight, never more than half of it: of the round trip
-    /// that the handshake measured at most a quarter counts, because a single answer that came late must not take the
-    /// whole downtime. Where the path really is that slow the downtime is exceeded by the rest, whatever is set aside.
+    /// Returns how much of the downtime to reserve for bytes in flight, never more than half of it. Of the round trip
+    /// that the handshake measured at most a quarter of the downtime counts, because a single late answer must not take the
+    /// whole downtime. Where the path really is that slow, the rest exceeds the downtime, whatever is reserved.
     pub fn allowance(&self) -> Duration {
         self.allowance
     }
 
-    /// The shortest round trip that was measured, in the handshake or since.
+    /// Returns the shortest round trip that was measured, in the handshake or since.
     pub fn round_trip(&self) -> Duration {
         self.lock().budget.round_trip
     }

@@ -213,7 +213,7 @@ fn a_destination_that_speaks_of_devices_that_do_not_exist_is_refused_and_the_gue
     within_a_minute(|| {
         let credit = |device, up_to| ControlMessage::DeviceCredit { device, up_to };
         let cases = [
-            (credit(2, 1 << 20), "the destination speaks of a device 2, which does not exist"),
+            (credit(2, 1 << 20), "the destination names a device 2, which does not exist"),
             (credit(0, LEAST_CREDIT - 1), "a credit of 65535 bytes for a device is less than 65536"),
             (credit(0, 0), "a credit of 0 bytes"),
         ];

@@ -98,24 +98,25 @@ fn odd_destination(
     let link = ControlLink::start(greeted.writer, greeted.reader, greeted.closer, greeted.messages, events).unwrap();
     let abort = Arc::new(Abort::default());
     let kept: Arc<Mutex<Vec<(Writer, Reader)>>> = Arc::default();
-    let door: OtherDoor = {
+    let extra_channels: OtherDoor = {
         let kept = Arc::clone(&kept);
         Box::new(move |_, connection, _| {
             kept.lock().unwrap().push(accept_channel(connection).unwrap());
             Ok(())
         })
     };
-    let doorman = Doorman::new(greeted.session, Box::new(Nowhere(SHAPES.into(), stall)), &abort, Some(door), tell);
-    doorman.open();
+    let acceptor =
+        Doorman::new(greeted.session, Box::new(Nowhere(SHAPES.into(), stall)), &abort, Some(extra_channels), tell);
+    acceptor.open();
     let stop = incoming.stop_handle();
     let mut peer = Peer::new(link);
     peer.say(&ControlMessage::Welcome(greeted.welcome));
     let mut said = Vec::new();
     std::thread::scope(|scope| {
-        let doorman = &doorman;
+        let acceptor = &acceptor;
         scope.spawn(move || {
             while let Some((connection, header)) = incoming.next() {
-                doorman.admit(connection, &header);
+                acceptor.admit(connection, &header);
             }
         });
         for answer in answers(&ControlMessage::Ready { placement: Vec::new(), deltas: Vec::new() }) {
@@ -134,7 +135,7 @@ fn odd_destination(
         stop.stop();
     });
     abort.finish();
-    doorman.join();
+    acceptor.join();
     said
 }
 
@@ -279,13 +280,18 @@ fn failures(said: &[ControlMessage]) -> Vec<&str> {
 #[test]
 fn a_destination_that_begins_or_ends_post_copy_unasked_is_refused_and_the_guest_stays() {
     within_a_minute(|| {
-        for unasked in [ControlMessage::PostCopyReady, ControlMessage::PostCopyDone(PostCopyFigures::default())] {
+        let done = ControlMessage::PostCopyDone(PostCopyFigures::default());
+        let cases = [
+            (ControlMessage::PostCopyReady, "the destination sent a message about post-copy out of turn"),
+            (done, "the destination claims to have memory that it cannot have"),
+        ];
+        for (unasked, expected) in cases {
             let (error, said, runs) = source_against(NotConverging::GoOn, |message| match message {
                 ControlMessage::Ready { .. } => vec![unasked.clone()],
                 _ => Vec::new(),
             });
             assert_eq!(error.guest, GuestState::RunsAtSource, "{error}");
-            assert!(runs && error.reason.contains("the destination said"), "{error}");
+            assert!(runs && error.reason.contains(expected), "{error}");
             assert_eq!(failures(&said), [error.reason.as_str()], "{said:?}");
         }
     });
@@ -580,7 +586,7 @@ fn a_source_that_sends_pages_after_its_totals_is_refused() {
         });
         let error = received.unwrap_err();
         assert_eq!(error.guest, GuestState::NotHere);
-        assert!(error.reason.contains("pages after the source said that it has sent everything"), "{error}");
+        assert!(error.reason.contains("pages after the source's totals"), "{error}");
     });
 }
 
@@ -595,7 +601,7 @@ fn a_source_that_sends_a_region_on_two_channels_is_refused() {
             source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
-        assert!(error.reason.contains("pages of one region come on several channels"), "{error}");
+        assert!(error.reason.contains("pages of one region arrive on several channels"), "{error}");
     });
 }
 
@@ -675,7 +681,7 @@ fn a_second_post_copy_channel_is_refused() {
             source.until_it_hangs_up();
             refused
         });
-        assert!(refused.contains("there is one post-copy channel"), "{refused}");
+        assert!(refused.contains("the post-copy channel exists already"), "{refused}");
         assert_eq!(received.unwrap_err().guest, GuestState::NotHere);
     });
 }

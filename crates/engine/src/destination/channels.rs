@@ -1,4 +1,4 @@
-//! The post-copy channel at the destination: lets it in, and has its packets placed, on a thread of its own for each incarnation.
+//! The post-copy channel at the destination: admits it, and places its packets, on a thread of its own for each incarnation.
 
 use std::fmt::Display;
 use std::sync::{Arc, Mutex};
@@ -18,22 +18,22 @@ pub(super) struct PostCopyChannels(Arc<Mutex<PostCopyThreads>>);
 
 #[derive(Default)]
 struct PostCopyThreads {
-    /// The incarnation of the channel that came last.
+    /// The incarnation of the newest channel.
     latest: u32,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl PostCopyChannels {
-    /// Takes them in.
-    pub(super) fn door(&self, target: &Arc<Target>, rules: PacketRules) -> OtherDoor {
+    /// Returns the handler that admits post-copy channels.
+    pub(super) fn handler(&self, target: &Arc<Target>, rules: PacketRules) -> OtherDoor {
         let (target, channels) = (Arc::clone(target), Arc::clone(&self.0));
         Box::new(move |header, connection, abort| {
             let Some(post_copy) = target.post_copy().filter(|_| header.kind == ChannelKind::PostCopy) else {
                 return Err(Box::new((connection, "no such channel is expected here".into())));
             };
-            let mut channels = channels.lock().expect("nobody panics with it");
+            let mut channels = channels.lock().expect("no thread panics with the lock held");
             if header.index > 0 || header.incarnation <= channels.latest {
-                return Err(Box::new((connection, "there is one post-copy channel, and it has come".into())));
+                return Err(Box::new((connection, "the post-copy channel exists already".into())));
             }
             channels.latest = header.incarnation;
             let (post_copy, first) = (Arc::clone(post_copy), header.incarnation == 1);
@@ -50,7 +50,7 @@ impl PostCopyChannels {
                     Err(error) => return lost(&error),
                 };
                 let serve = || -> Result<(), SinkError> {
-                    // A guest that has all that it works with asks for nothing.
+                    // A guest that has all pages that it uses causes no requests, and so no packets.
                     reader.set_timeout(None)?;
                     if first {
                         post_copy.connected(writer)?;
@@ -74,9 +74,9 @@ impl PostCopyChannels {
     }
 
     pub(super) fn join(&self) {
-        let threads = std::mem::take(&mut self.0.lock().expect("nobody panics with it").threads);
+        let threads = std::mem::take(&mut self.0.lock().expect("no thread panics with the lock held").threads);
         for thread in threads {
-            // A panic there has been printed.
+            // A panic of the thread has been printed.
             let _ = thread.join();
         }
     }

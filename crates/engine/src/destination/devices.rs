@@ -1,5 +1,5 @@
-//! The driver and the devices whose state comes apart from the monitor's: they load as it comes, beside each other and beside the last
-//! pages, and the guest is prepared when all have.
+//! The driver's part for the devices whose state is sent separately from the monitor's. They load their state as it arrives, at the same
+//! time as each other and the last pages; the guest is prepared when all have loaded.
 
 use std::sync::Arc;
 
@@ -11,19 +11,19 @@ use crate::device_state::load::{LoadNews, LoadingDevices};
 use crate::device_state::{DeviceId, LoadDevice, Threads};
 use crate::report::Observer;
 
-/// The devices, and how far they are.
+/// The devices and their progress.
 pub(super) struct Devices {
     known: Arc<LoadingDevices>,
     channels: DeviceChannels,
-    /// By the source's numbers, until their threads are started.
+    /// The devices in the source's order, until their threads are started.
     waiting: Vec<Box<dyn LoadDevice>>,
     threads: Threads,
-    /// How many have not loaded yet.
+    /// How many devices have not loaded yet.
     missing: usize,
 }
 
 impl Devices {
-    /// This side's devices, which are those of `source`; each may have `share` bytes on its way or waiting.
+    /// Sorts this side's devices as `source` numbers them. Each may have `share` bytes on their way or waiting.
     pub(super) fn new(mut devices: Vec<(DeviceId, Box<dyn LoadDevice>)>, source: &Machine, share: u64) -> Self {
         let serial = source.device_channels == DeviceChannels::Serial;
         let known = Arc::new(LoadingDevices::new(source.devices.clone(), share, serial));
@@ -34,7 +34,7 @@ impl Devices {
         Self { known, channels: source.device_channels, waiting, threads: Threads::default(), missing }
     }
 
-    /// Where pieces may come on channels of `channels`, and on no others.
+    /// Returns the devices, if their state arrives on channels of this kind.
     pub(super) fn on(&self, channels: DeviceChannels) -> Option<Arc<LoadingDevices>> {
         let same = std::mem::discriminant(&channels) == std::mem::discriminant(&self.channels);
         same.then(|| Arc::clone(&self.known))
@@ -48,7 +48,7 @@ impl Devices {
         self.missing == 0
     }
 
-    /// Waits for the devices' threads. None of them waits for a piece any more.
+    /// Ends the devices' waits for pieces, and waits for their threads.
     pub(super) fn join(&mut self, observer: &dyn Observer) {
         self.known.end();
         self.threads
@@ -57,12 +57,12 @@ impl Devices {
 }
 
 impl Driver<'_> {
-    /// Starts the devices' threads, and says to the source how much may come.
+    /// Starts the devices' threads, and sends the source their credits.
     pub(super) fn start_devices(&mut self) -> Result<(), String> {
         let (events, occupied, abort) = (self.events_in.clone(), self.occupied.clone(), Arc::clone(&self.abort));
         let news = move |news| {
             if abort.is_over() {
-                // Whatever it says is an echo of why.
+                // An echo: the alarm has the reason.
                 return;
             }
             let failed = if let LoadNews::Failed(reason) = &news { Some(reason.clone()) } else { None };
@@ -73,21 +73,21 @@ impl Driver<'_> {
             }
         };
         let Some(sender) = self.peer.sender() else { return Ok(()) };
-        let say = move |message| {
+        let send = move |message| {
             if let Err(error) = sender.send(&message) {
                 // The link's reading side reports the loss.
-                tracing::info!(%error, "the source did not take a message");
+                tracing::info!(%error, "a message could not be sent to the source");
             }
         };
         for credit in self.devices.known.credits() {
             self.peer.say(&credit);
         }
         let devices = std::mem::take(&mut self.devices.waiting);
-        let started = self.devices.known.start(devices, &mut self.devices.threads, say, news);
+        let started = self.devices.known.start(devices, &mut self.devices.threads, send, news);
         started.map_err(|error| format!("no thread for a device: {error}"))
     }
 
-    pub(super) fn device_says(&mut self, news: LoadNews) -> Option<DestinationEvent> {
+    pub(super) fn handle_device(&mut self, news: LoadNews) -> Option<DestinationEvent> {
         match news {
             LoadNews::Loaded(device) => {
                 self.devices.missing -= 1;

@@ -1,4 +1,4 @@
-//! The destination's driver: as the source's, one thread and one loop over events, led by the switchover's state machine.
+//! The destination's driver: like the source's, one loop over events that feeds the switchover's state machine and performs its actions.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -45,7 +45,7 @@ use crate::vmm::DestinationVmm;
 
 /// How often the loop wakes when nothing happens.
 const IDLE: Duration = Duration::from_secs(1);
-/// The reason where it was cancelled on this side.
+/// The reason of a migration that was cancelled on this side.
 const CANCELLED: &str = "cancelled";
 
 /// What wakes the driver.
@@ -56,14 +56,14 @@ pub(super) enum Event {
     Device(LoadNews),
     Fenced,
     PostCopy(PostCopyNews),
-    /// The guest's start need not wait any more.
+    /// The guest's start, which had to wait, is possible now.
     Start,
     /// The data channels of this incarnation have failed.
     Broken(u32),
     Cancelled,
 }
 
-/// Waits for a source, and takes its migration.
+/// Waits for a source, and runs its migration.
 pub(super) fn run(
     listening: Listening,
     vmm: &mut dyn DestinationVmm,
@@ -71,12 +71,12 @@ pub(super) fn run(
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
     let Listening { taking, address, incoming } = listening;
-    // However this ends, nothing listens or shakes hands here any more.
+    // Ends the listening and all handshakes, however this function returns.
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
     let cpu = CpuTime::default();
     let _counted = cpu.count();
-    let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_taken)?;
+    let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     observer.listening(&address.to_string());
     let ram = taking.target.ram();
     let ours = machine(vmm.name(), ram, 0).blocks;
@@ -98,20 +98,20 @@ pub(super) fn run(
     let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
     let Some(greeted) = greeted else {
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
-        return Err(MigrationError { cancelled: cancel.is_cancelled(), ..MigrationError::not_taken(reason) });
+        return Err(MigrationError { cancelled: cancel.is_cancelled(), ..MigrationError::not_accepted(reason) });
     };
     let report = take(taking, &address, greeted, incoming, vmm, cpu.clone(), cancel, observer);
     drop(stopping);
     report
 }
 
-/// Why post-copy is not possible here, if it is not.
+/// Returns why post-copy is not possible here, if it is not.
 fn no_post_copy(vmm: &mut DestinationMonitor<'_>, ram: &GuestRam) -> Result<Option<String>, MigrationError> {
-    let refused = vmm.post_copy_refusal().map_err(MigrationError::not_taken)?;
+    let refused = vmm.post_copy_refusal().map_err(MigrationError::not_accepted)?;
     Ok(refused.or_else(|| post_copy::refusal(ram)))
 }
 
-/// Takes the migration of a source that was greeted elsewhere, by whoever found out then what RAM there is to be.
+/// Runs the migration of a source whose hello the caller has accepted already, to learn which RAM is needed.
 pub(super) fn run_greeted(
     taking: Taking,
     address: &Address,
@@ -125,7 +125,7 @@ pub(super) fn run_greeted(
     let observer = &CaughtObserver(observer);
     let cpu = CpuTime::default();
     let _counted = cpu.count();
-    let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_taken)?;
+    let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     let ids: Vec<DeviceId> = taking.devices.iter().map(|(id, _)| id.clone()).collect();
     let differs = size_difference(&greeted.machine.blocks, taking.target.ram());
     if let Some(reason) = differs.or_else(|| device_state::difference(&greeted.machine, &ids)) {
@@ -136,11 +136,11 @@ pub(super) fn run_greeted(
     report
 }
 
-/// Tells a source that it is refused, and why.
+/// Refuses a source with the reason, and returns the error.
 fn refuse(writer: &mut Writer, reason: String) -> MigrationError {
-    // The peer may be gone; then nobody misses the answer.
+    // Fails where the peer is gone, which needs no answer.
     let _ = say(writer, &ControlMessage::Refused { reason: reason.clone() });
-    MigrationError::not_taken(reason)
+    MigrationError::not_accepted(reason)
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -163,23 +163,23 @@ fn take<'a>(
     let ledger = ledger.map_err(|error| refuse(&mut writer, error.to_string()))?;
 
     let (events_in, events) = channel();
-    let told = events_in.clone();
+    let peer_events = events_in.clone();
     let occupied = Occupied::default();
-    let meanwhile = occupied.clone();
+    let monitor_call = occupied.clone();
     let tell: TellPeer = Arc::new(move |news| {
         if let PeerNews::Control(_, ControlEvent::Lost(reason)) = &news {
-            meanwhile.lost(format_args!("the source was lost: {reason}"));
+            monitor_call.lost(format_args!("the source was lost: {reason}"));
         }
-        drop(told.send(Event::Peer(news)));
+        drop(peer_events.send(Event::Peer(news)));
     });
     let link = ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1));
-    let link = link.map_err(MigrationError::not_taken)?;
+    let link = link.map_err(MigrationError::not_accepted)?;
     let abort = Arc::new(Abort::default());
     let broken = events_in.clone();
     abort.on_end(move || drop(broken.send(Event::Broken(1))));
-    let (cancelled, meanwhile) = (events_in.clone(), occupied.clone());
+    let (cancelled, monitor_call) = (events_in.clone(), occupied.clone());
     let _cancelling = cancel.on_cancel(move || {
-        meanwhile.raise(CANCELLED);
+        monitor_call.raise(CANCELLED);
         drop(cancelled.send(Event::Cancelled));
     });
     let fenced = events_in.clone();
@@ -196,20 +196,20 @@ fn take<'a>(
         may_refuse: session.has(SEND_AGAIN),
         state: Mutex::new(Some(state_sink)),
         mixed: devices.on(DeviceChannels::Mixed),
-        apart: devices.on(DeviceChannels::Own(0)),
+        own: devices.on(DeviceChannels::Own(0)),
     };
     let rules = session.rules();
     let channels = PostCopyChannels::default();
-    let other = channels.door(&target, rules);
-    let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(other), tell));
-    let admitting = Arc::clone(&doorman);
+    let extra_channels = channels.handler(&target, rules);
+    let acceptor = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(extra_channels), tell));
+    let admitting = Arc::clone(&acceptor);
     let admit = move || {
         while let Some((connection, header)) = incoming.next() {
             admitting.admit(connection, &header);
         }
     };
-    // It ends by itself once nothing listens.
-    cpu_time::spawn(Builder::new().name("admit".into()), admit).map_err(MigrationError::not_taken)?;
+    // The thread ends by itself when the listening has ended.
+    cpu_time::spawn(Builder::new().name("admit".into()), admit).map_err(MigrationError::not_accepted)?;
 
     let (switchover, first) = DestinationSwitchover::begin();
     let faults_before = process::faults(std::process::id());
@@ -231,7 +231,7 @@ fn take<'a>(
         occupied,
         data_incarnation: 1,
         welcome: Some(welcome),
-        doorman,
+        acceptor,
         abort,
         ahead: Some(ahead),
         last: Some(last),
@@ -255,7 +255,7 @@ fn take<'a>(
         received: 0,
     };
     driver.run(&events, first);
-    // The word of it may still lie in the queue.
+    // The event of the cancellation may still be queued.
     driver.cancelled |= cancel.is_cancelled();
     driver.finish(peer)
 }
@@ -274,9 +274,10 @@ struct TargetSinks<F> {
     target: Arc<Target>,
     may_refuse: bool,
     state: Mutex<Option<StateSink<F>>>,
-    /// Where the state of devices comes on RAM channels, and where on channels of its own.
+    /// The devices, where their state arrives on RAM channels.
     mixed: Option<Arc<LoadingDevices>>,
-    apart: Option<Arc<LoadingDevices>>,
+    /// The devices, where their state arrives on channels of its own.
+    own: Option<Arc<LoadingDevices>>,
 }
 
 impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
@@ -285,30 +286,30 @@ impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
     }
 
     fn stream(&self) -> Box<dyn Sink> {
-        let sink = self.state.lock().expect("nobody panics with it").take();
-        Box::new(sink.expect("the doorman lets one stream channel in"))
+        let sink = self.state.lock().expect("no thread panics with the lock held").take();
+        Box::new(sink.expect("the acceptor admits one stream channel"))
     }
 
     fn devices(&self) -> Option<Box<dyn Sink>> {
-        Some(Box::new(DeviceSink(self.apart.clone()?)))
+        Some(Box::new(DeviceSink(self.own.clone()?)))
     }
 }
 
 pub(super) struct Driver<'a> {
     vmm: DestinationMonitor<'a>,
-    /// What the migration's threads take here.
+    /// CPU time of the migration's threads at this side.
     cpu: CpuTime,
     observer: &'a dyn Observer,
     pub(super) events_in: Sender<Event>,
     channels: PostCopyChannels,
-    /// The thread that hears of faults, in post-copy.
+    /// The thread that handles page faults, in post-copy.
     faults: Option<JoinHandle<()>>,
-    /// The guest is to run before all of its RAM is here, and what has come of that.
+    /// In post-copy: what is known of the guest's missing memory.
     lacks_memory: Option<Lacks>,
-    /// The guest is to be started when the channels for what it lacks are there again.
+    /// Whether the guest's start waits for new channels of its missing memory.
     start_waits: bool,
     pub(super) devices: Devices,
-    /// Since when the monitor's own state was being loaded, once it is.
+    /// Once the monitor's own state is loaded: when its loading began.
     loaded: Option<Instant>,
     target: Arc<Target>,
     switchover: DestinationSwitchover,
@@ -317,10 +318,11 @@ pub(super) struct Driver<'a> {
     pub(super) occupied: Occupied,
     data_incarnation: u32,
     welcome: Option<Welcome>,
-    doorman: Arc<Doorman>,
+    acceptor: Arc<Doorman>,
     pub(super) abort: Arc<Abort>,
-    /// The state's readers, until they have been read.
+    /// Reader of the state that is sent ahead, until it was read.
     ahead: Option<StateReader>,
+    /// Reader of the final state, until it was read.
     last: Option<StateReader>,
     totals: Option<Totals>,
     state_begun: bool,
@@ -329,12 +331,12 @@ pub(super) struct Driver<'a> {
     placing: Placing,
     figures: DestinationFigures,
     faults_before: u64,
-    /// Until when a word about a broken channel is waited for.
+    /// Deadline for the peer's message about a broken channel.
     broken: Option<Instant>,
     end: Option<DestinationEnd>,
-    /// Once it has ended: the source need not be answered any more.
+    /// Once the migration has ended: the source needs no more answers.
     settled: bool,
-    /// Once it has ended: until when the source is let come back, or is waited for to hang up.
+    /// Once the migration has ended: deadline for the source to reconnect, or to close the connection.
     hang_up_at: Option<Instant>,
     linger: Duration,
     cancelled: bool,
@@ -342,20 +344,22 @@ pub(super) struct Driver<'a> {
     unwritten: Option<String>,
     /// When the guest must be prepared.
     until: Option<Instant>,
-    /// How long nothing may arrive; when something must have, and how many packets had when that was set.
+    /// How long nothing may arrive.
     stall: Option<Duration>,
+    /// When a packet must have arrived.
     stalled_at: Option<Instant>,
+    /// How many packets had arrived when `stalled_at` was set.
     received: u64,
 }
 
-/// What the guest's missing memory has come to.
+/// The state of the guest's missing memory.
 #[derive(Clone, Debug, PartialEq)]
 enum Lacks {
     /// It is on its way.
     Awaited,
-    /// It is here, and this is how it came.
+    /// It has all arrived, with these figures.
     Nothing(PostCopyFigures),
-    /// It will not come, and why.
+    /// It will never arrive, with the reason.
     ForGood(String),
 }
 
@@ -377,18 +381,18 @@ impl Driver<'_> {
             if !actions.is_empty() {
                 continue;
             }
-            // Once it has ended, the source is answered until it hangs up.
+            // Once the migration has ended, the source is answered until it closes the connection.
             if self.is_over() {
                 return;
             }
             let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
-            self.tell_progress();
-            if self.runs_short() && self.target.post_copy().is_some_and(|post_copy| post_copy.guest_has_ended()) {
-                self.post_copy_says(PostCopyNews::Failed("the guest's process has ended".into()));
+            self.report_progress();
+            if self.lacks_pages() && self.target.post_copy().is_some_and(|post_copy| post_copy.guest_has_ended()) {
+                self.handle_post_copy(PostCopyNews::Failed("the guest's process has ended".into()));
                 continue;
             }
             if let Some(reason) = self.overdue() {
-                self.tell_failure(&reason);
+                self.send_failure(&reason);
                 actions = self.switchover.on(DestinationEvent::Failed { reason });
                 continue;
             }
@@ -406,13 +410,13 @@ impl Driver<'_> {
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => unreachable!("the doorman holds a sender"),
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the acceptor holds a sender"),
             }
         }
     }
 
-    fn tell_progress(&mut self) {
-        let ended = self.end.is_some() && !self.runs_short();
+    fn report_progress(&mut self) {
+        let ended = self.end.is_some() && !self.lacks_pages();
         if !self.placing.is_due() || ended {
             return;
         }
@@ -424,28 +428,28 @@ impl Driver<'_> {
             Phase::PostCopy => "receiving the rest of memory after the guest",
         };
         let missing = self.target.post_copy().map_or(0, |post_copy| post_copy.missing());
-        self.placing.report(self.observer, phase, self.doorman.pages_placed(), missing * PAGE_SIZE as u64);
+        self.placing.report(self.observer, phase, self.acceptor.pages_placed(), missing * PAGE_SIZE as u64);
     }
 
-    /// Whether it has ended, and the source knows, or has had its time to come back for it.
+    /// Returns whether the migration has ended and the source has received the outcome, or its time to reconnect is over.
     fn is_over(&mut self) -> bool {
-        if self.end.is_none() || self.runs_short() {
+        if self.end.is_none() || self.lacks_pages() {
             self.hang_up_at = None;
             return false;
         }
-        // A source that was lost while the guest's last memory came notices it only after a time of silence.
+        // A source that was lost while the guest's last memory arrived notices the loss only after a time of silence.
         let may_be_lost = self.peer.is_connected() && self.end == Some(DestinationEnd::Running);
         let linger = if may_be_lost { self.linger.saturating_add(SILENCE_LIMIT) } else { self.linger };
         let hang_up_at = *self.hang_up_at.get_or_insert_with(|| after(linger));
         self.settled || Instant::now() >= hang_up_at
     }
 
-    /// Why the source has had its time, where it has. Only as long as this side may give up.
+    /// Returns why this side gives up, where a time limit has passed and it may still give up.
     fn overdue(&mut self) -> Option<String> {
         if !self.switchover.may_give_up() {
             return None;
         }
-        let received = self.doorman.received();
+        let received = self.acceptor.received();
         if received != self.received {
             (self.received, self.stalled_at) = (received, self.stall.map(after));
         }
@@ -458,8 +462,8 @@ impl Driver<'_> {
             .then(|| "nothing of the guest arrived for too long (the destination's stall limit)".into())
     }
 
-    /// Whether the guest runs here and lacks part of its memory.
-    fn runs_short(&self) -> bool {
+    /// Returns whether the guest runs here and lacks part of its memory.
+    fn lacks_pages(&self) -> bool {
         self.end == Some(DestinationEnd::Running) && self.lacks_memory == Some(Lacks::Awaited)
     }
 
@@ -483,11 +487,11 @@ impl Driver<'_> {
                     }
                 }
             }
-            // The guest starts when this driver has it started, and not before.
+            // There is no autostart here: only this driver starts the guest.
             DestinationAction::ClearAutostart => Some(DestinationEvent::AutostartCleared),
             DestinationAction::AcceptStream => {
                 self.phase = Phase::Rounds;
-                self.doorman.open();
+                self.acceptor.open();
                 if let Some(welcome) = self.welcome.take() {
                     self.peer.say(&ControlMessage::Welcome(welcome));
                     self.peer.say(&ControlMessage::Ready { placement: self.target.placement(), deltas: Vec::new() });
@@ -515,30 +519,30 @@ impl Driver<'_> {
             }
             DestinationAction::Quit => {
                 self.abort.raise("the migration was aborted");
-                // The channel of the state may be waiting for its readers.
+                // Dropped, because the channel of the state may be waiting for its readers.
                 (self.ahead, self.last) = (None, None);
-                // No channel's thread writes the memory of a monitor that is being ended.
-                self.doorman.join();
+                // So that no channel's thread writes the memory of a monitor that is being ended.
+                self.acceptor.join();
                 Some(match self.vmm.discard() {
                     Ok(()) => DestinationEvent::Guest(DestinationGuest::Gone),
                     Err(error) => {
-                        DestinationEvent::Failed { reason: format!("what came of the guest stays here: {error}") }
+                        DestinationEvent::Failed { reason: format!("the copy of the guest stays here: {error}") }
                     }
                 })
             }
             DestinationAction::AwaitSource => {
                 if !self.peer.is_connected() && self.switchover.unsure() {
                     self.observer.note(&format!(
-                        "the source is lost and the guest stands loaded here: waiting for the source to say who runs it \
-                         (migration {})",
-                        self.doorman.session().id
+                        "the source is lost and the guest is loaded and paused here: waiting for the source's decision which side \
+                         runs it (migration {})",
+                        self.acceptor.session().id
                     ));
                 }
                 None
             }
             DestinationAction::Done(end) => {
                 if let DestinationEnd::Stuck { reason } = &end {
-                    self.tell_failure(reason);
+                    self.send_failure(reason);
                 }
                 if end == DestinationEnd::Running
                     && let Some(post_copy) = self.target.post_copy()
@@ -549,9 +553,9 @@ impl Driver<'_> {
                     post_copy.arm();
                 }
                 self.end = Some(end);
-                if self.runs_short() && self.abort.is_over() {
-                    // They broke meanwhile. What is wrong with its memory, if that is why, lies in the queue, and the source is told
-                    // of it first.
+                if self.lacks_pages() && self.abort.is_over() {
+                    // The channels broke meanwhile. Queued behind the event of a failure of the memory, if there is one, so that the
+                    // source receives that reason first.
                     let _ = self.events_in.send(Event::Broken(self.data_incarnation));
                 }
                 None
@@ -559,23 +563,24 @@ impl Driver<'_> {
         }
     }
 
-    /// Starts the guest; none if that has to wait.
+    /// Starts the guest and returns the outcome; none if the start has to wait.
     fn start_guest(&mut self) -> Option<DestinationEvent> {
         match self.lacks_memory {
-            // Everything is in place. No channel's thread writes the memory of a guest that runs, whatever a source sends.
+            // All memory is in place. The channels are ended, so that no thread writes the memory of a running guest, whatever a source
+            // sends.
             None => {
                 self.abort.finish();
-                self.doorman.join();
+                self.acceptor.join();
             }
             Some(Lacks::Awaited) if self.abort.is_over() => {
-                // The monitor may touch what is missing, and while it waits for that, nobody here makes new channels.
+                // The monitor may touch missing memory in `resume`, and while it blocks this thread cannot accept new channels.
                 self.observer.note("the channels of the guest's memory failed: it is started when there are new ones");
                 self.start_waits = true;
                 self.peer.hang_up();
                 return None;
             }
             Some(Lacks::ForGood(_)) => {
-                let reason = "part of the guest's memory will not come".to_owned();
+                let reason = "part of the guest's memory will never arrive".to_owned();
                 return Some(DestinationEvent::Failed { reason });
             }
             Some(Lacks::Awaited | Lacks::Nothing(_)) => {}
@@ -590,10 +595,10 @@ impl Driver<'_> {
         })
     }
 
-    /// What the guest's start waited for has come, or never will.
+    /// Queues the guest's start, if it waits: new channels are there, or never will be.
     fn start_now(&mut self) {
         if std::mem::take(&mut self.start_waits) {
-            // This thread takes it.
+            // The receiver is this thread's own, so this cannot fail.
             let _ = self.events_in.send(Event::Start);
         }
     }
@@ -601,31 +606,31 @@ impl Driver<'_> {
     fn translate(&mut self, event: Event) -> Option<DestinationEvent> {
         match event {
             Event::Peer(news) => match self.peer.hear(news)? {
-                Heard::Said(message, _share) => self.heard(message),
+                Heard::Said(message, _share) => self.receive(message),
                 Heard::Lost(reason) => {
                     self.hang_up_at = None;
                     if self.end.is_none() {
                         self.observer.note(&format!("the connection to the source is lost: {reason}"));
                         self.abort.lost(format_args!("the source was lost: {reason}"));
-                    } else if self.runs_short() {
+                    } else if self.lacks_pages() {
                         self.observer.note(&format!(
-                            "the source is lost ({reason}) and part of the guest's memory with it: waiting for it to come back"
+                            "the source is lost ({reason}) and part of the guest's memory with it: waiting for it to reconnect"
                         ));
                     }
                     Some(DestinationEvent::ConnectionLost)
                 }
                 Heard::Connected => {
-                    // It has its time again to hear how it ended.
+                    // The source gets its full time again to receive the outcome.
                     self.hang_up_at = None;
                     if let Some(DestinationEnd::Stuck { reason }) = &self.end {
-                        self.tell_failure(reason);
+                        self.send_failure(reason);
                     }
                     self.renew_channels();
                     Some(DestinationEvent::Connected)
                 }
                 Heard::Unreachable(_) => None,
             },
-            Event::Device(news) => self.device_says(news),
+            Event::Device(news) => self.handle_device(news),
             Event::State(Part::Ahead) if self.state_begun => {
                 self.failed_to_load("the source sends state ahead of what it has sent already")
             }
@@ -636,21 +641,21 @@ impl Driver<'_> {
                 self.load_if_complete()
             }
             Event::Fenced => {
-                self.observer.note("an operator says that the source is gone for good");
+                self.observer.note("an operator has confirmed that the source is gone for good");
                 self.peer.hang_up();
-                // Nobody is left to take note.
+                // No source is left that needs an answer.
                 self.settled = true;
                 let pages = self.target.post_copy().map_or(0, |post_copy| post_copy.missing());
                 if pages > 0 {
                     let reason =
                         format!("the source is gone for good, and {pages} pages of the guest's memory with it");
-                    self.post_copy_says(PostCopyNews::Failed(reason));
+                    self.handle_post_copy(PostCopyNews::Failed(reason));
                     self.start_now();
                 }
                 Some(DestinationEvent::SourceFenced)
             }
             Event::PostCopy(news) => {
-                self.post_copy_says(news);
+                self.handle_post_copy(news);
                 None
             }
             Event::Start => self.start_guest(),
@@ -660,44 +665,44 @@ impl Driver<'_> {
                 None
             }
             Event::Broken(_) => self.channels_failed(),
-            Event::Cancelled if self.runs_short() => {
+            Event::Cancelled if self.lacks_pages() => {
                 self.observer.note("the guest runs here and lacks part of its memory: this cannot be cancelled");
                 None
             }
-            // Who waits here for the source to hang up does not wait for long.
+            // The wait for the source to close the connection is short.
             Event::Cancelled if self.end.is_some() => None,
             Event::Cancelled => {
                 if !self.switchover.may_give_up() {
-                    self.observer.note("the guest stands loaded here and the source decides: this cannot be cancelled");
+                    self.observer.note("the guest is loaded here and the source decides: this cannot be cancelled");
                     return None;
                 }
-                self.tell_failure(CANCELLED);
+                self.send_failure(CANCELLED);
                 self.cancelled = true;
                 Some(DestinationEvent::Failed { reason: CANCELLED.into() })
             }
         }
     }
 
-    /// The data plane has failed. Before this side is prepared that ends the migration. Afterwards only post-copy still needs
-    /// it: there all channels are made anew, once the guest runs.
+    /// Handles a failure of the data plane. Before this side is prepared, it ends the migration. Afterwards only post-copy still needs
+    /// the data plane: there all channels are opened anew, once the guest runs.
     fn channels_failed(&mut self) -> Option<DestinationEvent> {
         let reason = self.abort.reason()?;
         if self.switchover.may_give_up() {
-            self.tell_failure(&reason);
+            self.send_failure(&reason);
             return Some(DestinationEvent::Failed { reason });
         }
-        if self.runs_short() || self.start_waits {
+        if self.lacks_pages() || self.start_waits {
             self.observer.note(&format!("the channels of the guest's memory failed, and are made anew: {reason}"));
-            // By which the source notices, if it has not.
+            // So that the source notices the failure, if it has not.
             self.peer.hang_up();
         }
         None
     }
 
-    fn heard(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
+    fn receive(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
         match message {
             ControlMessage::Totals(totals) => {
-                let placed = self.doorman.placed();
+                let placed = self.acceptor.placed();
                 let complete =
                     totals.ram.len() == placed.len() && placed.iter().zip(&totals.ram).all(|(has, last)| has >= last);
                 if !complete {
@@ -717,7 +722,7 @@ impl Driver<'_> {
                 Ok(()) => None,
                 Err(reason) => {
                     let reason = format!("post-copy is not possible at the destination: {reason}");
-                    self.tell_failure(&reason);
+                    self.send_failure(&reason);
                     Some(DestinationEvent::Failed { reason })
                 }
             },
@@ -737,25 +742,25 @@ impl Driver<'_> {
         }
     }
 
-    /// The guest is to go on before all of its RAM is here.
+    /// Prepares for post-copy: the guest will go on before all of its RAM is here.
     fn begin_post_copy(&mut self) -> Result<(), String> {
-        if !self.doorman.session().has(POST_COPY) {
+        if !self.acceptor.session().has(POST_COPY) {
             return Err("it was not agreed on".into());
         }
         if self.phase != Phase::Rounds || self.target.post_copy().is_some() {
             return Err("it was begun already, or the guest is being switched over".into());
         }
-        let (events, meanwhile) = (self.events_in.clone(), self.occupied.clone());
-        let tell = Box::new(move |news| {
+        let (events, monitor_call) = (self.events_in.clone(), self.occupied.clone());
+        let news = Box::new(move |news| {
             let failed = if let PostCopyNews::Failed(reason) = &news { Some(reason.clone()) } else { None };
-            // Before the channels are said to have broken, by which the source would no longer hear of it.
+            // Queued before the alarm, whose event closes the connection to the source.
             drop(events.send(Event::PostCopy(news)));
             if let Some(reason) = failed {
-                meanwhile.raise(reason);
+                monitor_call.raise(reason);
             }
         });
-        let post_copy = PostCopy::begin(self.target.ram(), tell)?;
-        self.faults = Some(post_copy.hear_faults().map_err(|error| format!("no thread for page faults: {error}"))?);
+        let post_copy = PostCopy::begin(self.target.ram(), news)?;
+        self.faults = Some(post_copy.handle_faults().map_err(|error| format!("no thread for page faults: {error}"))?);
         let released = Arc::clone(&post_copy);
         self.abort.on_end(move || released.release_if_not_loaded());
         self.target.begin_post_copy(post_copy)?;
@@ -764,21 +769,21 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// The source has come back: in post-copy its data channels are made anew.
+    /// Admits new data channels in post-copy, when the source has reconnected.
     fn renew_channels(&mut self) {
         let Some(post_copy) = self.target.post_copy().cloned() else { return };
         if self.switchover.may_give_up() || (self.end.is_some() && self.end != Some(DestinationEnd::Running)) {
-            // A source comes back to say, or to hear, that nothing has come of it.
+            // The source has reconnected only to exchange that the migration has failed.
             return;
         }
         match &self.lacks_memory {
             Some(Lacks::Awaited) => {}
             Some(Lacks::Nothing(figures)) => return self.peer.say(&ControlMessage::PostCopyDone(*figures)),
-            // It may not have heard.
-            Some(Lacks::ForGood(reason)) => return self.tell_failure(reason),
+            // The source may not have received it before.
+            Some(Lacks::ForGood(reason)) => return self.send_failure(reason),
             None => return,
         }
-        self.abort.lost("the source has come back with new channels");
+        self.abort.lost("the source has reconnected with new channels");
         post_copy.disconnected();
         self.channels.join();
         self.data_incarnation = self.peer.incarnation();
@@ -786,12 +791,12 @@ impl Driver<'_> {
         let (broken, incarnation) = (self.events_in.clone(), self.data_incarnation);
         self.abort.on_end(move || drop(broken.send(Event::Broken(incarnation))));
         self.broken = None;
-        self.doorman.renew(incarnation, &self.abort);
+        self.acceptor.renew(incarnation, &self.abort);
         self.peer.say(&ControlMessage::PostCopyReady);
         self.start_now();
     }
 
-    fn post_copy_says(&mut self, news: PostCopyNews) {
+    fn handle_post_copy(&mut self, news: PostCopyNews) {
         match news {
             PostCopyNews::Complete => {
                 let figures = self.target.post_copy().map(|post_copy| post_copy.figures()).unwrap_or_default();
@@ -805,7 +810,7 @@ impl Driver<'_> {
             }
             PostCopyNews::Failed(reason) => {
                 self.observer.note(&format!("the guest's memory: {reason}"));
-                self.tell_failure(&reason);
+                self.send_failure(&reason);
                 self.abort.raise(&reason);
                 self.lacks_memory = Some(Lacks::ForGood(reason));
             }
@@ -823,7 +828,7 @@ impl Driver<'_> {
                 self.peer.say(&ControlMessage::SwitchoverAck);
                 None
             }
-            Err(_) if reader.broke_off() => self.state_broke_off(),
+            Err(_) if reader.was_lost() => self.state_incomplete(),
             Err(error) => self.failed_to_load(&format!("loading state ahead failed: {error}")),
         }
     }
@@ -841,38 +846,38 @@ impl Driver<'_> {
         drop(inside);
         match loaded {
             Ok(_) if self.target.post_copy().is_some_and(|post_copy| !post_copy.loaded()) => {
-                self.failed_to_load("loading the guest's state failed: pages that it needs did not come")
+                self.failed_to_load("loading the guest's state failed: pages that it needs did not arrive")
             }
             Ok(_) => {
                 self.loaded = Some(since);
                 self.all_loaded()
             }
-            Err(_) if reader.broke_off() => self.state_broke_off(),
+            Err(_) if reader.was_lost() => self.state_incomplete(),
             Err(error) => self.failed_to_load(&format!("loading the guest's state failed: {error}")),
         }
     }
 
-    /// Once the monitor and all devices have loaded.
+    /// Returns the event that all state is loaded, once the monitor and all devices have loaded.
     pub(super) fn all_loaded(&mut self) -> Option<DestinationEvent> {
         let since = self.loaded.filter(|_| self.devices.all_loaded())?;
         self.figures.load_ms = since.elapsed().as_secs_f64() * 1e3;
         Some(DestinationEvent::AllPlacedAndLoaded)
     }
 
-    /// The source has closed the channel: why, it says on another connection, or its being lost is noticed there.
-    fn state_broke_off(&self) -> Option<DestinationEvent> {
+    /// Handles the loss of the stream channel amid the state. The reason arrives on the control channel, or the control channel is lost.
+    fn state_incomplete(&self) -> Option<DestinationEvent> {
         self.abort.lost("the source closed the stream channel before the end of the guest's state");
         None
     }
 
     pub(super) fn failed_to_load(&mut self, reason: &str) -> Option<DestinationEvent> {
-        // Where the migration is being taken down already, that reason says more.
+        // Where the migration is being taken down already, the alarm's reason explains more.
         let reason = self.abort.reason().unwrap_or_else(|| reason.to_owned());
-        self.tell_failure(&reason);
+        self.send_failure(&reason);
         Some(DestinationEvent::Failed { reason })
     }
 
-    fn tell_failure(&self, reason: &str) {
+    fn send_failure(&self, reason: &str) {
         self.peer.say(&ControlMessage::Failed { reason: reason.to_owned() });
     }
 
@@ -888,7 +893,7 @@ impl Driver<'_> {
             (Some(DestinationEnd::Running | DestinationEnd::Stuck { .. }), Some(Lacks::ForGood(reason))) => {
                 Some(reason)
             }
-            // Nobody takes its page faults any more.
+            // No thread handles the guest's page faults any more.
             (Some(DestinationEnd::Stuck { reason }), Some(Lacks::Awaited)) => Some(reason.clone()),
             _ => None,
         };
@@ -901,7 +906,7 @@ impl Driver<'_> {
                     (Outcome::Unconfirmed, GuestState::BelongsToDestination, Some(reason))
                 }
             },
-            // Whichever came first is the reason, and the source may have cancelled too.
+            // The first failure is the reason, and the source may have cancelled too.
             Some(DestinationEnd::Discarded { reason }) if self.cancelled && reason == CANCELLED => {
                 (Outcome::Cancelled, GuestState::NotHere, Some(reason))
             }
@@ -919,17 +924,17 @@ impl Driver<'_> {
         };
         self.peer.hang_up();
         self.abort.finish();
-        // A channel may be waiting for its readers.
+        // Dropped, because a channel may be waiting for its readers.
         (self.ahead, self.last) = (None, None);
         self.devices.join(self.observer);
-        self.doorman.join();
+        self.acceptor.join();
         self.channels.join();
         if let Some(faults) = self.faults.take() {
-            // A panic there has been printed.
+            // A panic of the thread has been printed.
             let _ = faults.join();
         }
         let report = ReceiveReport {
-            id: self.doorman.session().id.to_string(),
+            id: self.acceptor.session().id.to_string(),
             outcome,
             reason: reason.clone(),
             source,

@@ -10,7 +10,7 @@
 //! # Ok(())
 //! # }
 //! ```
-//! `driver` does what the switchover's state machine says on the caller's thread; `target` puts pages into RAM.
+//! `driver` performs the actions of the switchover's state machine on the caller's thread; `target` places pages in RAM.
 
 mod channels;
 mod devices;
@@ -38,21 +38,21 @@ use crate::session::{Features, Greeted, UNCHECKED};
 use crate::transport::{Address, Incoming, Limits, Listener, Security};
 use crate::vmm::DestinationVmm;
 
-/// What the memory of the RAM blocks holds before the migration. Everything that the source does not send must read as
+/// What the memory of the RAM blocks holds before the migration. Every page that the source does not send must read as
 /// zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Before {
-    /// It was never touched, or reads as zero.
+    /// The memory was never touched, or reads as zero.
     #[default]
     Zero,
-    /// Anything: it is given back to the system where that is possible, which makes it zero, and otherwise cleared where
-    /// it is not zero already.
+    /// The memory may hold anything. It is released to the system where that is possible, which makes it zero, and otherwise cleared
+    /// where it is not zero already.
     Anything,
-    /// Zeros but for pages that somebody has written: those are cleared, and nothing is given back.
+    /// The memory reads as zero except for pages that were written: those are cleared, and nothing is released.
     Written,
 }
 
-/// A migration to be taken. Settings have defaults; [`Destination::listen`] opens the door.
+/// A migration at the destination, before it begins. Settings have defaults; [`Destination::listen`] waits for a source.
 pub struct Destination {
     ram: GuestRam,
     devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
@@ -66,9 +66,9 @@ pub struct Destination {
     monitor: MonitorRecord,
 }
 
-/// Memory for device state that waits to be loaded, unless said otherwise.
+/// The default of [`Destination::device_queue`].
 const DEVICE_QUEUE: u64 = 256 << 20;
-/// How long a destination whose migration has ended lets a source come back that may not have heard of it.
+/// How long a destination whose migration has ended lets a source reconnect that may not have received the outcome.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// A destination that sources can connect to.
@@ -78,11 +78,11 @@ pub struct Listening {
     incoming: Incoming,
 }
 
-/// All that a migration is taken with but its connections.
+/// A destination that is ready for a migration, without its connections.
 struct Taking {
     target: Arc<Target>,
     devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
-    /// What each of them may have on its way or waiting, in bytes.
+    /// Bytes of state that each device may have on their way or waiting.
     device_share: u64,
     state_dir: Option<PathBuf>,
     linger: Duration,
@@ -92,20 +92,20 @@ struct Taking {
     fence: Fence,
 }
 
-/// An operator's word that the source is gone for good and its guest cannot run: see [`Listening::fence`].
+/// An operator's confirmation that the source is gone for good and its guest cannot run: see [`Listening::fence`].
 #[derive(Clone, Debug, Default)]
 pub struct Fence(Arc<Cancel>);
 
 impl Fence {
-    /// The source is gone for good. A destination that stands prepared and waits to be told runs the guest; one that does
-    /// not, fails.
+    /// Confirms that the source is gone for good. A destination that is prepared and waits for the decision runs the guest; otherwise the
+    /// migration fails.
     pub fn source_is_gone(&self) {
         self.0.cancel();
     }
 }
 
 impl Destination {
-    /// What a source must have, and may have, whose migration is [taken](Destination::take) after it was greeted elsewhere.
+    /// The features of a migration that is [accepted](Destination::take) after its handshake was made elsewhere.
     pub const FEATURES: Features<'static> =
         Features { offered: &[GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA, DEVICE_STATE], required: &[GUEST_STATE] };
 
@@ -116,17 +116,17 @@ impl Destination {
         required: Self::FEATURES.required,
     };
 
-    /// Whether a source may have its guest go on at the destination before all of its memory is there.
+    /// Returns whether a source may let its guest go on at the destination before all of its memory is there.
     pub fn wants_post_copy(hello: &Hello) -> bool {
         hello.capabilities.required.iter().any(|name| name == POST_COPY)
     }
 
-    /// Why `ram` cannot be filled after the guest has started; none if it can.
+    /// Returns why `ram` cannot be filled after the guest has started; none if it can.
     pub fn post_copy_refusal(ram: &GuestRam) -> Option<String> {
         post_copy::refusal(ram)
     }
 
-    /// A destination that fills `ram`. Nobody else writes it before the guest was started, and nobody reads it before
+    /// Prepares a destination that fills `ram`. Nothing else may write `ram` before the guest was started, or read it before
     /// [`DestinationVmm::load`].
     pub fn new(ram: GuestRam) -> Self {
         Self {
@@ -143,31 +143,31 @@ impl Destination {
         }
     }
 
-    /// What the memory holds before; zeros unless said otherwise.
+    /// Sets what the memory holds before the migration; zeros by default.
     #[must_use]
     pub fn memory_before(mut self, before: Before) -> Self {
         self.before = before;
         self
     }
 
-    /// A device whose state comes apart from the monitor's. The source must have the same
-    /// ([`Source::device`](crate::source::Source::device)), in whatever order, else it is refused before anything is begun.
+    /// Adds a device whose state is sent separately from the monitor's. The source must have the same devices
+    /// ([`Source::device`](crate::source::Source::device)), in any order, else it is refused before anything is begun.
     #[must_use]
     pub fn device(mut self, id: DeviceId, device: Box<dyn LoadDevice>) -> Self {
         self.devices.push((id, device));
         self
     }
 
-    /// Most bytes of memory for the state of such devices, all together, that has come and waits to be loaded or to be put in order;
-    /// 256 MiB unless said otherwise, and at least 64 KiB for each. Each device may use its part of it: one that loads slowly holds up
-    /// its own saving, and nothing else.
+    /// Sets the maximum bytes of memory for state of all such devices that has arrived and waits to be loaded or to be put in order;
+    /// 256 MiB by default, and at least 64 KiB for each device. Each device may use its part: a device that loads slowly delays only its
+    /// own saving.
     #[must_use]
     pub fn device_queue(mut self, bytes: u64) -> Self {
         self.device_queue = bytes;
         self
     }
 
-    /// Whether all of RAM is populated before the source may begin, so that nothing waits for a page fault later. It costs
+    /// Sets whether all of RAM is populated before the source may begin, so that nothing waits for a page fault later. This costs
     /// the memory of pages that the guest never used.
     #[must_use]
     pub fn prefault(mut self, prefault: bool) -> Self {
@@ -175,70 +175,68 @@ impl Destination {
         self
     }
 
-    /// How long, once the migration has ended, the source has to take note and hang up, or to come back if it was lost
-    /// before it could hear; 5 s unless said otherwise. [`Listening::run`] returns so much later at most, and 10 s more (the
-    /// silence by which a loss is noticed) where the guest runs here and the source, seemingly connected, says nothing. The
-    /// guest is not kept waiting.
+    /// Sets how long, once the migration has ended, the destination waits for the source to close the connection, or to reconnect if it
+    /// was lost before it received the outcome; 5 s by default. [`Listening::run`] returns so much later at most, and 10 s more (the
+    /// silence by which a loss is noticed) where the guest runs here and the source seems connected but sends nothing. The
+    /// guest does not wait for this.
     #[must_use]
     pub fn linger(mut self, time: Duration) -> Self {
         self.linger = time;
         self
     }
 
-    /// How long nothing of the guest may arrive, from the acceptance of the migration until the guest is prepared, before it is given
-    /// up; for ever unless said otherwise.
+    /// Sets how long nothing of the guest may arrive, from the acceptance of the migration until the guest is prepared, before the
+    /// migration is given up; no limit by default.
     #[must_use]
     pub fn stall_limit(mut self, time: Option<Duration>) -> Self {
         self.stall = time;
         self
     }
 
-    /// How long the guest may take to be prepared, from the acceptance of the migration, before it is given up; for ever unless said
-    /// otherwise.
+    /// Sets how long preparing the guest may take, from the acceptance of the migration, before the migration is given up; no limit by
+    /// default.
     #[must_use]
     pub fn give_up_after(mut self, time: Option<Duration>) -> Self {
         self.give_up_after = time;
         self
     }
 
-    /// Where the record of the migration is kept on disk; in memory unless said otherwise.
+    /// Sets the directory of the migration's record; by default the record is kept in memory.
     #[must_use]
     pub fn state_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.state_dir = Some(dir.into());
         self
     }
 
-    /// The monitor is not this process, which drives it from outside: what the record says of it. This process embeds it unless said
-    /// otherwise.
+    /// Sets the record's entries about a monitor that this process drives from outside. By default this process embeds the monitor.
     #[must_use]
     pub fn monitor(mut self, monitor: MonitorRecord) -> Self {
         self.monitor = monitor;
         self
     }
 
-    /// Prepares the memory, which takes its time where all of it is to be cleared or populated, and opens the door for one
-    /// source.
+    /// Prepares the memory, which takes long where all of it is cleared or populated, and then listens for a source.
     ///
     /// # Errors
     /// There is not that much memory, [`Destination::device_queue`] is too small, two devices are the same, or the address cannot be
     /// listened on.
     pub fn listen(self, address: impl Into<Address>, security: &Security) -> Result<Listening, MigrationError> {
-        // Before anybody can come: a source waits for its welcome, and no longer than for a handshake.
+        // Before a source can connect: it waits for its welcome no longer than a handshake may take.
         let taking = self.prepare()?;
-        let listener = Listener::bind(address).map_err(MigrationError::not_taken)?;
+        let listener = Listener::bind(address).map_err(MigrationError::not_accepted)?;
         let address = listener.local_address();
-        let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_taken)?;
+        let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_accepted)?;
         Ok(Listening { taking, address, incoming })
     }
 
     fn prepare(self) -> Result<Taking, MigrationError> {
         let Self { ram, devices, device_queue, before, prefault, state_dir, linger, stall, give_up_after, monitor } =
             self;
-        let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_taken)?;
+        let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_accepted)?;
         let ids = devices.iter().map(|(id, _)| id.clone()).collect();
-        check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_taken)?;
-        let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_taken)?);
-        target.prepare(before, prefault).map_err(MigrationError::not_taken)?;
+        check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_accepted)?;
+        let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_accepted)?);
+        target.prepare(before, prefault).map_err(MigrationError::not_accepted)?;
         Ok(Taking {
             target,
             devices,
@@ -252,13 +250,13 @@ impl Destination {
         })
     }
 
-    /// Takes the migration of a source that was greeted already: where only its hello says what RAM there is to be. `address`: where
-    /// `incoming` listens, for the source to come back, and for the record. As [`Listening::run`] otherwise.
+    /// Runs the migration of a source whose hello was accepted already, where the RAM depends on that hello. `address`: where
+    /// `incoming` listens, for a source that reconnects and for the record. As [`Listening::run`] otherwise.
     ///
-    /// Sources are greeted ([`Greeting::first`](crate::session::Greeting::first)) with [`Destination::FEATURES`].
+    /// The handshake ([`Greeting::first`](crate::session::Greeting::first)) uses [`Destination::FEATURES`].
     ///
     /// # Errors
-    /// As [`Listening::run`]. A source whose RAM blocks have other names or sizes is refused, and told so.
+    /// As [`Listening::run`]. A source whose RAM blocks have other names or sizes is refused, and receives the reason.
     pub fn take(
         self,
         greeted: Greeted,
@@ -286,25 +284,25 @@ impl fmt::Debug for Listening {
 }
 
 impl Listening {
-    /// Where it listens, the port chosen by the system included.
+    /// Returns the address that this listens on, with the port that the system has chosen.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// By which an operator makes a prepared guest run although its source does not answer any more. Only once it is
-    /// certain that the source's guest cannot run: else there are two of it.
+    /// Returns a handle by which an operator makes a prepared guest run although its source does not answer any more. Use it only once it
+    /// is certain that the source's guest cannot run: else two copies of the guest run.
     pub fn fence(&self) -> Fence {
         self.taking.fence.clone()
     }
 
-    /// Takes one migration. Blocks until it has ended; the monitor's methods are called on this thread. Sources that are
-    /// refused do not end it.
+    /// Runs one migration. Blocks until it has ended, and calls the monitor's methods on this thread. A refused source does not end
+    /// the wait.
     ///
-    /// A destination that stands prepared, with the guest loaded, waits for its source as long as it takes: only the source
-    /// knows who runs the guest.
+    /// A destination that is prepared, with the guest loaded, waits for its source without a limit: only the source
+    /// knows which side runs the guest.
     ///
     /// # Errors
-    /// Every end but the good one. After the migration was accepted, RAM and monitor are of no use for another try.
+    /// The migration failed. After it was accepted, RAM and monitor are of no use for another try.
     pub fn run(
         self,
         vmm: &mut dyn DestinationVmm,

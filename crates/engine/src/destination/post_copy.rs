@@ -1,11 +1,11 @@
-//! Post-copy at the destination: the guest runs, and what it touches before it is here is asked for.
+//! Post-copy at the destination: the guest runs, and missing pages that it touches are requested from the source.
 //!
 //! ```text
 //! vCPU ─ fault ─> fault thread ─ request ─> source        pages ─ RAM channels, post-copy channel ─> place ─> vCPU wakes
 //! ```
-//! `memory::missing` knows which pages are stale and puts them in place; here are the thread that hears of faults, the
-//! channel on which pages are asked for, and the end: when nothing is stale any more. The guest may be of another process
-//! (`memory::guest_process`): its faults come, and its pages are filled, through a userfaultfd of that process.
+//! `memory::missing` knows which pages are stale and places them. This file has the thread that handles faults, the channel on which
+//! pages are requested, and the end: when no page is stale any more. The guest may run in another process
+//! (`memory::guest_process`): then a userfaultfd of that process reports its faults and fills its pages.
 
 use std::collections::HashMap;
 use std::io;
@@ -28,31 +28,31 @@ use crate::cpu_time;
 use crate::receive::SinkError;
 use crate::transport::Writer;
 
-/// Largest page of a backing that is waited for as a whole, in bytes: one of 1 GiB would take seconds.
-const LARGEST_PAGE: usize = 2 << 20;
-/// Between two attempts to have memory for a page.
+/// Maximum bytes of a backing's page, for which the guest waits as a whole: one of 1 GiB would take seconds.
+const MAX_PAGE: usize = 2 << 20;
+/// Pause between two attempts to allocate memory for a page.
 const NO_MEMORY_PAUSE: Duration = Duration::from_millis(100);
-/// Latencies that are kept for the report.
-const MOST_LATENCIES: usize = 1 << 20;
+/// Maximum number of latencies that are kept for the report.
+const MAX_LATENCIES: usize = 1 << 20;
 
-/// What post-copy tells the driver.
+/// A message of post-copy to the driver.
 #[derive(Debug)]
 pub(super) enum PostCopyNews {
-    /// Nothing is missing any more.
+    /// No page is missing any more.
     Complete,
-    /// The guest can not go on as it must: stop it.
+    /// Missing memory cannot be placed, with the reason.
     Failed(String),
-    /// It waits for memory of this host, and why. Told once.
+    /// The guest waits for memory of this host, with the reason. Sent once.
     NoMemory(String),
     /// A line for people.
     Note(String),
 }
 
-/// The requests under way and what became of those before.
+/// The pages that are being requested, and how long earlier requests took.
 #[derive(Debug, Default)]
-struct Asked {
+struct Requested {
     since: HashMap<(u16, u64), Instant>,
-    /// Microseconds.
+    /// In microseconds.
     latencies: Vec<u32>,
 }
 
@@ -61,7 +61,7 @@ struct Asked {
 enum Load {
     #[default]
     NotDone,
-    /// Missing pages read as zero since.
+    /// Given up: missing pages read as zero.
     Released,
     Done,
 }
@@ -70,25 +70,26 @@ enum Load {
 pub(super) struct PostCopy {
     ram: GuestRam,
     missing: Vec<MissingPages>,
-    /// As it was before.
+    /// The setting for huge pages before post-copy, which is restored at its end.
     huge_pages: HugePageAdvice,
     userfault: Arc<Userfault>,
     stop: Stop,
-    /// Where pages are asked for; none while the source is lost.
+    /// The channel on which pages are requested; none while the source is lost.
     requests: Mutex<Option<Writer>>,
-    asked: Mutex<Asked>,
-    waited_for: AtomicUsize,
-    /// All discards are here: that nothing is stale means that nothing is missing.
+    requested: Mutex<Requested>,
+    /// Number of pages that are being requested.
+    awaited: AtomicUsize,
+    /// Whether all discards have arrived: then no page is missing when none is stale.
     armed: AtomicBool,
     complete: AtomicBool,
-    /// That memory is lacking has been told.
+    /// Whether a lack of memory has been reported.
     no_memory: AtomicBool,
     load: Mutex<Load>,
-    tell: Box<dyn Fn(PostCopyNews) + Send + Sync>,
+    news: Box<dyn Fn(PostCopyNews) + Send + Sync>,
 }
 
-/// Why `ram` cannot be filled after the guest has started; none if it can. Nothing is done in another process that runs the guest: whether
-/// a userfaultfd can be made there, its owner knows.
+/// Returns why `ram` cannot be filled after the guest has started; none if it can. Does nothing in another process that runs the guest:
+/// the caller must know whether a userfaultfd can be made there.
 pub(super) fn refusal(ram: &GuestRam) -> Option<String> {
     let features = match features(ram) {
         Ok(features) => features,
@@ -100,11 +101,11 @@ pub(super) fn refusal(ram: &GuestRam) -> Option<String> {
     ram.open_userfault(features).err().map(|error| error.to_string())
 }
 
-/// The userfaultfd features that the blocks' backings need.
+/// Returns the userfaultfd features that the blocks' backings need.
 fn features(ram: &GuestRam) -> Result<u64, String> {
     let of = |block: &RamBlock| {
         let name = block.name();
-        if block.page_size() > LARGEST_PAGE {
+        if block.page_size() > MAX_PAGE {
             return Err(format!(
                 "RAM block {name} has pages of {} bytes, too large to wait for one",
                 block.page_size()
@@ -120,8 +121,8 @@ fn features(ram: &GuestRam) -> Result<u64, String> {
 }
 
 impl PostCopy {
-    /// Has the missing pages of `ram` watched: all that was sent so far is in place.
-    pub(super) fn begin(ram: &GuestRam, tell: Box<dyn Fn(PostCopyNews) + Send + Sync>) -> Result<Arc<Self>, String> {
+    /// Begins to watch for missing pages of `ram`: all pages that were sent so far are in place.
+    pub(super) fn begin(ram: &GuestRam, news: Box<dyn Fn(PostCopyNews) + Send + Sync>) -> Result<Arc<Self>, String> {
         let features = features(ram)?;
         let process = ram.guest().map(|guest| &**guest.process());
         let huge_pages = HugePageAdvice::of(process).map_err(|error| format!("the mappings of guest RAM: {error}"))?;
@@ -131,7 +132,7 @@ impl PostCopy {
             if ram.guest().is_some()
                 && let Some(own) = block.discardable().map_err(failed)?
             {
-                // By way of this process's mapping, too, the kernel could make a huge page of what has holes by then.
+                // Through this process's mapping, too, the kernel could make a huge page over the holes.
                 own.forbid_huge_pages().map_err(failed)?;
             }
             let memory = ram.discardable(block).map_err(failed)?.ok_or("it cannot be watched")?;
@@ -146,18 +147,18 @@ impl PostCopy {
             userfault,
             stop,
             requests: Mutex::default(),
-            asked: Mutex::default(),
-            waited_for: AtomicUsize::new(0),
+            requested: Mutex::default(),
+            awaited: AtomicUsize::new(0),
             armed: AtomicBool::new(false),
             complete: AtomicBool::new(false),
             no_memory: AtomicBool::new(false),
             load: Mutex::default(),
-            tell,
+            news,
         }))
     }
 
-    /// Starts the thread that hears of faults.
-    pub(super) fn hear_faults(self: &Arc<Self>) -> io::Result<JoinHandle<()>> {
+    /// Starts the thread that handles faults.
+    pub(super) fn handle_faults(self: &Arc<Self>) -> io::Result<JoinHandle<()>> {
         let post_copy = Arc::clone(self);
         cpu_time::spawn(Builder::new().name("faults".into()), move || {
             let mut buffer = FaultBuffer::new();
@@ -167,14 +168,14 @@ impl PostCopy {
                     Ok(Some(faults)) => {
                         let outcome = faults.iter().try_for_each(|fault| post_copy.answer(fault.address()));
                         if let Err(error) = outcome {
-                            (post_copy.tell)(PostCopyNews::Failed(format!(
+                            (post_copy.news)(PostCopyNews::Failed(format!(
                                 "a page fault could not be answered: {error}"
                             )));
                             return;
                         }
                     }
                     Err(error) => {
-                        (post_copy.tell)(PostCopyNews::Failed(error.to_string()));
+                        (post_copy.news)(PostCopyNews::Failed(error.to_string()));
                         return;
                     }
                 }
@@ -182,13 +183,13 @@ impl PostCopy {
         })
     }
 
-    /// Answers a fault, again and again while the system has no memory for a page that was never written: its thread waits.
+    /// Answers a fault. Retries while the system has no memory for a page that was never written; the faulting thread waits meanwhile.
     fn answer(&self, address: usize) -> Result<(), MissingError> {
         loop {
             match self.fault(address) {
                 Err(error) if error.is_no_memory() => {
                     if !self.no_memory.swap(true, Ordering::Relaxed) {
-                        (self.tell)(PostCopyNews::NoMemory(error.to_string()));
+                        (self.news)(PostCopyNews::NoMemory(error.to_string()));
                     }
                     if self.stop.within(NO_MEMORY_PAUSE) {
                         return Ok(());
@@ -206,13 +207,13 @@ impl PostCopy {
         if let Answer::Ask(pages) = block.fault(address)? {
             let block = number as u16;
             {
-                let mut asked = self.asked();
-                asked.since.insert((block, pages.start), Instant::now());
-                self.waited_for.store(asked.since.len(), Ordering::Release);
+                let mut requested = self.requested();
+                requested.since.insert((block, pages.start), Instant::now());
+                self.awaited.store(requested.since.len(), Ordering::Release);
             }
             let request = PageRequest { block, first: pages.start, count: (pages.end - pages.start) as u32 };
             let mut requests = self.requests();
-            // Without a source it is asked for when one has come back: its fault comes anew then.
+            // Without a source the page is requested when the source has reconnected: its fault is repeated then.
             if let Some(writer) = &mut *requests
                 && writer.write_all_vectored(&[&request.encode()]).is_err()
             {
@@ -222,22 +223,22 @@ impl PostCopy {
         Ok(())
     }
 
-    fn asked(&self) -> MutexGuard<'_, Asked> {
-        self.asked.lock().expect("nobody panics with it")
+    fn requested(&self) -> MutexGuard<'_, Requested> {
+        self.requested.lock().expect("no thread panics with the lock held")
     }
 
     fn requests(&self) -> MutexGuard<'_, Option<Writer>> {
-        self.requests.lock().expect("nobody panics with it")
+        self.requests.lock().expect("no thread panics with the lock held")
     }
 
-    /// The post-copy channel has come, at first.
+    /// Uses the first post-copy channel.
     pub(super) fn connected(&self, writer: Writer) -> Result<(), MissingError> {
         *self.requests() = Some(writer);
-        // What was missed since the source had its answer was not asked for.
+        // Faults before this channel have not been requested, and are repeated now.
         self.missing.iter().try_for_each(MissingPages::forget_asked)
     }
 
-    /// The post-copy channel of a source that has come back: says what is missing, then what is waited for.
+    /// Uses the post-copy channel of a source that has reconnected: sends the list of missing pages, then the requests.
     pub(super) fn reconnected(&self, mut writer: Writer) -> io::Result<()> {
         let mut outcome = Ok(());
         for (block, missing) in self.missing.iter().enumerate() {
@@ -256,7 +257,7 @@ impl PostCopy {
         self.missing.iter().try_for_each(MissingPages::forget_asked).map_err(io::Error::other)
     }
 
-    /// The source is lost: pages are asked for when it has come back.
+    /// Records that the source is lost: pages are requested when it has reconnected.
     pub(super) fn disconnected(&self) {
         *self.requests() = None;
     }
@@ -271,7 +272,7 @@ impl PostCopy {
     pub(super) fn place(&self, block: u16, runs: &[Run], content: &[u8], huge: &mut HugePage) -> Result<(), SinkError> {
         let placed = self.place_runs(block, runs, content, huge);
         if let Err(PlaceError::Missing(error @ MissingError::NotMissing { .. })) = &placed {
-            (self.tell)(PostCopyNews::Failed(error.to_string()));
+            (self.news)(PostCopyNews::Failed(error.to_string()));
         }
         self.if_complete();
         Ok(placed?)
@@ -306,21 +307,21 @@ impl PostCopy {
     }
 
     fn arrived(&self, block: u16, pages: std::ops::Range<u64>) {
-        if self.waited_for.load(Ordering::Acquire) == 0 {
+        if self.awaited.load(Ordering::Acquire) == 0 {
             return;
         }
-        let mut asked = self.asked();
+        let mut requested = self.requested();
         for page in pages {
-            if let Some(since) = asked.since.remove(&(block, page))
-                && asked.latencies.len() < MOST_LATENCIES
+            if let Some(since) = requested.since.remove(&(block, page))
+                && requested.latencies.len() < MAX_LATENCIES
             {
-                asked.latencies.push(u32::try_from(since.elapsed().as_micros()).unwrap_or(u32::MAX));
+                requested.latencies.push(u32::try_from(since.elapsed().as_micros()).unwrap_or(u32::MAX));
             }
         }
-        self.waited_for.store(asked.since.len(), Ordering::Release);
+        self.awaited.store(requested.since.len(), Ordering::Release);
     }
 
-    /// All discards are here and the guest runs.
+    /// Begins to watch for completion: all discards have arrived and the guest runs.
     pub(super) fn arm(&self) {
         self.armed.store(true, Ordering::SeqCst);
         self.if_complete();
@@ -329,7 +330,7 @@ impl PostCopy {
     fn if_complete(&self) {
         let ready = self.armed.load(Ordering::SeqCst) && self.missing.iter().all(|block| block.stale_count() == 0);
         if ready && !self.complete.swap(true, Ordering::SeqCst) {
-            (self.tell)(match self.missing.iter().try_for_each(MissingPages::finish) {
+            (self.news)(match self.missing.iter().try_for_each(MissingPages::finish) {
                 Ok(()) => {
                     self.leave();
                     PostCopyNews::Complete
@@ -339,64 +340,64 @@ impl PostCopy {
         }
     }
 
-    /// Nothing is watched any more: huge pages may come again, and nothing of this stays in the guest's process. Where that fails, the
-    /// guest has all of its memory all the same.
+    /// Restores the setting for huge pages, and removes the userfaultfd from the guest's process. Where that fails, the guest has all of
+    /// its memory all the same.
     fn leave(&self) {
         for block in &self.missing {
             if let Err(error) = block.backing().restore_huge_pages(&self.huge_pages) {
-                (self.tell)(PostCopyNews::Note(format!("the guest goes on without transparent huge pages: {error}")));
+                (self.news)(PostCopyNews::Note(format!("the guest goes on without transparent huge pages: {error}")));
             }
         }
         if let Some(Err(error)) = self.ram.guest().map(|guest| guest.close_userfault()) {
-            (self.tell)(PostCopyNews::Note(format!(
+            (self.news)(PostCopyNews::Note(format!(
                 "a userfaultfd that nothing uses stays open in the guest's process: {error}"
             )));
         }
     }
 
-    /// Whether the process that runs the guest has ended, where that is another one.
+    /// Returns whether the process that runs the guest has ended, where it is another process.
     pub(super) fn guest_has_ended(&self) -> bool {
         self.ram.guest().is_some() && self.userfault.is_orphaned()
     }
 
-    /// Pages that are still at the source.
+    /// Returns how many pages are still at the source.
     pub(super) fn missing(&self) -> u64 {
         self.missing.iter().map(MissingPages::stale_count).sum()
     }
 
-    /// Requests and how long they took.
+    /// Returns the number of requests and how long they took.
     pub(super) fn figures(&self) -> PostCopyFigures {
-        let mut latencies = std::mem::take(&mut self.asked().latencies);
+        let mut latencies = std::mem::take(&mut self.requested().latencies);
         latencies.sort_unstable();
         let at = |part: f64| latencies.get((latencies.len() as f64 * part) as usize).copied().unwrap_or(0);
         PostCopyFigures { requests: latencies.len() as u64, latency_p50_us: at(0.5), latency_p99_us: at(0.99) }
     }
 
-    /// Ends the thread that hears of faults.
+    /// Ends the thread that handles faults.
     pub(super) fn stop(&self) {
         self.stop.stop();
     }
 
-    /// The guest's state is being loaded, or will be: if the migration is taken down before that is done, nobody is to
-    /// wait for a page any more.
+    /// Ends all waits for missing pages, unless the guest's state is loaded: the migration is being taken down.
     pub(super) fn release_if_not_loaded(&self) {
-        let mut load = self.load.lock().expect("nobody panics with it");
+        let mut load = self.load.lock().expect("no thread panics with the lock held");
         if *load == Load::NotDone {
             *load = Load::Released;
             self.release();
         }
     }
 
-    /// The guest's state is loaded. False: from pages that were not the guest's.
+    /// Records that the guest's state is loaded. Returns false if missing pages were released meanwhile, so that the loading may have read
+    /// zeros.
     pub(super) fn loaded(&self) -> bool {
-        let mut load = self.load.lock().expect("nobody panics with it");
+        let mut load = self.load.lock().expect("no thread panics with the lock held");
         if *load == Load::NotDone {
             *load = Load::Done;
         }
         *load == Load::Done
     }
 
-    /// No guest has run on this memory and none will.
+    /// Ends all waits for missing pages, which read as zero then: no guest has run on this memory and none will.
     pub(super) fn release(&self) {
         for block in &self.missing {
             if let Err(error) = block.abandon()
@@ -408,25 +409,25 @@ impl PostCopy {
     }
 }
 
-/// Why pages are not in place.
+/// Why pages could not be placed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum PlaceError {
-    /// The system did not take them.
+    /// The system call failed.
     #[error(transparent)]
     Missing(#[from] MissingError),
-    /// They do not make up a huge page.
-    #[error("the pages of a huge page did not come one after the other")]
+    /// The pages do not make up a huge page.
+    #[error("the pages of a huge page did not arrive one after the other")]
     TornHugePage,
 }
 
-/// A huge page that comes in several packets of one channel: it can be put in place only as a whole.
+/// A huge page that arrives in several packets of one channel: it can be placed only as a whole.
 #[derive(Debug, Default)]
 pub(super) struct HugePage {
     content: Vec<u8>,
     block: u16,
     first: u64,
-    /// Pages of 4 KiB that are here, from the first on.
-    here: usize,
+    /// How many pages of 4 KiB have arrived, from the first on.
+    filled: usize,
 }
 
 impl HugePage {
@@ -442,21 +443,21 @@ impl HugePage {
         let mut done = 0;
         while done < run.count as usize {
             let page = run.first + done as u64;
-            if self.here == 0 && page.is_multiple_of(whole as u64) {
+            if self.filled == 0 && page.is_multiple_of(whole as u64) {
                 (self.block, self.first) = (block, page);
-            } else if (self.block, self.first + self.here as u64) != (block, page) || self.here == 0 {
+            } else if (self.block, self.first + self.filled as u64) != (block, page) || self.filled == 0 {
                 return Err(PlaceError::TornHugePage);
             }
-            let count = (run.count as usize - done).min(whole - self.here);
-            let target = &mut self.content[self.here * PAGE_SIZE..][..count * PAGE_SIZE];
+            let count = (run.count as usize - done).min(whole - self.filled);
+            let target = &mut self.content[self.filled * PAGE_SIZE..][..count * PAGE_SIZE];
             match content {
                 Some(content) => target.copy_from_slice(&content[done * PAGE_SIZE..][..count * PAGE_SIZE]),
                 None => target.fill(0),
             }
-            self.here += count;
+            self.filled += count;
             done += count;
-            if self.here == whole {
-                self.here = 0;
+            if self.filled == whole {
+                self.filled = 0;
                 place(self.first, &self.content)?;
             }
         }
@@ -473,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn a_huge_page_is_placed_when_its_last_piece_has_come() {
+    fn a_huge_page_is_placed_when_its_last_piece_has_arrived() {
         let mut placed = Vec::new();
         let mut huge = HugePage::default();
         let ones = vec![1; 8 * PAGE_SIZE];

@@ -1,10 +1,9 @@
-//! Where pages end: the destination's guest RAM, and the sinks that put them there.
+//! The destination's guest RAM, and the sinks that place pages in it.
 //!
-//! A page whose content did not arrive as the source read it counts as missing until it was sent again.
+//! A page whose content did not arrive as the source read it counts as missing until it was retransmitted.
 //!
-//! A page is marked as received before its content is written, so a zero page costs a page fault only where something
-//! else was before. Faults are taken by one system call for all pages of a run, just before they are written, by each
-//! channel for its own.
+//! A page is marked as received before its content is written, so a zero page costs a page fault only where the page had
+//! other content before. Just before a channel writes a run, it populates all pages of the run with one system call.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
@@ -23,7 +22,7 @@ use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 use super::Before;
 use super::post_copy::{HugePage, PostCopy};
-use crate::batch::Room;
+use crate::batch::AlignedBuffer;
 use crate::device_state::load::{LoadingDevices, arrived};
 use crate::entry::REGION;
 use crate::migration::shapes;
@@ -37,22 +36,22 @@ pub(super) struct Target {
     ram: GuestRam,
     received: Vec<ReceivedBitmap>,
     shapes: Arc<[BlockShape]>,
-    /// By block: what writes it, where that is not this process through memory.
+    /// By block: how it is written, where that is not by this process through a mapping.
     written_by: Vec<Option<Box<dyn Place>>>,
-    /// Once the guest is to go on before all of its RAM is here.
+    /// Set once post-copy has begun.
     post_copy: OnceLock<Arc<PostCopy>>,
-    /// By block and region: which RAM channel its pages come on, from 1 on; 0 before the first.
+    /// By block and region: the number of the RAM channel that carries its pages, plus 1; 0 before the first page.
     channels: Vec<Vec<AtomicU16>>,
-    /// Channels that are writing straight into RAM.
-    straight: AtomicU32,
-    /// By block: pages that arrived damaged and have not come again; none before the first.
+    /// Number of channels that are writing directly into RAM.
+    writing: AtomicU32,
+    /// By block: pages that arrived damaged and have not been retransmitted; unset before the first.
     refused: OnceLock<Vec<AtomicPageBitmap>>,
-    /// The source has said that it has sent everything, or in post-copy, everything that is to be given up.
+    /// Whether the source has sent the totals: all pages have been sent, or in post-copy all discards.
     sealed: AtomicBool,
 }
 
 impl Target {
-    /// A target that nothing has been placed into. `prefault`: all of it is populated before.
+    /// Makes a target into which nothing has been placed. `prefault`: all of it is populated before.
     ///
     /// # Errors
     /// A block lies in another process, which has ended or whose memory may not be written.
@@ -69,7 +68,7 @@ impl Target {
             written_by,
             post_copy: OnceLock::new(),
             channels,
-            straight: AtomicU32::new(0),
+            writing: AtomicU32::new(0),
             refused: OnceLock::new(),
             sealed: AtomicBool::new(false),
         })
@@ -79,18 +78,18 @@ impl Target {
         &self.ram
     }
 
-    /// From now on pages are put in place under a guest that may be waiting for them. All that was sent before is in place: it
-    /// is refused where a channel is still writing.
+    /// Begins post-copy: from now on pages are placed under a guest that may be waiting for them. Fails where a channel is still writing
+    /// pages that were sent before.
     pub(super) fn begin_post_copy(&self, post_copy: Arc<PostCopy>) -> Result<(), String> {
-        // It is begun once. First, so that no channel begins to write after this has looked.
+        // Set before `writing` is read, so that no channel begins to write after that. Post-copy begins once.
         let _ = self.post_copy.set(post_copy);
-        match self.straight.load(Ordering::SeqCst) {
+        match self.writing.load(Ordering::SeqCst) {
             0 => Ok(()),
             _ => Err("pages that were sent before it are still on their way".into()),
         }
     }
 
-    /// Nothing more is to come, but for the pages of post-copy.
+    /// Refuses all later pages, except those of post-copy.
     pub(super) fn seal(&self) {
         self.sealed.store(true, Ordering::Release);
     }
@@ -99,26 +98,26 @@ impl Target {
         self.sealed.load(Ordering::Acquire)
     }
 
-    /// Pages of `runs` that arrived damaged count as missing.
+    /// Counts the pages of `runs`, which arrived damaged, as missing.
     fn refuse(&self, number: u16, runs: impl Iterator<Item = Range<u64>>) {
         let none = || self.ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect();
         let refused = &self.refused.get_or_init(none)[usize::from(number)];
         runs.for_each(|pages| refused.set(pages));
     }
 
-    /// Pages of `runs` are placed or given up.
+    /// Counts the pages of `runs`, which are placed or discarded, as missing no more.
     fn settle(&self, number: u16, runs: &[Run]) {
         if let Some(refused) = self.refused.get() {
             runs.iter().for_each(|run| refused[usize::from(number)].clear(run.first..run.end()));
         }
     }
 
-    /// Pages that arrived damaged and have not come again. All channels have placed what the source had sent.
+    /// Returns how many pages arrived damaged and have not been retransmitted. All channels have placed what the source had sent.
     pub(super) fn refused(&self) -> u64 {
         self.refused.get().map_or(0, |blocks| blocks.iter().map(AtomicPageBitmap::count).sum())
     }
 
-    /// Refuses pages of regions that come on another channel: only the thread of one writes a page.
+    /// Fails where the pages belong to a region that another channel carries: only one thread may write a page.
     fn claim(&self, number: u16, runs: &[Run], channel: u16) -> Result<(), SinkError> {
         let regions = &self.channels[usize::from(number)];
         for run in runs {
@@ -127,7 +126,7 @@ impl Target {
             for region in &regions[first as usize..last as usize] {
                 let claimed = region.compare_exchange(0, channel + 1, Ordering::Relaxed, Ordering::Relaxed);
                 if claimed.is_err_and(|owner| owner != channel + 1) {
-                    return Err("pages of one region come on several channels".into());
+                    return Err("pages of one region arrive on several channels".into());
                 }
             }
         }
@@ -138,7 +137,7 @@ impl Target {
         self.post_copy.get()
     }
 
-    /// Makes all of RAM read as zero, and populates it if that is wished.
+    /// Makes all of RAM read as zero, and populates it if `prefault`.
     pub(super) fn prepare(&self, before: Before, prefault: bool) -> Result<(), String> {
         match before {
             Before::Zero => {}
@@ -174,21 +173,21 @@ impl Target {
         })
     }
 
-    /// How each block is filled, for the report.
+    /// Returns a line for each block about how it is filled, for the report.
     pub(super) fn placement(&self) -> Vec<String> {
         let line = |(block, place): (&RamBlock, &Option<Box<dyn Place>>)| {
-            let way = place.as_ref().map_or(Way::OwnMemory, |place| place.way());
+            let method = place.as_ref().map_or(Way::OwnMemory, |place| place.way());
             let backing = match block.backing() {
                 Backing::Anonymous => "anonymous memory",
                 Backing::Shared(..) => "a shared file in memory",
                 Backing::Other => "memory of another kind",
             };
-            format!("{}: {way}, {backing} with pages of {} bytes", block.name(), block.page_size())
+            format!("{}: {method}, {backing} with pages of {} bytes", block.name(), block.page_size())
         };
         self.ram.blocks().iter().zip(&self.written_by).map(line).collect()
     }
 
-    /// Where the normal runs belong; the zero runs are zeroed. None where something else than this process's memory is written.
+    /// Returns the memory of the normal runs, and zeroes the zero runs. None where the block is not written through a mapping.
     fn places(&self, number: u16, runs: &[Run]) -> Result<Option<Places<'_>>, RamError> {
         if self.written_by[usize::from(number)].is_some() {
             return Ok(None);
@@ -202,9 +201,9 @@ impl Target {
                 RunKind::Normal => {
                     received.mark(pages.clone());
                     block.populate(pages.clone())?;
-                    // What is written there stays: nothing else writes a destination's RAM before its guest was started, and before
-                    // that all channels' threads have ended, or in post-copy have ended such writing (`begin_post_copy`); pages of
-                    // one region are taken from one channel only (`claim`), whose thread this is.
+                    // This thread is the only writer: nothing else writes a destination's RAM before its guest was started; before that
+                    // all channels' threads have ended, or in post-copy have ended such writing (`begin_post_copy`); and this thread's
+                    // channel is the only one that may write the region (`claim`).
                     places.push(block.piece(pages));
                 }
                 RunKind::Zero => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
@@ -246,14 +245,14 @@ impl Target {
         Ok(())
     }
 
-    /// Copies what page `page` of block `number` holds.
+    /// Copies the content of page `page` of block `number`.
     fn read_page(&self, number: u16, page: u64, copy: &mut [u8]) -> Result<(), SinkError> {
         Ok(self.ram.blocks()[usize::from(number)].read_page(page, copy)?)
     }
 }
 
-/// What writes a block, where that is not this process through memory. `prefault`: all of it is populated already, so that no page
-/// fault makes the memory the slower way.
+/// Returns how a block is written, where that is not by this process through a mapping. `prefault`: all of the block is populated already,
+/// so that no page fault makes the mapping the slower method.
 fn writer(block: &RamBlock, prefault: bool) -> Result<Option<Box<dyn Place>>, PlaceError> {
     if let Some(place) = block.process_write()? {
         return Ok(Some(Box::new(place)));
@@ -270,15 +269,15 @@ fn zero_by(place: &dyn Place, part: Range<u64>) -> Result<(), PlaceError> {
 /// Populates `part` of `block`.
 fn populate(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
     match block.process_write().map_err(|error| error.to_string())? {
-        // Nothing has written it, or it was cleared.
+        // Zeroing keeps the content: the part was never written, or was cleared.
         Some(place) => zero_by(&place, part).map_err(|error| error.to_string()),
         None => block.populate(part).map_err(|error| error.to_string()),
     }
 }
 
-/// The file behind a block of ordinary pages of shared memory: the kernel fills a fresh page of it in one go, where through a
-/// mapping it would first be cleared by a page fault (`place::FileWrite` has the measurements). With huge pages one fault
-/// brings 2 MiB, which is faster still.
+/// Returns the file behind a block of ordinary pages of shared memory. Writing the file fills a new page at once, where through a
+/// mapping a page fault would first clear it (`place::FileWrite` has the measurements). With huge pages one fault
+/// brings 2 MiB, which is faster still, so such blocks have none here.
 fn by_file(block: &RamBlock) -> Option<FileWrite> {
     let Backing::Shared(file, offset) = block.backing() else { return None };
     let never_huge = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -290,7 +289,7 @@ fn by_file(block: &RamBlock) -> Option<FileWrite> {
     FileWrite::new(file, *offset, block.bytes(), ZeroBy::Writing).ok()
 }
 
-/// Makes `part` of `block` read as zero: by giving it back, or where that is not possible by writing where need be.
+/// Makes `part` of `block` read as zero: releases it to the system, or where that is not possible clears the pages that are not zero.
 fn clear(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
     if block.process().is_some() {
         return block.clear_written(part).map_err(|error| error.to_string());
@@ -311,35 +310,35 @@ fn clear(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
 /// The sink of one RAM channel, or of the post-copy channel.
 pub(super) struct RamSink {
     target: Arc<Target>,
-    /// The source sends again what is refused.
+    /// Whether the source retransmits refused pages.
     may_refuse: bool,
-    /// The RAM channel; of no meaning in post-copy.
+    /// Number of the RAM channel; not used in post-copy.
     channel: u16,
-    /// It is writing straight into RAM.
-    straight: bool,
+    /// Whether this channel is writing directly into RAM.
+    writing: bool,
     huge: HugePage,
-    /// Where deltas are applied; made with the first.
-    page: Option<Room>,
-    /// Where the state of devices comes on this channel too.
+    /// Buffer in which deltas are applied; made with the first.
+    page: Option<AlignedBuffer>,
+    /// The devices, where their state arrives on this channel too.
     devices: Option<Arc<LoadingDevices>>,
 }
 
 impl RamSink {
     pub(super) fn new(target: &Arc<Target>, channel: u16, may_refuse: bool) -> Self {
         let huge = HugePage::default();
-        Self { target: Arc::clone(target), may_refuse, channel, straight: false, huge, page: None, devices: None }
+        Self { target: Arc::clone(target), may_refuse, channel, writing: false, huge, page: None, devices: None }
     }
 
-    /// Pieces of the state of `devices` may come too.
+    /// Accepts pieces of the state of `devices` too.
     pub(super) fn with_devices(mut self, devices: Option<Arc<LoadingDevices>>) -> Self {
         self.devices = devices;
         self
     }
 
-    /// Before post-copy: whether these pages may come now and here.
+    /// Before post-copy: checks that the source may send these pages now, on this channel.
     fn check(&self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
         if self.target.is_sealed() {
-            return Err("pages after the source said that it has sent everything".into());
+            return Err("pages after the source's totals".into());
         }
         self.target.claim(block, runs, self.channel)
     }
@@ -361,23 +360,23 @@ impl Sink for RamSink {
     }
 
     fn places(&mut self, block: u16, runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
-        // Before it is looked whether post-copy was begun, so that whoever begins it sees this.
-        self.target.straight.fetch_add(1, Ordering::SeqCst);
-        self.straight = true;
+        // Counted before `post_copy` is read, so that the thread that begins post-copy sees it.
+        self.target.writing.fetch_add(1, Ordering::SeqCst);
+        self.writing = true;
         if self.target.post_copy().is_some() {
             self.placed();
             return Ok(None);
         }
         self.check(block, runs)?;
-        // Should it arrive damaged, it is refused after this.
+        // If the content proves damaged, it is refused after this.
         self.target.settle(block, runs);
-        // `None`: it is written by way of a buffer, which is no reference to RAM.
+        // `None`: the content is received into a buffer.
         Ok(self.target.places(block, runs)?)
     }
 
     fn placed(&mut self) {
-        if std::mem::take(&mut self.straight) {
-            self.target.straight.fetch_sub(1, Ordering::SeqCst);
+        if std::mem::take(&mut self.writing) {
+            self.target.writing.fetch_sub(1, Ordering::SeqCst);
         }
     }
 
@@ -399,7 +398,7 @@ impl Sink for RamSink {
             return Err("deltas in post-copy".into());
         }
         self.check(block, runs)?;
-        let page = self.page.get_or_insert_with(|| Room::new(PAGE_SIZE));
+        let page = self.page.get_or_insert_with(|| AlignedBuffer::new(PAGE_SIZE));
         for number in runs.iter().flat_map(|run| run.first..run.end()) {
             let Some(Ok(PageDelta { checksum, record })) = deltas.next() else { return Ok(false) };
             self.target.read_page(block, number, page)?;
@@ -415,7 +414,7 @@ impl Sink for RamSink {
 
     fn refuse(&mut self, block: u16, runs: &[Run]) -> Result<bool, SinkError> {
         self.placed();
-        // In post-copy the channels are made anew, and all that is missing is asked for.
+        // In post-copy the channels are opened anew, and all missing pages are requested.
         if !self.may_refuse || self.target.post_copy().is_some() {
             return Ok(false);
         }
@@ -429,9 +428,7 @@ impl Sink for RamSink {
 
     fn discard(&mut self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
         match self.target.post_copy() {
-            Some(_) if self.target.is_sealed() => {
-                Err("discards after the source said that it has sent all of them".into())
-            }
+            Some(_) if self.target.is_sealed() => Err("discards after the source's totals".into()),
             Some(post_copy) => {
                 self.target.settle(block, runs);
                 post_copy.discard(block, runs)

@@ -1,29 +1,29 @@
-//! Memory for pieces of device state, used again and again.
+//! A pool of buffers for pieces of device state.
 
 use std::fmt;
 use std::ops::{Deref, RangeInclusive};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Buffers of one device. Clones are the same.
+/// The buffers of one device. Clones share the pool.
 #[derive(Clone)]
 pub(super) struct Buffers(Arc<Mutex<Pool>>);
 
 struct Pool {
-    /// Of as many bytes as they have room for, so that whoever fills them needs no more than their length.
+    /// Free buffers. The length of each is its capacity, so that it is filled without growing.
     spare: Vec<Vec<u8>>,
-    /// Bytes of all buffers, spare or in use.
+    /// Bytes of all buffers, free or in use.
     held: usize,
-    /// More of them are not kept only to be used again.
-    most: usize,
+    /// Maximum of `held` up to which buffers are kept for reuse.
+    max: usize,
 }
 
 impl Pool {
-    /// A buffer of as many bytes as `fits` says, or else a new one of `capacity`.
+    /// Returns a free buffer whose length is in `fits`, or else a new one of `capacity` bytes.
     fn take(&mut self, capacity: usize, fits: RangeInclusive<usize>) -> Vec<u8> {
         if let Some(at) = self.spare.iter().rposition(|spare| fits.contains(&spare.len())) {
             return self.spare.swap_remove(at);
         }
-        while self.held.saturating_add(capacity) > self.most
+        while self.held.saturating_add(capacity) > self.max
             && let Some(spare) = self.spare.pop()
         {
             self.held -= spare.len();
@@ -34,31 +34,31 @@ impl Pool {
 }
 
 impl Buffers {
-    /// Of which so many bytes are held at most, unless more are in use.
-    pub(super) fn new(most: usize) -> Self {
-        Self(Arc::new(Mutex::new(Pool { spare: Vec::new(), held: 0, most })))
+    /// Makes a pool that holds at most `max` bytes, unless more are in use.
+    pub(super) fn new(max: usize) -> Self {
+        Self(Arc::new(Mutex::new(Pool { spare: Vec::new(), held: 0, max })))
     }
 
-    /// An empty buffer, with room for `capacity` bytes.
+    /// Returns an empty buffer with room for `capacity` bytes.
     pub(super) fn take(&self, capacity: usize) -> DeviceBytes {
-        // One that is much larger would take more memory than is counted.
+        // Not a much larger buffer, which would take more memory than is counted.
         let bytes = self.pool().take(capacity, capacity..=capacity.saturating_mul(2));
         DeviceBytes { bytes, length: 0, home: self.clone() }
     }
 
     fn pool(&self) -> MutexGuard<'_, Pool> {
-        self.0.lock().expect("nobody panics with it")
+        self.0.lock().expect("no thread panics with the lock held")
     }
 
-    /// What is in the first `length` bytes of `buffer`: with the buffer itself, in the place of which there is another of its length then.
-    /// Where that would be more memory than is counted for so many bytes, a copy.
+    /// Moves the first `length` bytes of `buffer` out, with the buffer itself, and replaces it by another of its length. Copies the bytes
+    /// where the buffer is larger than what is counted for them.
     pub(super) fn receive(&self, buffer: &mut Vec<u8>, length: usize) -> DeviceBytes {
         if length < buffer.len() - buffer.len() / 8 {
             let mut bytes = self.take(length);
             bytes.fill(&buffer[..length], length);
             return bytes;
         }
-        // What leaves the pool for the channel is as much as comes into it.
+        // The pool gets a buffer from the channel and gives it one of the same length.
         let other = self.pool().take(buffer.len(), buffer.len()..=buffer.len());
         DeviceBytes { bytes: std::mem::replace(buffer, other), length, home: self.clone() }
     }
@@ -67,18 +67,18 @@ impl Buffers {
 /// Bytes of a device's state.
 pub struct DeviceBytes {
     bytes: Vec<u8>,
-    /// How many of them are state.
+    /// How many bytes of the buffer are state.
     length: usize,
     home: Buffers,
 }
 
 impl DeviceBytes {
-    /// Takes the beginning of `bytes`, until there are `most`; says how much of it.
-    pub(super) fn fill(&mut self, bytes: &[u8], most: usize) -> usize {
-        let taken = bytes.len().min(most.saturating_sub(self.length));
-        self.bytes[self.length..self.length + taken].copy_from_slice(&bytes[..taken]);
-        self.length += taken;
-        taken
+    /// Appends the beginning of `bytes`, up to a length of `max`. Returns how many bytes were appended.
+    pub(super) fn fill(&mut self, bytes: &[u8], max: usize) -> usize {
+        let appended = bytes.len().min(max.saturating_sub(self.length));
+        self.bytes[self.length..self.length + appended].copy_from_slice(&bytes[..appended]);
+        self.length += appended;
+        appended
     }
 }
 
@@ -100,7 +100,7 @@ impl Drop for DeviceBytes {
     fn drop(&mut self) {
         let bytes = std::mem::take(&mut self.bytes);
         let mut pool = self.home.pool();
-        if pool.held > pool.most {
+        if pool.held > pool.max {
             pool.held -= bytes.len();
         } else {
             pool.spare.push(bytes);

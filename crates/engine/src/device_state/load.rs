@@ -1,4 +1,4 @@
-//! Devices at the destination: pieces from the channels, put in order, to a thread for each device.
+//! Devices at the destination: pieces from the channels are put in order and read by a thread for each device.
 
 use std::fmt;
 use std::io::{self, BufRead, Read};
@@ -13,19 +13,19 @@ use super::{DeviceId, LoadDevice, Threads, unless_it_panics};
 use crate::receive::{Content, Sink, SinkError};
 use crate::vmm::VmmError;
 
-/// A device that has had nothing to take for so long has taken all for the time being.
+/// A device for which nothing has arrived for so long has loaded all of its state for now.
 const MOMENT: Duration = Duration::from_millis(10);
 
-/// What a device's thread tells the driver.
+/// A message of a device's thread to the driver.
 #[derive(Debug)]
 pub(crate) enum LoadNews {
     /// The device has loaded all of its state.
     Loaded(u16),
-    /// This has failed.
+    /// Loading has failed, with the reason.
     Failed(String),
 }
 
-/// What has come for one device.
+/// The pieces that have arrived for one device.
 struct Queue {
     id: DeviceId,
     buffers: Buffers,
@@ -40,11 +40,11 @@ struct QueueState {
 
 impl Queue {
     fn state(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock().expect("nobody panics with it")
+        self.state.lock().expect("no thread panics with the lock held")
     }
 
-    /// The next piece in order; none if the migration is being taken down. `idle` is called with what may come in all, where nothing has
-    /// come for a moment and that was not said.
+    /// Waits for the next piece in order; none if the migration is being taken down. Where nothing has arrived for a moment, calls `idle`
+    /// with the credit that the source has not been sent yet, if any.
     fn next_piece(&self, idle: impl Fn(u64)) -> Option<Piece<DeviceBytes>> {
         let nothing = |state: &mut QueueState| !state.over && !state.receiver.has_next();
         let mut state = self.state();
@@ -56,14 +56,15 @@ impl Queue {
                 return Some(piece);
             }
             let timeout;
-            (state, timeout) = self.changed.wait_timeout_while(state, MOMENT, nothing).expect("nobody panics with it");
+            (state, timeout) =
+                self.changed.wait_timeout_while(state, MOMENT, nothing).expect("no thread panics with the lock held");
             if timeout.timed_out() {
                 if let Some(up_to) = state.receiver.unsaid() {
                     drop(state);
                     idle(up_to);
                     state = self.state();
                 }
-                state = self.changed.wait_while(state, nothing).expect("nobody panics with it");
+                state = self.changed.wait_while(state, nothing).expect("no thread panics with the lock held");
             }
         }
     }
@@ -77,15 +78,15 @@ struct Turn {
 }
 
 impl Turn {
-    /// Waits for the turn of `device`; false if the migration is being taken down.
+    /// Waits for the turn of `device`. Returns false if the migration is being taken down.
     fn wait(&self, device: usize) -> bool {
-        let state = self.state.lock().expect("nobody panics with it");
+        let state = self.state.lock().expect("no thread panics with the lock held");
         let waits = |(turn, over): &mut (usize, bool)| *turn != device && !*over;
-        !self.changed.wait_while(state, waits).expect("nobody panics with it").1
+        !self.changed.wait_while(state, waits).expect("no thread panics with the lock held").1
     }
 
     fn change(&self, change: impl FnOnce(&mut (usize, bool))) {
-        change(&mut self.state.lock().expect("nobody panics with it"));
+        change(&mut self.state.lock().expect("no thread panics with the lock held"));
         self.changed.notify_all();
     }
 }
@@ -96,10 +97,10 @@ pub(crate) struct LoadingDevices {
     turn: Option<Turn>,
 }
 
-/// What each of so many devices may have on its way or waiting, in bytes, where all together have `queue`.
+/// Returns the bytes that each of so many devices may have on their way or waiting, where all together have `queue`.
 ///
 /// # Errors
-/// That is too little.
+/// `queue` is too small.
 pub(crate) fn share(queue: u64, devices: usize) -> Result<u64, String> {
     let share = queue / devices.max(1) as u64;
     if share >= LEAST_CREDIT {
@@ -116,7 +117,7 @@ impl fmt::Debug for LoadingDevices {
 }
 
 impl LoadingDevices {
-    /// Devices of which each may have `share` bytes on its way or waiting.
+    /// Makes the devices. Each may have `share` bytes on their way or waiting.
     pub(crate) fn new(ids: Vec<DeviceId>, share: u64, serial: bool) -> Self {
         let queue = |id| Queue {
             id,
@@ -127,7 +128,7 @@ impl LoadingDevices {
         Self { queues: ids.into_iter().map(queue).collect(), turn: serial.then(Turn::default) }
     }
 
-    /// What the source is told before anything comes.
+    /// Returns the credits that are sent to the source first.
     pub(crate) fn credits(&self) -> impl Iterator<Item = ControlMessage> {
         self.queues.iter().zip(0..).map(|(queue, device)| {
             let up_to = queue.state().receiver.permitted();
@@ -135,13 +136,13 @@ impl LoadingDevices {
         })
     }
 
-    /// A piece has come for `device`. Never waits.
+    /// Queues a piece that has arrived for `device`. Never waits.
     pub(crate) fn arrived(&self, device: u16, place: u64, piece: Piece<Content<'_>>) -> Result<(), SinkError> {
         let queue = self.queues.get(usize::from(device)).ok_or_else(|| format!("there is no device {device}"))?;
         let named = |error| format!("{}: {error}", queue.id);
         let length = if let Piece::Bytes(content) = &piece { content.length } else { 0 };
         let mut state = queue.state();
-        // Before anything is reserved for it.
+        // Before memory is reserved for the piece.
         state.receiver.check(place, length).map_err(named)?;
         let piece = match piece {
             Piece::Bytes(content) => Piece::Bytes(queue.buffers.receive(content.buffer, length)),
@@ -154,7 +155,7 @@ impl LoadingDevices {
         Ok(())
     }
 
-    /// The migration has ended or is being taken down: nobody is to wait here.
+    /// Ends all waits here: the migration has ended or is being taken down.
     pub(crate) fn end(&self) {
         for queue in &self.queues {
             queue.state().over = true;
@@ -165,23 +166,23 @@ impl LoadingDevices {
         }
     }
 
-    /// Starts a thread for each device, among `threads`. `say` says something to the source; `news` goes to the driver.
+    /// Starts a thread for each device and adds it to `threads`. `send` sends a message to the source, `news` one to the driver.
     ///
     /// # Errors
-    /// The system has no thread. Those that were started end with [`LoadingDevices::end`].
+    /// A thread cannot be started. Those that were started end with [`LoadingDevices::end`].
     pub(crate) fn start(
         self: &Arc<Self>,
         devices: Vec<Box<dyn LoadDevice>>,
         threads: &mut Threads,
-        say: impl Fn(ControlMessage) + Clone + Send + 'static,
+        send: impl Fn(ControlMessage) + Clone + Send + 'static,
         news: impl Fn(LoadNews) + Clone + Send + 'static,
     ) -> io::Result<()> {
         for (number, mut device) in devices.into_iter().enumerate() {
-            let (devices, say, news) = (Arc::clone(self), say.clone(), news.clone());
+            let (devices, send, news) = (Arc::clone(self), send.clone(), news.clone());
             let id = self.queues[number].id.clone();
             threads.start(format!("load-device-{number}"), id, move || {
                 let mut reader =
-                    PieceReader { queue: &devices.queues[number], number: number as u16, say, next: Next::Nothing };
+                    PieceReader { queue: &devices.queues[number], number: number as u16, send, next: Next::Nothing };
                 match unless_it_panics(|| devices.load(number, &mut *device, &mut reader)) {
                     Ok(()) => news(LoadNews::Loaded(number as u16)),
                     Err(error) => {
@@ -200,15 +201,15 @@ impl LoadingDevices {
         device: &mut dyn LoadDevice,
         reader: &mut PieceReader<'_, S>,
     ) -> Result<(), VmmError> {
-        // A device is not touched before anything has come for it.
+        // A device is not called before anything has arrived for it.
         reader.await_first()?;
         if let Some(turn) = &self.turn
             && !turn.wait(number)
         {
-            return Err(breaks_off().into());
+            return Err(taken_down().into());
         }
         device.load(reader)?;
-        // It may know of less than a newer source sends; and that all has come is known at the end only.
+        // A newer source may send more than the device reads, and only the end shows that all has arrived.
         io::copy(reader, &mut io::sink())?;
         if let Some(turn) = &self.turn {
             turn.change(|(turn, _)| *turn += 1);
@@ -217,7 +218,7 @@ impl LoadingDevices {
     }
 }
 
-/// A piece of device state has come on a channel that takes those of `devices`, if of any.
+/// Queues a piece of device state. Fails where the channel carries no device state, which is where `devices` is none.
 pub(crate) fn arrived(
     devices: Option<&LoadingDevices>,
     device: u16,
@@ -227,7 +228,7 @@ pub(crate) fn arrived(
     devices.ok_or("device state on a channel that is not for it")?.arrived(device, place, piece)
 }
 
-/// The sink of a channel of device state alone.
+/// The sink of a channel that carries device state only.
 pub(crate) struct DeviceSink(pub(crate) Arc<LoadingDevices>);
 
 impl Sink for DeviceSink {
@@ -236,25 +237,25 @@ impl Sink for DeviceSink {
     }
 }
 
-fn breaks_off() -> io::Error {
-    io::Error::new(io::ErrorKind::UnexpectedEof, "the state breaks off: the migration is being taken down")
+fn taken_down() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "the state is incomplete: the migration is being taken down")
 }
 
-/// What is read next.
+/// What a reader reads next.
 enum Next {
-    /// The piece that follows.
+    /// The following piece.
     Nothing,
-    /// These bytes, from there on.
+    /// These bytes, from this position on.
     Bytes(DeviceBytes, usize),
     /// Nothing: the state has ended.
     End,
 }
 
-/// A device's state as it reads it.
+/// Reads the pieces of a device's state as one stream.
 struct PieceReader<'a, S> {
     queue: &'a Queue,
     number: u16,
-    say: S,
+    send: S,
     next: Next,
 }
 
@@ -264,14 +265,14 @@ impl<S: Fn(ControlMessage)> PieceReader<'_, S> {
         self.take_piece()
     }
 
-    /// Takes the next piece, which says that those before it are not needed any more.
+    /// Waits for the next piece. This confirms that the device has loaded those before it.
     fn take_piece(&mut self) -> io::Result<()> {
-        let piece = self.queue.next_piece(|up_to| self.say_credit(up_to)).ok_or_else(breaks_off)?;
+        let piece = self.queue.next_piece(|up_to| self.send_credit(up_to)).ok_or_else(taken_down)?;
         self.next = match piece {
             Piece::Bytes(bytes) => Next::Bytes(bytes, 0),
             Piece::Ahead => {
                 self.done_with(0);
-                (self.say)(ControlMessage::DeviceTaken { device: self.number });
+                (self.send)(ControlMessage::DeviceTaken { device: self.number });
                 Next::Nothing
             }
             Piece::End => {
@@ -285,12 +286,12 @@ impl<S: Fn(ControlMessage)> PieceReader<'_, S> {
     fn done_with(&self, content: usize) {
         let more = self.queue.state().receiver.done_with(content);
         if let Some(up_to) = more {
-            self.say_credit(up_to);
+            self.send_credit(up_to);
         }
     }
 
-    fn say_credit(&self, up_to: u64) {
-        (self.say)(ControlMessage::DeviceCredit { device: self.number, up_to });
+    fn send_credit(&self, up_to: u64) {
+        (self.send)(ControlMessage::DeviceCredit { device: self.number, up_to });
     }
 }
 
@@ -308,7 +309,7 @@ impl<S: Fn(ControlMessage)> Read for PieceReader<'_, S> {
 }
 
 impl<S: Fn(ControlMessage)> BufRead for PieceReader<'_, S> {
-    /// What is left of the piece at hand, or else the next one.
+    /// Returns the rest of the current piece, or else the next piece.
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         loop {
             match &self.next {
@@ -342,45 +343,45 @@ mod tests {
 
     use super::*;
 
-    /// Reads all, and gives it to whoever wants to compare it.
-    struct Taker(std::sync::mpsc::Sender<Vec<u8>>);
+    /// Reads all state and sends it to the test.
+    struct ForwardingDevice(std::sync::mpsc::Sender<Vec<u8>>);
 
-    impl LoadDevice for Taker {
+    impl LoadDevice for ForwardingDevice {
         fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
-            let mut taken = Vec::new();
-            state.read_to_end(&mut taken)?;
-            Ok(self.0.send(taken)?)
+            let mut loaded = Vec::new();
+            state.read_to_end(&mut loaded)?;
+            Ok(self.0.send(loaded)?)
         }
     }
 
-    /// Devices, what their threads say to the source and to the driver, and what they took.
+    /// Devices, the messages of their threads to the source and to the driver, and the state that they loaded.
     struct Side {
         devices: Arc<LoadingDevices>,
         threads: Threads,
-        said: Receiver<ControlMessage>,
+        to_source: Receiver<ControlMessage>,
         news: Receiver<LoadNews>,
-        taken: Vec<Receiver<Vec<u8>>>,
+        loaded: Vec<Receiver<Vec<u8>>>,
     }
 
     fn side(count: u32, share: u64, serial: bool) -> Side {
         let ids = (0..count).map(|instance| DeviceId::new("device", instance)).collect();
         let devices = Arc::new(LoadingDevices::new(ids, share, serial));
-        let ((say, said), (tell, news)) = (channel(), channel());
-        let (takers, taken): (Vec<Box<dyn LoadDevice>>, Vec<_>) = (0..count)
+        let ((message_in, to_source), (news_in, news)) = (channel(), channel());
+        let (loaders, loaded): (Vec<Box<dyn LoadDevice>>, Vec<_>) = (0..count)
             .map(|_| {
                 let (sender, receiver) = channel();
-                (Box::new(Taker(sender)) as Box<dyn LoadDevice>, receiver)
+                (Box::new(ForwardingDevice(sender)) as Box<dyn LoadDevice>, receiver)
             })
             .unzip();
         let mut threads = Threads::default();
-        let (say, tell) = (move |message| drop(say.send(message)), move |news| drop(tell.send(news)));
-        devices.start(takers, &mut threads, say, tell).unwrap();
-        Side { devices, threads, said, news, taken }
+        let send = move |message| drop(message_in.send(message));
+        devices.start(loaders, &mut threads, send, move |news| drop(news_in.send(news))).unwrap();
+        Side { devices, threads, to_source, news, loaded }
     }
 
-    /// A piece arrives, or the end.
+    /// Queues a piece that arrives, or the end.
     fn arrives(devices: &LoadingDevices, device: u16, place: u64, piece: Option<&[u8]>) {
-        // A channel's buffer is larger than most of what comes.
+        // A channel's buffer is larger than most pieces.
         let mut buffer = vec![0xee; 10 << 10];
         let piece = piece.map_or(Piece::End, |piece| {
             buffer.resize(buffer.len().max(piece.len()), 0xee);
@@ -396,7 +397,7 @@ mod tests {
         (*state >> 33) as usize % limit
     }
 
-    /// Pieces of all devices arrive in any order that their credit permits.
+    /// Sends the state of several devices, whose pieces arrive in a random order that their credit permits, and compares what was loaded.
     fn arrive_in_any_order(seed: u64) {
         let mut state = seed;
         let count = 1 + random(&mut state, 5);
@@ -426,18 +427,18 @@ mod tests {
                 let (device, place, piece) = on_the_way.swap_remove(random(&mut state, on_the_way.len()));
                 arrives(&side.devices, device, place, piece.as_deref());
             }
-            // Where no device can send anything, one has to take something first.
+            // Where no device can send anything, one must load something first.
             let waits = on_the_way.is_empty()
                 && ended.iter().zip(&senders).all(|(ended, sender)| *ended || sender.clone().send(12 << 10).is_none());
-            let first = if waits && ended.contains(&false) { side.said.recv().ok() } else { None };
-            for message in first.into_iter().chain(side.said.try_iter()) {
+            let first = if waits && ended.contains(&false) { side.to_source.recv().ok() } else { None };
+            for message in first.into_iter().chain(side.to_source.try_iter()) {
                 if let ControlMessage::DeviceCredit { device, up_to } = message {
                     senders[usize::from(device)].credit(up_to).unwrap();
                 }
             }
         }
         for (device, expected) in expected.iter().enumerate() {
-            assert!(side.taken[device].recv().unwrap() == *expected, "device {device}");
+            assert!(side.loaded[device].recv().unwrap() == *expected, "device {device}");
         }
         let loaded = side.news.iter().take(count).filter(|news| matches!(news, LoadNews::Loaded(_))).count();
         assert_eq!(loaded, count);
@@ -457,7 +458,7 @@ mod tests {
     fn the_end_of_a_migration_ends_every_wait() {
         for serial in [false, true] {
             let mut side = side(3, LEAST_CREDIT, serial);
-            // One waits for its first piece, one amid its state, one for its turn where there are turns.
+            // One device waits for its first piece, one amid its state, one for its turn where there are turns.
             arrives(&side.devices, 1, 0, Some(b"begun"));
             arrives(&side.devices, 2, 0, Some(b"begun"));
             side.devices.end();

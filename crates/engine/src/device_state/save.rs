@@ -1,4 +1,4 @@
-//! Devices at the source: a thread for each, and what it, the channels, the rounds and the driver know of it together.
+//! Devices at the source: a thread for each, and the state that it shares with the channels, the rounds and the driver.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -15,37 +15,37 @@ use crate::send::{Item, SendChannel};
 use crate::vmm::VmmError;
 use crate::window::WindowClosed;
 
-/// How fast state travels, or is taken, is not said by less than this, in bytes.
-const FEWEST_BYTES: u64 = 1 << 20;
-/// And by no shorter time: so much may come out of buffers at once.
-const SHORTEST_MEASURE: Duration = Duration::from_millis(20);
+/// Minimum bytes over which the rate of sending or loading state is measured.
+const MIN_BYTES: u64 = 1 << 20;
+/// Minimum time over which it is measured: in a shorter time so much may come out of buffers at once.
+const MIN_MEASURE: Duration = Duration::from_millis(20);
 
-/// What a device's thread is to do next.
+/// An order to a device's thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
-    /// Look whether there is more to be saved ahead.
-    Look,
+    /// Save ahead what there is more, if anything.
+    SaveMoreAhead,
     /// Save: the guest is paused.
     Save,
 }
 
-/// What a device's thread tells the driver.
+/// A message of a device's thread to the driver.
 #[derive(Debug)]
 pub(crate) enum SaveNews {
-    /// Nothing of this device was saved ahead: nobody need wait for its being loaded.
+    /// This device has saved nothing ahead, so nothing must be loaded before the guest is stopped.
     NothingAhead(u16),
     /// All of the device's state is handed over.
     Saved,
-    /// This has failed.
+    /// Saving has failed, with the reason.
     Failed(String),
 }
 
-/// What is known of one device.
+/// The state of one device.
 #[derive(Debug, Default)]
-struct Known {
+struct DeviceState {
     sender: DeviceSender,
     order: Option<Order>,
-    /// It may have more ahead.
+    /// Whether the device may have more to save ahead.
     more_ahead: bool,
     remaining: u64,
     ahead_bytes: u64,
@@ -53,60 +53,60 @@ struct Known {
     pieces: u64,
     arrived_bytes: u64,
     arrived_pieces: u64,
-    /// Its thread waits with a piece for the destination's permission or for a channel, or is handing one over.
+    /// Whether its thread waits with a piece for the destination's permission or for a channel, or is handing one over.
     handing_over: bool,
-    /// All that was saved ahead at first is handed over.
+    /// Whether all that was saved ahead at first is handed over.
     first_sent: bool,
-    /// The destination has taken what was saved ahead.
-    taken: bool,
-    /// Since when there is anything that it has not taken, and what it had taken by then.
-    taking: Option<(Instant, u64)>,
-    /// Bytes per second that it was last seen to take; 0 before.
-    take_rate: f64,
+    /// Whether the destination's device has loaded what was saved ahead at first.
+    loaded_ahead: bool,
+    /// Since when the destination's device has bytes to load, and how many it had loaded by then.
+    consuming: Option<(Instant, u64)>,
+    /// Bytes per second that the destination's device loads, by the last measurement; 0 before.
+    consume_rate: f64,
     begun: Option<Instant>,
     saved: Option<Instant>,
     arrived: Option<Instant>,
     loaded: Option<Instant>,
 }
 
-impl Known {
-    /// How long what was sent will take to be taken, as far as that is known.
+impl DeviceState {
+    /// Returns how long the destination's device will take to load what was sent; zero while its rate is unknown.
     fn loading(&self) -> Duration {
-        let time = self.sender.untaken() as f64 / self.take_rate;
-        if self.take_rate > 0.0 { Duration::from_secs_f64(time.min(1e9)) } else { Duration::ZERO }
+        let time = self.sender.untaken() as f64 / self.consume_rate;
+        if self.consume_rate > 0.0 { Duration::from_secs_f64(time.min(1e9)) } else { Duration::ZERO }
     }
 
-    fn look_what_was_taken(&mut self) {
-        let Some((since, before)) = self.taking else { return };
+    fn update_consume_rate(&mut self) {
+        let Some((since, before)) = self.consuming else { return };
         let (taken, elapsed) = (self.sender.taken() - before, since.elapsed());
-        if taken >= FEWEST_BYTES && elapsed >= SHORTEST_MEASURE {
-            self.take_rate = taken as f64 / elapsed.as_secs_f64();
+        if taken >= MIN_BYTES && elapsed >= MIN_MEASURE {
+            self.consume_rate = taken as f64 / elapsed.as_secs_f64();
         }
         if self.sender.untaken() == 0 {
-            self.taking = None;
+            self.consuming = None;
         }
     }
 
-    /// Where its state is; `stands`: the guest does, and the device is to save.
-    fn phase(&self, stands: bool, downtime: Duration) -> DevicePhase {
-        // What has arrived is the destination's, and what has not is nobody's.
+    /// Returns the phase of the device. `paused`: the guest is paused, and the device has the order to save.
+    fn phase(&self, paused: bool, downtime: Duration) -> DevicePhase {
+        // `there`, once all pieces have arrived at the destination.
         let sent = |there| if self.arrived_pieces == self.pieces { there } else { DevicePhase::OnTheWay };
         if self.loaded.is_some() {
             DevicePhase::Loaded
-        } else if stands && (self.saved.is_some() || self.handing_over) {
+        } else if paused && (self.saved.is_some() || self.handing_over) {
             sent(DevicePhase::Loading)
-        } else if stands {
+        } else if paused {
             DevicePhase::Saving
-        } else if self.taken && self.loading() <= downtime {
+        } else if self.loaded_ahead && self.loading() <= downtime {
             DevicePhase::Ready
-        } else if self.first_sent || self.taken || self.handing_over {
+        } else if self.first_sent || self.loaded_ahead || self.handing_over {
             sent(DevicePhase::LoadingAhead)
         } else {
             DevicePhase::SavingAhead
         }
     }
 
-    fn look_whether_arrived(&mut self) {
+    fn note_arrival(&mut self) {
         if self.saved.is_some() && self.arrived_pieces == self.pieces {
             self.arrived.get_or_insert_with(Instant::now);
         }
@@ -115,29 +115,29 @@ impl Known {
 
 #[derive(Debug)]
 struct State {
-    devices: Vec<Known>,
-    /// Which device saves now, where one does after the other.
+    devices: Vec<DeviceState>,
+    /// Which device saves now, where one saves after the other.
     turn: Option<usize>,
-    /// The destination has loaded what the monitor has saved ahead, or that has saved nothing.
-    monitor_taken: bool,
-    /// The guest is paused, and all devices are to save.
-    stands: bool,
-    /// Of all devices, pieces that have been sent and have not arrived.
+    /// Whether the destination has loaded what the monitor has saved ahead, or the monitor has saved nothing ahead.
+    monitor_loaded_ahead: bool,
+    /// Whether the guest is paused and all devices have the order to save.
+    paused: bool,
+    /// Pieces of all devices that have been sent and have not arrived.
     on_the_way: u64,
-    /// Since when there are any, and bytes of those that have arrived since.
+    /// Since when pieces are on their way, and the bytes that have arrived since.
     busy: Option<(Instant, u64)>,
-    /// Bytes per second that were last seen to arrive; 0 before.
+    /// Bytes per second that arrive, by the last measurement; 0 before.
     rate: f64,
     over: bool,
 }
 
 impl State {
-    /// Where each device's state is.
+    /// Returns the phase of each device.
     fn phases(&self, downtime: Duration) -> impl Iterator<Item = DevicePhase> {
-        // Where one device goes after the other: those before this one are loaded.
+        // Whether all devices before this one are loaded, where one device goes after the other.
         let mut comes_next = true;
         self.devices.iter().enumerate().map(move |(number, known)| {
-            let phase = known.phase(self.stands, downtime);
+            let phase = known.phase(self.paused, downtime);
             let waits = self.turn.is_some_and(|turn| match phase {
                 DevicePhase::Saving => number > turn,
                 DevicePhase::Loading => !comes_next,
@@ -148,8 +148,8 @@ impl State {
         })
     }
 
-    /// The device, if there is such a one and the destination says something of it before the end: what it says later is an echo of that.
-    fn in_time(&mut self, device: u16) -> Option<&mut Known> {
+    /// Returns the device, if it exists and the migration has not ended: later messages about it are an echo of the end.
+    fn in_time(&mut self, device: u16) -> Option<&mut DeviceState> {
         self.devices.get_mut(usize::from(device)).filter(|_| !self.over)
     }
 
@@ -163,8 +163,8 @@ impl State {
         let Some((since, arrived)) = &mut self.busy else { return };
         *arrived += bytes;
         let elapsed = since.elapsed();
-        // From the beginning on: what comes at once after a delay says nothing without it.
-        if *arrived >= FEWEST_BYTES && elapsed >= SHORTEST_MEASURE {
+        // Measured from the beginning on: a burst after a delay says nothing without the delay.
+        if *arrived >= MIN_BYTES && elapsed >= MIN_MEASURE {
             self.rate = *arrived as f64 / elapsed.as_secs_f64();
         }
         if self.on_the_way == 0 {
@@ -177,7 +177,7 @@ impl State {
 #[derive(Debug)]
 pub struct SavingDevices {
     ids: Vec<DeviceId>,
-    /// That is wanted.
+    /// The target downtime.
     downtime: Duration,
     state: Mutex<State>,
     changed: Condvar,
@@ -185,13 +185,13 @@ pub struct SavingDevices {
 
 impl SavingDevices {
     pub(crate) fn new(ids: Vec<DeviceId>, serial: bool, downtime: Duration) -> Self {
-        let devices = ids.iter().map(|_| Known::default()).collect();
+        let devices = ids.iter().map(|_| DeviceState::default()).collect();
         let turn = serial.then_some(0);
         let state = State {
             devices,
             turn,
-            monitor_taken: false,
-            stands: false,
+            monitor_loaded_ahead: false,
+            paused: false,
             on_the_way: 0,
             busy: None,
             rate: 0.0,
@@ -201,104 +201,104 @@ impl SavingDevices {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("nobody panics with it")
+        self.state.lock().expect("no thread panics with the lock held")
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.changed.wait(state).expect("nobody panics with it")
+        self.changed.wait(state).expect("no thread panics with the lock held")
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
 
-    /// The destination permits so much of a device's state in all.
+    /// Records that the destination permits `up_to` bytes of a device's state in all.
     ///
     /// # Errors
     /// There is no such device, or nothing can be sent with so little.
     pub(crate) fn credit(&self, device: u16, up_to: u64) -> Result<(), String> {
         let mut state = self.state();
         let known = state.devices.get_mut(usize::from(device));
-        let known =
-            known.ok_or_else(|| format!("the destination speaks of a device {device}, which does not exist"))?;
+        let known = known.ok_or_else(|| format!("the destination names a device {device}, which does not exist"))?;
         known.sender.credit(up_to).map_err(|error: DeviceError| error.to_string())?;
-        known.look_what_was_taken();
+        known.update_consume_rate();
         drop(state);
         self.changed.notify_all();
         Ok(())
     }
 
-    /// A piece with so many bytes has arrived at the destination.
+    /// Records that a piece of `bytes` bytes has arrived at the destination.
     pub(crate) fn arrived(&self, device: u16, bytes: u32) {
         let mut state = self.state();
         state.piece_arrived(bytes.into());
         let known = &mut state.devices[usize::from(device)];
         known.arrived_bytes += u64::from(bytes);
         known.arrived_pieces += 1;
-        known.look_whether_arrived();
+        known.note_arrival();
     }
 
-    /// The destination's device has taken what was saved ahead, or nothing was.
-    pub(crate) fn taken(&self, device: u16) {
+    /// Records that the destination's device has loaded what was saved ahead, or that nothing was.
+    pub(crate) fn loaded_ahead(&self, device: u16) {
         if let Some(known) = self.state().in_time(device) {
-            known.taken = true;
+            known.loaded_ahead = true;
         }
     }
 
-    /// As [`SavingDevices::taken`], of what the monitor has saved ahead.
-    pub(crate) fn monitor_taken(&self) {
-        self.state().monitor_taken = true;
+    /// As [`SavingDevices::loaded_ahead`], for the monitor's own state.
+    pub(crate) fn monitor_loaded_ahead(&self) {
+        self.state().monitor_loaded_ahead = true;
     }
 
-    /// Whether everything that was saved ahead at first has been loaded.
-    pub(crate) fn all_taken(&self) -> bool {
+    /// Returns whether everything that was saved ahead at first has been loaded.
+    pub(crate) fn all_loaded_ahead(&self) -> bool {
         let state = self.state();
-        state.monitor_taken && state.devices.iter().all(|known| known.taken)
+        state.monitor_loaded_ahead && state.devices.iter().all(|known| known.loaded_ahead)
     }
 
-    /// What is waited for of devices, and of the monitor before the guest is stopped, in words; none where it is something else.
+    /// Lists the devices that the migration waits for, and the monitor before the guest is stopped; none where it waits for neither.
     pub(crate) fn waiting_for(&self) -> Option<String> {
         let state = self.state();
-        let monitor = (!state.monitor_taken).then_some((&"the monitor" as &dyn Display, DevicePhase::LoadingAhead));
+        let monitor =
+            (!state.monitor_loaded_ahead).then_some((&"the monitor" as &dyn Display, DevicePhase::LoadingAhead));
         let devices = self.ids.iter().map(|id| id as &dyn Display).zip(state.phases(self.downtime));
         super::waiting_for(monitor.into_iter().chain(devices))
     }
 
-    /// The destination's device has loaded all of its state.
+    /// Records that the destination's device has loaded all of its state.
     pub(crate) fn loaded(&self, device: u16) {
         if let Some(known) = self.state().in_time(device) {
             known.loaded.get_or_insert_with(Instant::now);
         }
     }
 
-    /// Bytes of state that would have to be saved if the guest were stopped now.
+    /// Returns the bytes of state that would have to be saved if the guest were stopped now.
     pub(crate) fn remaining(&self) -> u64 {
-        // A device that cannot say how much it has may say that it is any number.
+        // Saturating: a device that does not know its size may return any number.
         self.state().devices.iter().fold(0, |sum, known| sum.saturating_add(known.remaining))
     }
 
-    /// How long the destination's devices will take for what was sent to them already.
+    /// Returns how long the destination's devices will take to load what was sent already.
     pub(crate) fn loading(&self) -> Duration {
-        self.state().devices.iter().map(Known::loading).max().unwrap_or_default()
+        self.state().devices.iter().map(DeviceState::loading).max().unwrap_or_default()
     }
 
-    /// How fast state has travelled so far, in bytes per second; 0 before enough of it has.
+    /// Returns how fast state arrives, in bytes per second; 0 before enough of it has arrived.
     pub(crate) fn rate(&self) -> f64 {
         self.state().rate
     }
 
-    /// Has those devices looked at that may have more to be saved ahead.
+    /// Orders the devices that may have more to save ahead to save it.
     pub(crate) fn look(&self) {
-        self.order(|known| (known.more_ahead && known.order.is_none()).then_some(Order::Look));
+        self.order(|known| (known.more_ahead && known.order.is_none()).then_some(Order::SaveMoreAhead));
     }
 
-    /// Has all devices saved: the guest is paused.
+    /// Orders all devices to save: the guest is paused.
     pub(crate) fn save(&self) {
-        self.state().stands = true;
+        self.state().paused = true;
         self.order(|_| Some(Order::Save));
     }
 
-    fn order(&self, order: impl Fn(&Known) -> Option<Order>) {
+    fn order(&self, order: impl Fn(&DeviceState) -> Option<Order>) {
         let mut state = self.state();
         for known in &mut state.devices {
             known.order = order(known).or(known.order);
@@ -307,20 +307,20 @@ impl SavingDevices {
         self.changed.notify_all();
     }
 
-    /// Whether all devices have been saved, and when the last one was.
+    /// Returns none while a device has not saved; else when the last device has, which is none without devices.
     pub(crate) fn all_saved(&self) -> Option<Option<Instant>> {
         let state = self.state();
         let saved: Option<Vec<Instant>> = state.devices.iter().map(|known| known.saved).collect();
         saved.map(|saved| saved.into_iter().max())
     }
 
-    /// The migration has ended or is being taken down: nobody is to wait here.
+    /// Ends all waits here: the migration has ended or is being taken down.
     pub(crate) fn end(&self) {
         self.state().over = true;
         self.changed.notify_all();
     }
 
-    /// The next order; none at the end.
+    /// Waits for the next order; none at the end.
     fn next_order(&self, device: usize) -> Option<Order> {
         let mut state = self.state();
         loop {
@@ -343,7 +343,7 @@ impl SavingDevices {
         if state.over { Err(WindowClosed) } else { Ok(()) }
     }
 
-    /// Bytes that a piece may have; waits until the destination has said.
+    /// Waits until the destination permits a piece, and returns the maximum bytes of one.
     fn largest_piece(&self, device: usize, packet: usize) -> Result<usize, WindowClosed> {
         let mut state = self.state();
         loop {
@@ -360,7 +360,7 @@ impl SavingDevices {
         }
     }
 
-    /// The place of the next piece; waits until the destination has room for it.
+    /// Waits until the destination has room for the next piece, and returns the place of the piece.
     fn place(&self, device: usize, content: usize) -> Result<u64, WindowClosed> {
         let mut state = self.state();
         loop {
@@ -370,7 +370,7 @@ impl SavingDevices {
             let known = &mut state.devices[device];
             known.handing_over = true;
             if let Some(place) = known.sender.send(content) {
-                known.taking.get_or_insert((Instant::now(), known.sender.taken()));
+                known.consuming.get_or_insert((Instant::now(), known.sender.taken()));
                 known.bytes += content as u64;
                 known.pieces += 1;
                 if known.begun.is_none() {
@@ -383,20 +383,20 @@ impl SavingDevices {
         }
     }
 
-    /// A channel has taken the piece that was given its place last.
+    /// Records that a channel has queued the device's last piece.
     fn handed_over(&self, device: usize) {
         self.state().devices[device].handing_over = false;
     }
 
-    /// Each device with what is known of it.
-    fn told<T>(&self, tell: impl Fn(&DeviceId, DevicePhase, &Known) -> T) -> Vec<T> {
+    /// Calls `describe` for each device, and returns the results.
+    fn describe<T>(&self, describe: impl Fn(&DeviceId, DevicePhase, &DeviceState) -> T) -> Vec<T> {
         let state = self.state();
         let known = state.phases(self.downtime).zip(&state.devices);
-        self.ids.iter().zip(known).map(|(id, (phase, known))| tell(id, phase, known)).collect()
+        self.ids.iter().zip(known).map(|(id, (phase, known))| describe(id, phase, known)).collect()
     }
 
     pub(crate) fn progress(&self) -> Vec<DeviceProgress> {
-        self.told(|id, phase, known| DeviceProgress {
+        self.describe(|id, phase, known| DeviceProgress {
             device: id.to_string(),
             phase,
             bytes: known.bytes,
@@ -406,7 +406,7 @@ impl SavingDevices {
     }
 
     pub(crate) fn report(&self) -> Vec<DeviceReport> {
-        self.told(|id, phase, known| DeviceReport {
+        self.describe(|id, phase, known| DeviceReport {
             device: id.to_string(),
             phase,
             bytes: known.bytes,
@@ -422,7 +422,7 @@ impl SavingDevices {
 /// Which channels pieces take.
 #[derive(Clone)]
 pub(crate) enum Route {
-    /// Those of RAM.
+    /// The RAM channels.
     Mixed(Arc<Pipeline>),
     /// Channels of their own.
     Own(Arc<Vec<SendChannel>>),
@@ -431,8 +431,8 @@ pub(crate) enum Route {
 }
 
 impl Route {
-    /// Whether what is on its way counts with pages. Not on the stream channel: the destination reads none of it between the first of the
-    /// monitor's state and the last page.
+    /// Returns whether pieces count in the window, as pages do. Not on the stream channel: the destination reads nothing there between
+    /// the beginning of the monitor's state and the last page.
     fn enters_window(&self) -> bool {
         !matches!(self, Self::Serial(_))
     }
@@ -447,33 +447,33 @@ impl Route {
 }
 
 /// Where a device's pieces go.
-pub(crate) struct Way {
+pub(crate) struct PieceTarget {
     pub(crate) devices: Arc<SavingDevices>,
     pub(crate) route: Route,
     /// Bytes of content in a packet.
     pub(crate) packet_size: usize,
 }
 
-/// Starts a thread for each device, among `threads`; `news` is called by them.
+/// Starts a thread for each device and adds it to `threads`. The threads call `news`.
 ///
 /// # Errors
-/// The system has no thread. Those that were started end with [`SavingDevices::end`].
+/// A thread cannot be started. Those that were started end with [`SavingDevices::end`].
 pub(crate) fn start(
     devices: Vec<Box<dyn SaveDevice>>,
     threads: &mut Threads,
-    way: impl Fn() -> Way,
+    target: impl Fn() -> PieceTarget,
     news: impl Fn(SaveNews) + Clone + Send + 'static,
 ) -> io::Result<()> {
     for (number, device) in devices.into_iter().enumerate() {
-        let id = way().devices.ids[number].clone();
+        let id = target().devices.ids[number].clone();
         let saving = Saving {
             id: id.clone(),
             number,
             writer: PieceWriter {
-                way: way(),
+                target: target(),
                 number,
                 largest: 0,
-                // All are of one size, and no more of them in use than the destination permits.
+                // All buffers have one size, and the destination bounds how many are in use.
                 buffers: Buffers::new(usize::MAX),
                 piece: None,
                 next: number,
@@ -503,13 +503,13 @@ impl Saving {
 
     fn serve(&mut self, news: &impl Fn(SaveNews)) -> Result<(), VmmError> {
         let number = self.number;
-        // Until something has been saved ahead.
-        self.look_at_remaining(Ahead::Nothing);
+        // The estimate until something has been saved ahead.
+        self.update_remaining(Ahead::Nothing);
         self.writer.begin()?;
         let serial = self.devices().state().turn.is_some();
         let mut ahead = if serial { Ahead::Nothing } else { self.device.save_ahead(&mut self.writer)? };
         self.writer.send_piece()?;
-        self.look_at_remaining(ahead);
+        self.update_remaining(ahead);
         if self.devices().state().devices[number].pieces == 0 {
             news(SaveNews::NothingAhead(number as u16));
         } else {
@@ -519,12 +519,12 @@ impl Saving {
         loop {
             match self.devices().next_order(number) {
                 None => return Ok(()),
-                Some(Order::Look) if ahead == Ahead::Later => {
+                Some(Order::SaveMoreAhead) if ahead == Ahead::Later => {
                     ahead = self.device.save_ahead(&mut self.writer)?;
                     self.writer.send_piece()?;
-                    self.look_at_remaining(ahead);
+                    self.update_remaining(ahead);
                 }
-                Some(Order::Look) => {}
+                Some(Order::SaveMoreAhead) => {}
                 Some(Order::Save) => break,
             }
         }
@@ -536,7 +536,7 @@ impl Saving {
         let mut state = self.devices().state();
         let known = &mut state.devices[number];
         (known.saved, known.remaining) = (Some(Instant::now()), 0);
-        known.look_whether_arrived();
+        known.note_arrival();
         if let Some(turn) = &mut state.turn {
             *turn += 1;
         }
@@ -547,10 +547,10 @@ impl Saving {
     }
 
     fn devices(&self) -> &Arc<SavingDevices> {
-        &self.writer.way.devices
+        &self.writer.target.devices
     }
 
-    fn look_at_remaining(&mut self, ahead: Ahead) {
+    fn update_remaining(&mut self, ahead: Ahead) {
         let remaining = self.device.remaining();
         let mut state = self.devices().state();
         let known = &mut state.devices[self.number];
@@ -560,9 +560,9 @@ impl Saving {
 
 /// Cuts what a device writes into pieces and hands them to channels.
 struct PieceWriter {
-    way: Way,
+    target: PieceTarget,
     number: usize,
-    /// Bytes in a piece, at most.
+    /// Maximum bytes in a piece.
     largest: usize,
     buffers: Buffers,
     piece: Option<DeviceBytes>,
@@ -572,11 +572,11 @@ struct PieceWriter {
 
 impl PieceWriter {
     fn begin(&mut self) -> Result<(), WindowClosed> {
-        self.largest = self.way.devices.largest_piece(self.number, self.way.packet_size)?;
+        self.largest = self.target.devices.largest_piece(self.number, self.target.packet_size)?;
         Ok(())
     }
 
-    /// Sends what was written and not sent.
+    /// Sends the bytes that were written and not sent.
     fn send_piece(&mut self) -> Result<(), WindowClosed> {
         match self.piece.take().filter(|piece| !piece.is_empty()) {
             None => Ok(()),
@@ -589,17 +589,17 @@ impl PieceWriter {
     }
 
     fn hand_over(&mut self, content: usize, piece: Piece<DeviceBytes>) -> Result<(), WindowClosed> {
-        let place = self.way.devices.place(self.number, content)?;
-        self.give_to_channel(place, content, piece)?;
-        self.way.devices.handed_over(self.number);
+        let place = self.target.devices.place(self.number, content)?;
+        self.send_to_channel(place, content, piece)?;
+        self.target.devices.handed_over(self.number);
         Ok(())
     }
 
-    fn give_to_channel(&mut self, place: u64, content: usize, piece: Piece<DeviceBytes>) -> Result<(), WindowClosed> {
-        let in_window = if self.way.route.enters_window() { content as u64 } else { 0 };
-        let channels = self.way.route.channels();
+    fn send_to_channel(&mut self, place: u64, content: usize, piece: Piece<DeviceBytes>) -> Result<(), WindowClosed> {
+        let in_window = if self.target.route.enters_window() { content as u64 } else { 0 };
+        let channels = self.target.route.channels();
         let mut item = Item::Device { device: self.number as u16, place, piece, in_window };
-        // To one that has room for it; where none has, it is waited for at the next.
+        // To the first channel with room; where none has any, waits for the next channel.
         for offset in 0..channels.len() {
             let channel = (self.next + offset) % channels.len();
             match channels[channel].try_send(item)? {
@@ -619,11 +619,11 @@ impl PieceWriter {
 impl Write for PieceWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let piece = self.piece.get_or_insert_with(|| self.buffers.take(self.largest));
-        let taken = piece.fill(bytes, self.largest);
+        let written = piece.fill(bytes, self.largest);
         if piece.len() == self.largest {
             self.send_piece().map_err(io::Error::other)?;
         }
-        Ok(taken)
+        Ok(written)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -646,7 +646,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_waited_for_is_the_one_who_has_to_do_the_next_thing() {
+    fn the_phase_names_the_part_that_must_do_the_next_step() {
         let devices = devices(1, false);
         let phase = || phases(&devices)[0];
         let sends = || devices.place(0, 100).unwrap();
@@ -657,17 +657,17 @@ mod tests {
         devices.largest_piece(0, 4096).unwrap();
         assert_eq!(phase(), SavingAhead);
         sends();
-        assert_eq!(phase(), OnTheWay, "no channel has taken it");
+        assert_eq!(phase(), OnTheWay, "no channel has queued it");
         devices.handed_over(0);
         assert_eq!(phase(), SavingAhead, "there is more to come");
         devices.state().devices[0].first_sent = true;
         assert_eq!(phase(), OnTheWay);
         devices.arrived(0, 100);
         assert_eq!(phase(), LoadingAhead);
-        devices.taken(0);
+        devices.loaded_ahead(0);
         assert_eq!(phase(), Ready);
-        // What followed will take longer to be loaded than the guest may stand.
-        devices.state().devices[0].take_rate = 100.0;
+        // Loading what followed will take longer than the guest may be paused.
+        devices.state().devices[0].consume_rate = 100.0;
         assert_eq!(phase(), LoadingAhead);
         devices.state().devices[0].first_sent = false;
         assert_eq!(phase(), LoadingAhead, "also where nothing came at first");
@@ -690,11 +690,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_of_a_device_after_the_end_does_not_hide_what_was_waited_for() {
+    fn messages_about_a_device_after_the_end_do_not_hide_what_was_waited_for() {
         let devices = devices(1, false);
         devices.state().devices[0].first_sent = true;
         devices.end();
-        devices.taken(0);
+        devices.loaded_ahead(0);
         devices.loaded(0);
         assert_eq!(phases(&devices), [LoadingAhead]);
     }
@@ -702,7 +702,7 @@ mod tests {
     #[test]
     fn of_devices_that_go_one_after_the_other_those_that_come_later_are_not_waited_for() {
         let devices = devices(3, true);
-        (0..3).for_each(|device| devices.taken(device));
+        (0..3).for_each(|device| devices.loaded_ahead(device));
         devices.save();
         let saves = |device: usize| {
             let mut state = devices.state();
@@ -720,13 +720,13 @@ mod tests {
     }
 
     #[test]
-    fn what_the_monitor_has_saved_ahead_is_waited_for_like_a_device() {
+    fn the_monitors_state_ahead_is_waited_for_like_a_devices() {
         let devices = devices(1, false);
-        devices.taken(0);
-        assert!(!devices.all_taken());
+        devices.loaded_ahead(0);
+        assert!(!devices.all_loaded_ahead());
         assert_eq!(devices.waiting_for().unwrap(), "the monitor (loading ahead at the destination)");
-        devices.monitor_taken();
-        assert!(devices.all_taken());
+        devices.monitor_loaded_ahead();
+        assert!(devices.all_loaded_ahead());
         assert_eq!(devices.waiting_for(), None);
     }
 }

@@ -1,4 +1,4 @@
-//! The threads of one side's devices. A device that does not come back from a call keeps the migration from ending, so it is named then.
+//! The threads of one side's devices. A device whose call does not return keeps the migration from ending, so a message names it.
 
 use std::convert::Infallible;
 use std::io;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::{DeviceId, named};
 use crate::cpu_time;
 
-/// Devices that take this long after they were told the end are told of.
+/// How long devices may take to end before a message names them.
 const LONG: Duration = Duration::from_secs(1);
 
 /// Threads of devices.
@@ -19,7 +19,7 @@ pub(crate) struct Threads(Vec<Thread>);
 struct Thread {
     device: DeviceId,
     handle: JoinHandle<()>,
-    /// Is let go of at the thread's end.
+    /// Disconnected when the thread ends.
     ended: Receiver<Infallible>,
 }
 
@@ -27,7 +27,7 @@ impl Threads {
     /// Starts the thread of a device, which is called `name`.
     ///
     /// # Errors
-    /// The system has no thread.
+    /// The thread cannot be started.
     pub(super) fn start(
         &mut self,
         name: String,
@@ -43,7 +43,7 @@ impl Threads {
         Ok(())
     }
 
-    /// Waits until all have ended, which they were told to. `late` hears which have not for a while, in words.
+    /// Waits until all threads have ended, whose end was requested. Calls `late` with the names of those that take long.
     pub(crate) fn join(&mut self, late: impl FnOnce(&str)) {
         let until = Instant::now() + LONG;
         let is_late = |thread: &&Thread| {
@@ -54,7 +54,7 @@ impl Threads {
             late(&devices);
         }
         for thread in self.0.drain(..) {
-            // A panic there has been printed.
+            // A panic of the thread has been printed.
             let _ = thread.handle.join();
         }
     }
@@ -71,12 +71,12 @@ mod tests {
         threads.start("two".into(), DeviceId::new("ends", 1), || panic!("as it is to")).unwrap();
         let lasts = move || assert!(ends.recv().is_ok());
         threads.start("three".into(), DeviceId::new("lasts", 0), lasts).unwrap();
-        let mut said = None;
+        let mut named = None;
         threads.join(|devices| {
-            said = Some(devices.to_owned());
+            named = Some(devices.to_owned());
             end.send(()).unwrap();
         });
-        assert_eq!(said.as_deref(), Some("lasts/0"));
+        assert_eq!(named.as_deref(), Some("lasts/0"));
         threads.join(|devices| panic!("{devices}"));
     }
 }

@@ -1,7 +1,7 @@
-//! Pages that did not arrive as they were read: the destination has refused their packets, and they are sent again another way,
-//! read by the CPU and uncompressed.
+//! Retransmission of pages that did not arrive as they were read: the destination has refused their packets, and they are read by the CPU
+//! and sent uncompressed.
 //!
-//! Whatever damaged them (an accelerator that copies or compresses wrongly, memory, the network below TCP's checksum), it ends
+//! Whatever damaged them (an accelerator that copies or compresses wrongly, memory, the network below TCP's checksum) ends
 //! the migration only if it happens again and again.
 
 use std::ops::Range;
@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_wire::packet::{BlockShape, PageRequest};
 
-/// Packets of one migration that may be refused. A path or a machine that damages more than that is not to be trusted with a
-/// guest, and a destination that refuses without end is no destination.
+/// Maximum number of packets of one migration that may be refused. A path or a host that damages more must not be trusted with a
+/// guest, and a destination that refuses without end is faulty.
 pub const MOST_REFUSED: u32 = 64;
 
-/// The destination has refused more packets than it may.
+/// The destination has refused more than [`MOST_REFUSED`] packets.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "the destination has refused more than {MOST_REFUSED} packets, whose content is not what was read from the guest: an \
@@ -22,36 +22,36 @@ pub const MOST_REFUSED: u32 = 64;
 )]
 pub struct TooManyRefused;
 
-/// The pages of one guest that are to be sent again.
+/// The pages of one guest to retransmit.
 #[derive(Debug)]
 pub struct SendAgain {
     shapes: Vec<BlockShape>,
     pages: Vec<AtomicPageBitmap>,
-    /// Of them, those that have not been sent again: nothing is to be built on what was sent before.
+    /// Refused pages that have not been retransmitted: the destination does not have the content that was sent of them.
     stale: Vec<AtomicPageBitmap>,
     any: AtomicBool,
     packets: AtomicU32,
 }
 
 impl SendAgain {
-    /// None of a guest with these blocks.
+    /// Makes an empty list for a guest with these blocks.
     pub fn none_of(shapes: Vec<BlockShape>) -> Self {
         let none = || shapes.iter().map(|block| AtomicPageBitmap::new(block.pages)).collect();
         Self { pages: none(), stale: none(), shapes, any: AtomicBool::new(false), packets: AtomicU32::new(0) }
     }
 
-    /// By block, what requests are checked against.
+    /// Returns the shapes of the blocks, against which requests are checked.
     pub(super) fn shapes(&self) -> &[BlockShape] {
         &self.shapes
     }
 
-    /// A packet was refused.
+    /// Counts a refused packet.
     pub(super) fn packet(&self) -> Result<(), TooManyRefused> {
         let before = self.packets.fetch_add(1, Ordering::Relaxed);
         if before < MOST_REFUSED { Ok(()) } else { Err(TooManyRefused) }
     }
 
-    /// These pages were in it.
+    /// Adds pages of a refused packet.
     pub(super) fn add(&self, request: &PageRequest) {
         let pages = request.first..request.first + u64::from(request.count);
         self.stale[usize::from(request.block)].set(pages.clone());
@@ -59,22 +59,22 @@ impl SendAgain {
         self.any.store(true, Ordering::Release);
     }
 
-    /// Whether what was sent last of `page` may have been refused.
+    /// Returns whether the content that was sent last of `page` may have been refused.
     pub(super) fn is_stale(&self, block: u16, page: u64) -> bool {
         self.stale[usize::from(block)].contains(page)
     }
 
-    /// These pages are about to be sent again.
-    pub(super) fn freshen(&self, block: u16, pages: Range<u64>) {
+    /// Records that these pages are about to be retransmitted.
+    pub(super) fn mark_resent(&self, block: u16, pages: Range<u64>) {
         self.stale[usize::from(block)].clear(pages);
     }
 
-    /// Packets refused so far.
+    /// Returns how many packets were refused so far.
     pub fn packets(&self) -> u32 {
         self.packets.load(Ordering::Relaxed)
     }
 
-    /// Takes all pages off the list, calling `run` for each run of them; says how many there were.
+    /// Removes all pages from the list and calls `run` for each run of them. Returns how many pages there were.
     pub fn take(&self, mut run: impl FnMut(u16, Range<u64>)) -> u64 {
         if !self.any.swap(false, Ordering::Acquire) {
             return 0;

@@ -1,10 +1,9 @@
 //! Pages on their way through an accelerator, a few packets ahead of the one that is sent.
 //!
-//! What a channel's thread does with a packet's pages when it has only the CPU, it does here in steps, each asked of the
-//! accelerator: which pages are zero; a copy of the others, with its checksum; where they may go as deltas, what has changed between
-//! what is kept and that copy, which lies still as the guest's page does not. While one packet is written the next ones are
-//! looked at. They leave in the order in which they came. Whatever an accelerator leaves undone, offload has done on the
-//! CPU: nothing here fails.
+//! The work that a channel's thread does in one pass on the CPU is done here in steps, each requested of the accelerator: find the zero
+//! pages; copy the others, with a checksum; where they may be sent as deltas, compare the kept page with that copy, which does not change
+//! as the guest's page does. While one packet is written the accelerator works on the next ones. They leave in the order in which they
+//! were queued. Offload has the CPU do whatever an accelerator leaves undone: nothing here fails.
 
 use std::collections::VecDeque;
 
@@ -19,27 +18,28 @@ use sterna_wire::packet::{Run, RunKind};
 use super::delta::{Against, Answers, Deltas, Whole};
 use crate::accelerator::Accelerator;
 
-/// Packets that are looked at ahead of the one being sent: while one is written, one is copied and two are searched.
+/// Number of packets under way: while one is written, one is copied and two are searched for zero pages.
 const DEPTH: usize = 4;
 
-/// After a piece that came too late, so many are not asked for, twice as many each time.
-const LEAST_SKIPPED: u32 = 8;
-const MOST_SKIPPED: u32 = 4096;
+/// Minimum and maximum number of pieces that are not requested after one that was late; the number doubles each time.
+const MIN_SKIPPED: u32 = 8;
+const MAX_SKIPPED: u32 = 4096;
 
 /// A packet's worth of pages.
 pub(super) struct Piece {
     pub(super) block: u16,
-    /// What was asked for, and once it is known what is zero, this by kind.
+    /// Its pages; by kind once it is known which are zero.
     pub(super) runs: Vec<Run>,
-    /// Bytes of its normal pages, once that is known. As many are in the window once they are being copied.
+    /// Bytes of its normal pages, once that is known. They count in the window from when they are being copied.
     pub(super) normal: u64,
     stage: Stage,
-    /// When what it waits for was asked for.
+    /// When its current step was requested.
     since: Nanos,
-    /// What was asked for, while `runs` is made of it.
-    asked: Vec<Run>,
-    /// Those of its normal pages that may go as deltas, as it was when they began to be copied, and their longest record.
+    /// Its pages as they were queued, from which `runs` by kind is made.
+    queued: Vec<Run>,
+    /// Its normal pages that may be sent as deltas, as known when their copying was requested.
     pub(super) against: Vec<Against>,
+    /// Maximum length of their records.
     most: usize,
 }
 
@@ -51,15 +51,15 @@ enum Stage {
     Known,
     /// Its normal pages are being copied.
     Copied(Ticket),
-    /// Their copy is here.
+    /// Its normal pages are copied.
     Here(Copy),
-    /// It is, and deltas to it are being made.
+    /// Its normal pages are copied, and deltas to the copy are being made.
     Compared(Copy, Ticket),
-    /// It is, with what deltas there will be.
+    /// Its normal pages are copied, and all deltas are made.
     Complete(Copy),
-    /// Nobody could be asked which pages are zero: it is the thread's own to read.
+    /// No accelerator could be used to find zero pages: the thread must read all of it.
     Unasked,
-    /// Its normal pages could not be copied: they are the thread's own to read.
+    /// Its normal pages could not be copied: the thread must read them.
     Uncopied,
 }
 
@@ -69,15 +69,15 @@ impl Stage {
     }
 }
 
-/// What is to be done with a piece.
+/// How the thread sends a piece.
 pub(super) enum Ready {
-    /// Its runs say everything: all of it is zero, or it is sent from where it lies.
+    /// By its runs alone: all of it is zero, or it is sent directly from guest RAM.
     Known,
-    /// This is the content of its normal pages.
+    /// With this content of its normal pages.
     Here(Copy),
-    /// Its normal runs are still to be read; there is room for them in the window.
+    /// After reading its normal runs, for which there is room in the window.
     Uncopied,
-    /// All of it is still to be read.
+    /// After reading all of it.
     Unasked,
 }
 
@@ -90,22 +90,22 @@ pub(super) struct Copy {
 }
 
 impl Copy {
-    /// The device that has made it.
+    /// Returns the device that has made the copy.
     pub(super) fn maker(&self) -> Option<Maker> {
         self.maker
     }
 
-    /// The device that has made the deltas.
+    /// Returns the device that has made the deltas.
     pub(super) fn deltas_maker(&self) -> Option<Maker> {
         self.deltas_maker
     }
 
-    /// The content.
+    /// Returns the content.
     pub(super) fn bytes(&self) -> &[u8] {
         self.batch.copies()
     }
 
-    /// Its CRC-32C, if that was asked for.
+    /// Returns the CRC-32C of the content, if it was requested.
     pub(super) fn checksum(&self) -> Option<u32> {
         if self.batch.operation() != Operation::CopyChecksum {
             return None;
@@ -135,7 +135,7 @@ pub(super) enum Content {
     Checked,
     /// By a copy.
     Copied,
-    /// From where they lie.
+    /// Directly from guest RAM.
     InPlace,
 }
 
@@ -144,29 +144,29 @@ pub(super) struct Ahead {
     accelerator: Accelerator,
     channel: Channel,
     content: Content,
-    /// Whether deltas are asked for.
+    /// Whether deltas are requested.
     deltas: bool,
     /// Zero pages that count as normal.
     ratio: NormalPageRatio,
-    /// Most pages of a piece.
+    /// Maximum pages of a piece.
     pages: usize,
     /// Oldest first.
     pieces: VecDeque<Piece>,
-    /// Pieces at rest: their lists are used again.
+    /// Unused pieces, whose lists are reused.
     spare: Vec<Piece>,
-    /// How many pieces were not asked for after the last that came too late; less with each that comes.
+    /// How many pieces were not requested after the last late one; less by one with each piece that is in time.
     lateness: u32,
-    /// Those of them that are still to come.
+    /// How many of the next pieces are not requested.
     skipped: u32,
 }
 
 impl Ahead {
-    /// For packets of at most so many pages; of the zero pages, those of `ratio` count as normal.
+    /// Makes it for packets of at most `packet_pages` pages. Of the zero pages, those of `ratio` count as normal.
     pub(super) fn new(accelerator: Accelerator, content: Content, packet_pages: u64, ratio: NormalPageRatio) -> Self {
         let channel = accelerator.channel();
         let pages = accelerator.offload().batch_pages().min(packet_pages as usize);
         let deltas = accelerator.offload().accelerates(Operation::CreateDelta);
-        // All there will ever be: one is at rest whenever there is room.
+        // All pieces that there will ever be: one is unused whenever there is room.
         let spare = (0..DEPTH).map(|_| Piece::of(pages)).collect();
         Self {
             accelerator,
@@ -182,17 +182,17 @@ impl Ahead {
         }
     }
 
-    /// Most pages of a piece.
+    /// Returns the maximum pages of a piece.
     pub(super) fn piece_pages(&self) -> u64 {
         self.pages as u64
     }
 
-    /// Whether pages are sent from where they lie.
+    /// Returns whether pages are sent directly from guest RAM.
     pub(super) fn in_place(&self) -> bool {
         self.content == Content::InPlace
     }
 
-    /// The guest's RAM.
+    /// Returns the guest's RAM.
     pub(super) fn ram(&self) -> &GuestRam {
         self.accelerator.ram()
     }
@@ -205,9 +205,9 @@ impl Ahead {
         self.pieces.is_empty()
     }
 
-    /// Has it looked at which pages of `runs` in `block` are zero. There is room, and they fit a piece.
+    /// Queues a piece with the pages `runs` in `block`, which must fit, and requests its zero map. There must be room.
     pub(super) fn look(&mut self, block: u16, runs: &[Run]) {
-        let mut piece = self.spare.pop().expect("a piece is at rest where there is room");
+        let mut piece = self.spare.pop().expect("a piece is unused where there is room");
         (piece.block, piece.normal, piece.most) = (block, 0, 0);
         piece.runs.clear();
         piece.against.clear();
@@ -222,8 +222,8 @@ impl Ahead {
         self.pieces.push_back(piece);
     }
 
-    /// Waits until it is known what the oldest piece consists of, and says how much room its pages need in the window before
-    /// [`Ahead::take`]; there is one.
+    /// Waits until it is known which pages of the oldest piece are zero. Returns how much room the others need in the window before
+    /// [`Ahead::take`]. There must be a piece.
     pub(super) fn needs(&mut self) -> u64 {
         while let Some(Stage::Looked(_)) = self.pieces.front().map(|piece| &piece.stage) {
             self.collect();
@@ -234,17 +234,17 @@ impl Ahead {
         }
     }
 
-    /// The oldest piece, with everything that is needed to send it. There is one, and what it [`needs`](Ahead::needs) has
-    /// entered the window. Those after it are begun to be copied as far as it is known what they consist of, and `enter` finds
-    /// room for them too: no piece enters before an older one. What may go as deltas is asked for where there are `deltas`, with what a
-    /// page costs that goes whole.
+    /// Waits for the oldest piece and returns it, with everything that is needed to send it. There must be a piece, and what it
+    /// [`needs`](Ahead::needs) must have entered the window. Requests copies of the following pieces whose zero pages are known, as far as
+    /// `enter` finds room for them too: no piece enters before an older one. With `deltas`, and the cost of a page sent whole, requests
+    /// deltas too.
     pub(super) fn take<E>(
         &mut self,
         mut deltas: Option<(&mut Deltas, Whole)>,
         enter: impl FnMut(u64) -> Result<bool, E>,
     ) -> Result<(Piece, Ready), E> {
         if deltas.is_some() {
-            // What has come meanwhile: deltas to it are under way while those before it are sent.
+            // First the completions so far, so that deltas to those pieces are under way while older pieces are sent.
             while let Some(done) = self.channel.poll() {
                 self.lateness = self.lateness.saturating_sub(1);
                 self.completed(done);
@@ -303,7 +303,7 @@ impl Ahead {
         Ok(())
     }
 
-    /// Has deltas made to the copies that are here.
+    /// Requests deltas to the copies that are complete.
     fn begin_deltas(&mut self, deltas: &Deltas) {
         for piece in &mut self.pieces {
             if !matches!(piece.stage, Stage::Here(_)) {
@@ -314,7 +314,7 @@ impl Ahead {
             let ask = |channel: &Channel| {
                 let mut batch = channel.batch(Operation::CreateDelta);
                 for against in &piece.against {
-                    let kept = deltas.shown(*against);
+                    let kept = deltas.range_of(*against);
                     batch.push_delta_to_copy(&kept, &copy.batch, against.number, piece.most).ok()?;
                 }
                 channel.submit(batch).ok()
@@ -328,12 +328,12 @@ impl Ahead {
         }
     }
 
-    /// Takes a piece back that was sent.
+    /// Returns a piece that was sent, for reuse.
     pub(super) fn put(&mut self, piece: Piece) {
         self.spare.push(piece);
     }
 
-    /// Hands a batch in for the normal runs of `runs`, or for their pages one by one; none where it is not taken, or where no
+    /// Submits a batch for the normal runs of `runs`, or for their pages one by one. Returns none where it is not accepted, or where no
     /// accelerator reaches the block.
     fn ask(&self, operation: Operation, block: u16, runs: &[Run], by_page: bool) -> Option<Ticket> {
         let region = self.accelerator.region(block)?;
@@ -349,18 +349,18 @@ impl Ahead {
         self.channel.submit(batch).ok()
     }
 
-    /// Waits for the next completion, or until the oldest piece has been waited for long enough. It waits for something.
+    /// Waits for the next completion, or until the oldest piece is late. The oldest piece must wait for a completion.
     fn collect(&mut self) {
         let late = self.accelerator.offload().lateness();
         let oldest = self.pieces.front_mut().expect("a piece is under way");
         let Some(done) = self.channel.wait(oldest.since.saturating_add(late)) else {
             if self.channel.under_way() > 0 {
-                // Too late: what a device still does for it does not matter any more.
+                // Late: the device's result is ignored.
                 oldest.forsake();
-                self.lateness = (2 * self.lateness).clamp(LEAST_SKIPPED, MOST_SKIPPED);
+                self.lateness = (2 * self.lateness).clamp(MIN_SKIPPED, MAX_SKIPPED);
                 self.skipped = self.lateness;
             } else {
-                // Nothing is under way any more, which was: offload was shut down.
+                // Nothing is under way although the piece waits: offload was shut down.
                 self.pieces.iter_mut().for_each(Piece::forsake);
             }
             return;
@@ -369,7 +369,7 @@ impl Ahead {
         self.completed(done);
     }
 
-    /// Something has come.
+    /// Handles a completion.
     fn completed(&mut self, done: Done) {
         let Done { ticket, batch, outcome, maker, .. } = done;
         let of_it = |piece: &&mut Piece| piece.stage.waits_for(ticket);
@@ -385,9 +385,9 @@ impl Ahead {
             _ => {
                 piece.split(&batch, &mut self.ratio);
                 if let Some(maker) = maker {
-                    self.accelerator.heard(piece.block, &piece.runs);
-                    let mut pages = piece.asked.iter().flat_map(|run| run.first..run.end());
-                    // Ascending, so that each is looked for from where the one before was.
+                    self.accelerator.record_zero_pages(piece.block, &piece.runs);
+                    let mut pages = piece.queued.iter().flat_map(|run| run.first..run.end());
+                    // Ascending, so that the search for each begins behind the one before.
                     let mut at = 0;
                     for doubted in batch.doubted() {
                         if let Some(page) = pages.nth(doubted - at) {
@@ -402,14 +402,14 @@ impl Ahead {
 }
 
 impl Piece {
-    /// One at rest, with room for so many pages in the worst case: each a run of its own.
+    /// Makes an unused piece with room for so many pages in the worst case: each a run of its own.
     fn of(pages: usize) -> Self {
         let runs = || Vec::with_capacity(pages);
         let against = Vec::with_capacity(pages);
-        Self { block: 0, runs: runs(), normal: 0, stage: Stage::Unasked, since: 0, asked: runs(), against, most: 0 }
+        Self { block: 0, runs: runs(), normal: 0, stage: Stage::Unasked, since: 0, queued: runs(), against, most: 0 }
     }
 
-    /// What was asked of others for it will not come.
+    /// Gives up the result that the piece waits for.
     fn forsake(&mut self) {
         self.stage = match std::mem::replace(&mut self.stage, Stage::Unasked) {
             Stage::Looked(_) => Stage::Unasked,
@@ -419,11 +419,11 @@ impl Piece {
         };
     }
 
-    /// It is known which pages are zero: as the zero map of `batch` says.
+    /// Sets the kind of each page by the zero map of `batch`.
     fn split(&mut self, batch: &Batch, ratio: &mut NormalPageRatio) {
-        std::mem::swap(&mut self.runs, &mut self.asked);
+        std::mem::swap(&mut self.runs, &mut self.queued);
         self.runs.clear();
-        let pages = self.asked.iter().flat_map(|run| run.first..run.end());
+        let pages = self.queued.iter().flat_map(|run| run.first..run.end());
         for (index, page) in pages.enumerate() {
             let kind = if batch.is_zero(index) && !ratio.takes_next() { RunKind::Zero } else { RunKind::Normal };
             self.normal += if kind == RunKind::Normal { PAGE_SIZE as u64 } else { 0 };
@@ -455,7 +455,7 @@ mod tests {
         ram_of(&[&bytes(|page| page % 2 * page), &bytes(|page| 100 + page), &bytes(|_| 0)])
     }
 
-    /// Hands in all pages of these blocks, each as one piece, and takes them out again: the runs, and the content.
+    /// Queues all pages of these blocks, each as one piece, and returns their runs and content.
     fn through(ahead: &mut Ahead, blocks: &[u16]) -> Vec<(u16, Vec<Run>, Vec<u8>)> {
         for &block in blocks {
             assert!(ahead.has_room());
@@ -501,7 +501,7 @@ mod tests {
     fn lists_of_runs_never_grow() {
         let mut ahead = Ahead::new(of_cpu(&ram()), Content::Checked, PAGES as u64, NormalPageRatio::default());
         let places = |ahead: &Ahead| {
-            let lists = ahead.spare.iter().flat_map(|piece| [&piece.runs, &piece.asked]);
+            let lists = ahead.spare.iter().flat_map(|piece| [&piece.runs, &piece.queued]);
             lists.map(|list| (list.as_ptr(), list.capacity())).collect::<std::collections::BTreeSet<_>>()
         };
         let before = places(&ahead);
@@ -580,7 +580,7 @@ mod tests {
             ahead.put(piece);
             offload.now() - before >= offload.lateness()
         };
-        for skipped in [LEAST_SKIPPED, 2 * LEAST_SKIPPED, 4 * LEAST_SKIPPED] {
+        for skipped in [MIN_SKIPPED, 2 * MIN_SKIPPED, 4 * MIN_SKIPPED] {
             assert!(through(), "it is waited for");
             assert!((0..skipped).all(|_| !through()), "{skipped} are not");
         }

@@ -1,8 +1,8 @@
-//! Deltas at a source that has its pages from somebody else, as a gateway has them from its QEMU.
+//! Deltas at a source that cannot read its pages again, as a gateway that has received them from its QEMU.
 //!
-//! The destination takes deltas of some blocks only (QEMU's own stream has no place for them), and says of which when it knows its
-//! blocks. And a page that was refused cannot be read again: until a page is acknowledged its channel has it, in the cache for deltas or
-//! besides ([`super::delta`]), and sends it again from there.
+//! The destination accepts deltas of some blocks only (QEMU's own stream has no place for them), and sends their numbers when it knows its
+//! blocks. A refused page cannot be read again. So until a page is acknowledged its channel keeps a copy, in the cache for deltas or
+//! besides ([`super::delta`]), and retransmits the page from there.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,74 +11,74 @@ use sterna_wire::packet::BlockShape;
 
 use super::{MOST_REFUSED, TooManyRefused};
 
-/// Of which RAM blocks deltas are sent.
+/// The RAM blocks of which deltas are sent.
 #[derive(Debug, Default)]
 pub struct DeltaBlocks {
-    /// Known before the first page is sent.
-    known: OnceLock<Known>,
+    /// Set before the first page is sent.
+    agreed: OnceLock<AgreedBlocks>,
     refused: AtomicU32,
 }
 
 #[derive(Debug)]
-struct Known {
-    /// By number: the blocks.
+struct AgreedBlocks {
+    /// The blocks, by number.
     shapes: Vec<BlockShape>,
-    /// Whether the destination takes deltas of them.
-    takes: Vec<bool>,
-    /// Most bytes that a channel keeps.
+    /// Whether the destination accepts deltas of each block.
+    accepted: Vec<bool>,
+    /// Maximum bytes that a channel keeps.
     cache: usize,
 }
 
 /// The destination has refused a page that was not in the packet it names.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the destination asks again for page {page} of RAM block {block}, which was not in the packet that it refuses; its sterna, or the \
+    "the destination requests again page {page} of RAM block {block}, which was not in the packet that it refuses; its sterna, or the \
      memory of one of the two hosts, is at fault"
 )]
-pub(super) struct NotInIt {
+pub(super) struct PageNotInPacket {
     pub(super) block: u16,
     pub(super) page: u64,
 }
 
 impl DeltaBlocks {
-    /// The guest's blocks are `shapes`, deltas are taken of those whose numbers are in `taken`, and the `channels` may keep `cache`
-    /// bytes together. Gives how many they will keep at most. What is said again later does not count.
-    pub fn set(&self, shapes: Vec<BlockShape>, taken: &[u16], cache: u64, channels: u16) -> u64 {
-        let takes: Vec<_> =
-            (0..shapes.len()).map(|number| taken.iter().any(|block| usize::from(*block) == number)).collect();
-        let of_taken = shapes.iter().zip(&takes).filter(|(_, takes)| **takes);
-        let bytes: u64 = of_taken.map(|(shape, _)| shape.pages.saturating_mul(shape.page_size.into())).sum();
-        // More than all of them and some places to spare is of no use: with as many, one page in fifty would find those taken that it
-        // may have.
+    /// Sets the guest's blocks `shapes`, the numbers of those whose deltas the destination has `accepted`, and the bytes `cache` that all
+    /// `channels` may keep together. Returns the maximum that they will keep. Only the first call counts.
+    pub fn set(&self, shapes: Vec<BlockShape>, accepted: &[u16], cache: u64, channels: u16) -> u64 {
+        let accepted: Vec<_> =
+            (0..shapes.len()).map(|number| accepted.iter().any(|block| usize::from(*block) == number)).collect();
+        let with_deltas = shapes.iter().zip(&accepted).filter(|(_, accepted)| **accepted);
+        let bytes: u64 = with_deltas.map(|(shape, _)| shape.pages.saturating_mul(shape.page_size.into())).sum();
+        // More than all pages and some spare places is of no use. Without the spare ones, one page in fifty would find all of its possible
+        // places occupied.
         let places = cache.min(bytes.saturating_add(bytes / 8)) / u64::from(channels.max(1));
-        let known = Known { shapes, takes, cache: usize::try_from(places).unwrap_or(usize::MAX) };
-        // Pages may have gone by what was said first.
-        let _ = self.known.set(known);
+        let agreed = AgreedBlocks { shapes, accepted, cache: usize::try_from(places).unwrap_or(usize::MAX) };
+        // A later call must not change what pages may have been sent by.
+        let _ = self.agreed.set(agreed);
         cache.min(bytes)
     }
 
-    /// Whether deltas of `block` may be sent.
-    pub(super) fn take(&self, block: u16) -> bool {
-        self.known.get().and_then(|known| known.takes.get(usize::from(block))).copied().unwrap_or(false)
+    /// Returns whether deltas of `block` may be sent.
+    pub(super) fn accepts(&self, block: u16) -> bool {
+        self.agreed.get().and_then(|agreed| agreed.accepted.get(usize::from(block))).copied().unwrap_or(false)
     }
 
-    /// Most bytes that a channel keeps.
+    /// Returns the maximum bytes that a channel keeps.
     pub(super) fn cache(&self) -> usize {
-        self.known.get().map_or(0, |known| known.cache)
+        self.agreed.get().map_or(0, |agreed| agreed.cache)
     }
 
-    /// By block, what requests are checked against.
+    /// Returns the shapes of the blocks, against which requests are checked.
     pub(super) fn shapes(&self) -> &[BlockShape] {
-        self.known.get().map_or(&[], |known| &known.shapes)
+        self.agreed.get().map_or(&[], |agreed| &agreed.shapes)
     }
 
-    /// A packet was refused.
+    /// Counts a refused packet.
     pub(super) fn packet(&self) -> Result<(), TooManyRefused> {
         let before = self.refused.fetch_add(1, Ordering::Relaxed);
         if before < MOST_REFUSED { Ok(()) } else { Err(TooManyRefused) }
     }
 
-    /// Packets refused so far.
+    /// Returns how many packets were refused so far.
     pub fn packets(&self) -> u32 {
         self.refused.load(Ordering::Relaxed).min(MOST_REFUSED)
     }

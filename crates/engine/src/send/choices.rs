@@ -1,29 +1,29 @@
-//! What `auto` chose when, and what held it up meanwhile: for the report.
+//! Which methods `auto` chose when, and what it waited for meanwhile: for the report.
 
 use std::time::{Duration, Instant};
 
-use super::MOST_WAYS;
+use super::MAX_AUTO_METHODS;
 use sterna_codec::MethodChoice;
 use sterna_codec::select::HeldUp;
 
-/// A period is so long at least.
-const SHORTEST: Duration = Duration::from_millis(250);
-/// So many are kept; with more, each becomes twice as long.
-const MOST_PERIODS: usize = 16;
+/// Minimum length of a period.
+const MIN_PERIOD: Duration = Duration::from_millis(250);
+/// Maximum number of periods. With more, two each become one.
+const MAX_PERIODS: usize = 16;
 
-/// A stretch of time in which one way carried more content than any other.
+/// A period in which one method carried more content than any other.
 #[derive(Clone, Copy, Debug)]
 struct Period {
     from: Duration,
-    by_way: [u64; MOST_WAYS],
-    /// Of all channels' time.
+    by_way: [u64; MAX_AUTO_METHODS],
+    /// Sum over all channels.
     time: Duration,
     held_up: HeldUp,
 }
 
 impl Period {
     fn new(from: Duration) -> Self {
-        Self { from, by_way: [0; MOST_WAYS], time: Duration::ZERO, held_up: HeldUp::default() }
+        Self { from, by_way: [0; MAX_AUTO_METHODS], time: Duration::ZERO, held_up: HeldUp::default() }
     }
 
     fn way(&self) -> usize {
@@ -31,7 +31,7 @@ impl Period {
         ways.max_by_key(|(_, bytes)| **bytes).map_or(0, |(way, _)| way)
     }
 
-    /// What follows it is part of it.
+    /// Makes the following period part of this one.
     fn absorb(&mut self, next: &Self) {
         self.by_way.iter_mut().zip(next.by_way).for_each(|(sum, bytes)| *sum += bytes);
         let (time, more) = (self.time.as_secs_f64(), next.time.as_secs_f64());
@@ -44,7 +44,7 @@ impl Period {
     }
 }
 
-/// Of all channels of a migration.
+/// The choices of all channels of a migration.
 #[derive(Debug)]
 pub(super) struct Choices {
     begun: Instant,
@@ -55,14 +55,14 @@ pub(super) struct Choices {
 
 impl Default for Choices {
     fn default() -> Self {
-        let mut periods = Vec::with_capacity(MOST_PERIODS + 1);
+        let mut periods = Vec::with_capacity(MAX_PERIODS + 1);
         periods.push(Period::new(Duration::ZERO));
-        Self { begun: Instant::now(), shortest: SHORTEST, periods }
+        Self { begun: Instant::now(), shortest: MIN_PERIOD, periods }
     }
 }
 
 impl Choices {
-    /// A packet with `bytes` of content went by `way`; since the one before it on its channel `time` had passed.
+    /// Records a packet with `bytes` of content that was encoded by method `way`, and the `time` since the packet before it on its channel.
     pub(super) fn sent(&mut self, way: usize, bytes: u64, time: Duration, held_up: HeldUp) {
         self.sent_at(self.begun.elapsed(), way, bytes, time, held_up);
     }
@@ -78,10 +78,10 @@ impl Choices {
         growing.absorb(&packet);
     }
 
-    /// The last period has ended.
+    /// Ends the last period and begins the next.
     fn close(&mut self, now: Duration) {
         self.merge();
-        if self.periods.len() == MOST_PERIODS {
+        if self.periods.len() == MAX_PERIODS {
             self.shortest *= 2;
             let longer = self.periods.chunks(2).map(|pair| {
                 let mut first = pair[0];
@@ -89,13 +89,13 @@ impl Choices {
                 first
             });
             let mut longer: Vec<_> = longer.collect();
-            longer.reserve_exact(MOST_PERIODS + 1 - longer.len());
+            longer.reserve_exact(MAX_PERIODS + 1 - longer.len());
             self.periods = longer;
         }
         self.periods.push(Period::new(now));
     }
 
-    /// The last period is no other than the one before it if the same way is ahead in both.
+    /// Merges the last period with the one before it, if the same method prevails in both.
     fn merge(&mut self) {
         if let [.., before, last] = self.periods.as_mut_slice()
             && before.way() == last.way()
@@ -105,7 +105,7 @@ impl Choices {
         }
     }
 
-    /// A line for each period; `ways` are what was chosen among.
+    /// Returns a line for each period. `ways`: the methods that were chosen from.
     pub(super) fn lines(&self, ways: &[MethodChoice]) -> Vec<String> {
         let mut all = Self { begun: self.begun, shortest: self.shortest, periods: self.periods.clone() };
         all.merge();
@@ -147,7 +147,7 @@ mod tests {
         for ms in 0..3000 {
             let (way, network) = if ms < 1000 { (0, 0.1) } else { (2, 0.5) };
             choices.sent_at(MS * ms, way, 1000, MS, HeldUp { network, receiver: 0.25 });
-            // A try of another now and then is none.
+            // Trying another method now and then is no change.
             choices.sent_at(MS * ms, 1, 10, MS, HeldUp { network, receiver: 0.25 });
         }
         assert_eq!(
@@ -165,7 +165,7 @@ mod tests {
         for ms in 0..100_000u32 {
             choices.sent_at(MS * ms, (ms / 300 % 3) as usize, 1000, MS, HeldUp::default());
         }
-        assert!(choices.periods.len() <= MOST_PERIODS, "{}", choices.periods.len());
+        assert!(choices.periods.len() <= MAX_PERIODS, "{}", choices.periods.len());
         let bytes: u64 = choices.periods.iter().flat_map(|period| period.by_way).sum();
         assert_eq!(bytes, 100_000_000);
         assert_eq!(choices.lines(&ways())[0].split(':').next(), Some("from 0.0 s"));

@@ -1,4 +1,4 @@
-//! How a channel's batches are encoded: by the way that was asked for, or by what drains them fastest now.
+//! How a channel's batches are encoded: by the method that was set, or by the one with which they leave fastest now.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,54 +12,55 @@ use super::compression::{self, Compression};
 use crate::off_cpu::thread_time;
 use crate::transport::{SendTimes, Writer};
 
-/// For such a part of the time the limit holds a thread back that is what its network is. What was counts so much with each packet.
+/// Where the limit holds a thread back for more than this part of the time, the limit counts as the channel's network.
 const LIMITED: f64 = 0.05;
+/// Weight of the past in that part, for each packet.
 const LIMIT_MEMORY: f64 = 0.9;
 
-/// How much an average follows its newest value.
+/// Weight of the newest value in a moving average.
 const SMOOTH: f64 = 1.0 / 16.0;
 
 /// A channel's encoders.
 pub(super) enum Coding {
-    /// One, and the number of its format.
+    /// One encoder, and the number of its format.
     Fixed(Adaptive, u8),
-    /// Several, of which one is chosen for each batch.
+    /// Several encoders, of which one is chosen for each batch.
     Auto(Box<Auto>),
 }
 
-/// Where the time went since a channel's last packet.
+/// How a channel's thread has spent its time since its last packet.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Times {
-    /// The thread waited for room in the window, for the limit, for the socket.
+    /// Waiting for room in the window, for the limit, or for the socket.
     pub(super) waited: Duration,
-    /// It had nothing to send.
+    /// Waiting for something to send.
     pub(super) starved: Duration,
-    /// It was running, and writing.
+    /// Running, in calls that write.
     pub(super) writing: Duration,
-    /// Bytes that it wrote, of all packets.
+    /// Bytes that were written, of all packets.
     pub(super) written: usize,
-    /// The receiver was busy, as far as it has said so.
+    /// Time during which the receiver was busy, by its acknowledgements.
     pub(super) placing: Duration,
-    /// What the kernel says, where it does.
-    pub(super) kernel: Option<Said>,
-    /// The limit held the thread back.
+    /// The kernel's figures of the connection, where it has any.
+    pub(super) kernel: Option<ConnectionTimes>,
+    /// Waiting for the bandwidth limit.
     pub(super) limited: Duration,
-    /// It was running.
+    /// Running.
     pub(super) running: Duration,
 }
 
-/// What the kernel says of a channel's connection since its packet before.
+/// The kernel's figures of a channel's connection since the packet before.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Said {
-    /// All that was written had arrived.
+pub(super) struct ConnectionTimes {
+    /// Time during which all written bytes had arrived.
     arrived: Duration,
-    /// The receiver's program did not read, and the connection took no more.
+    /// Time during which the receiver's program did not read, and its window was closed.
     window_closed: Duration,
-    /// What lies before the network now will take it so long.
+    /// How long the network will take for the bytes that wait to be sent.
     left: Option<Duration>,
 }
 
-/// What the kernel has said by the last packet, and when.
+/// The kernel's figures at the last packet, and when that was.
 #[derive(Debug)]
 pub(super) struct Kernel(SendTimes, Instant);
 
@@ -70,11 +71,11 @@ impl Default for Kernel {
 }
 
 impl Kernel {
-    /// None where the kernel does not say.
-    pub(super) fn since(&mut self, writer: &Writer) -> Option<Said> {
+    /// Returns the figures since the packet before; none where the kernel has no figures.
+    pub(super) fn since(&mut self, writer: &Writer) -> Option<ConnectionTimes> {
         let times = writer.send_times()?;
         let Self(before, at) = std::mem::replace(self, Self(times, Instant::now()));
-        Some(Said {
+        Some(ConnectionTimes {
             arrived: self.1.saturating_duration_since(at).saturating_sub(times.busy.saturating_sub(before.busy)),
             window_closed: times.window_closed.saturating_sub(before.window_closed),
             left: times.left,
@@ -82,67 +83,69 @@ impl Kernel {
     }
 }
 
-/// What pages cost that go whole, where the way is chosen by it: nanoseconds for each byte of content to be encoded, as of late, and for
-/// each byte that is sent.
+/// The costs of pages that are sent whole, where `auto` chooses by costs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Costs {
+    /// Nanoseconds to encode a byte of content, as a moving average.
     pub(super) encoding: f64,
+    /// Nanoseconds to send a byte.
     pub(super) price: f64,
 }
 
-/// What packets wait for.
+/// What the next packet waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Before {
+pub(super) enum Bottleneck {
     /// The network, as the kernel knows it.
     Network,
     /// The bandwidth limit.
     Limit,
 }
 
-/// What the window of all channels, and the limit, have seen so far.
+/// Figures of the window and of the limit, which all channels share, so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Seen {
     /// How long the network has had nothing to do.
     pub(super) idle: Duration,
-    /// How long the bandwidth limit let more be sent than was there to send.
+    /// How long the bandwidth limit was not used.
     pub(super) unused: Duration,
-    /// How long somebody has waited to be let in.
+    /// How long the window was full while a thread waited.
     pub(super) full: Duration,
 }
 
 pub(super) struct Auto {
     shared: Arc<compression::Auto>,
-    /// Its number for the network that all share.
+    /// The channel's number in the network that all channels share.
     channel: u64,
     selection: Selection,
-    ways: Vec<Way>,
+    encoders: Vec<EncoderChoice>,
     sampler: Sampler,
-    /// Which was chosen last.
-    way: usize,
-    /// Nanoseconds to encode a byte of content, as of late.
+    /// Which encoder was chosen last.
+    chosen: usize,
+    /// Nanoseconds to encode a byte of content, as a moving average.
     encoding: f64,
     /// The end of the packet before.
     since: Instant,
-    /// What the window had seen by then, and how long the network had been idle.
+    /// The window's figures at that time.
     seen: Seen,
+    /// How long the network had been idle by then.
     idle: Duration,
-    /// Of late, how long the limit held the thread back, and of how long.
+    /// How long the limit held the thread back, and in how much time; older packets count less.
     limited: (f64, f64),
     /// By that, the limit is the network.
     is_limited: bool,
 }
 
-/// One of the ways that there are.
-struct Way {
+/// One of the encoders to choose from.
+struct EncoderChoice {
     encoder: Box<dyn Encoder>,
     /// The number of its format.
     format: u8,
-    /// The thread's own CPU encodes. Who else has it meanwhile is not this way's doing; a device's queue is part of the way.
+    /// Whether this thread encodes on its CPU. Then only its own CPU time counts for the encoder; a device's queue counts for the device.
     by_cpu: bool,
 }
 
-impl Way {
-    /// A clock for how long it takes.
+impl EncoderChoice {
+    /// Reads the clock by which encoding is measured.
     fn clock(&self, begun: Instant) -> Duration {
         if self.by_cpu { thread_time() } else { begun.elapsed() }
     }
@@ -154,22 +157,22 @@ impl Coding {
         let Some(shared) = compression.auto() else {
             return Ok(Self::Fixed(choice.encoder(engines)?, choice.method().format().wire()));
         };
-        let way = |choice: &MethodChoice| -> Result<Way, CodecError> {
-            Ok(Way {
-                // What is not worth a try, the selection says: by class, not by what the last few batches were.
+        let encoder = |choice: &MethodChoice| -> Result<EncoderChoice, CodecError> {
+            Ok(EncoderChoice {
+                // The selection decides what is not worth a try: by class, not by the last few batches.
                 encoder: choice.untiring_encoder(engines)?,
                 format: choice.method().format().wire(),
                 by_cpu: engines.of(*choice) == Engine::Cpu,
             })
         };
-        let ways = shared.ways.iter().map(way).collect::<Result<_, _>>()?;
+        let encoders = shared.ways.iter().map(encoder).collect::<Result<_, _>>()?;
         Ok(Self::Auto(Box::new(Auto {
             shared: Arc::clone(shared),
             channel: shared.network().channel(),
             selection: Selection::new(Arc::clone(&shared.knowledge)),
-            ways,
+            encoders,
             sampler: Sampler::new()?,
-            way: 0,
+            chosen: 0,
             encoding: 0.0,
             since: Instant::now(),
             seen: Seen::default(),
@@ -179,23 +182,23 @@ impl Coding {
         })))
     }
 
-    /// Whether nothing is ever encoded.
+    /// Returns whether nothing is ever encoded.
     pub(super) fn is_none(&self) -> bool {
         matches!(self, Self::Fixed(_, 0))
     }
 
-    /// Whether it wants to know where time goes.
+    /// Returns whether the encoder is chosen for each batch, by how the thread spends its time.
     pub(super) fn is_auto(&self) -> bool {
         matches!(self, Self::Auto(_))
     }
 
-    /// Encodes `content` into `output`: the number of the format, and how long it became. None: it goes as it is. The network, or the
-    /// limit where that is the network, has something to do for as long as is `left`, where that is known.
+    /// Encodes `content` into `output`. Returns the number of the format and the encoded length; none where the content is sent as it is.
+    /// `left`: how long the network, or the limit where that is the bottleneck, is still busy, where that is known.
     pub(super) fn encode(
         &mut self,
         content: &[u8],
         output: &mut [u8],
-        left: impl FnOnce(Before) -> Option<Duration>,
+        left: impl FnOnce(Bottleneck) -> Option<Duration>,
     ) -> Result<Option<(u8, usize)>, CodecError> {
         match self {
             Self::Fixed(_, 0) => Ok(None),
@@ -204,46 +207,47 @@ impl Coding {
                 Encoded::Incompressible => None,
             }),
             Self::Auto(auto) => {
-                let before = if auto.is_limited { Before::Limit } else { Before::Network };
-                auto.encode(content, output, left(before))
+                let bottleneck = if auto.is_limited { Bottleneck::Limit } else { Bottleneck::Network };
+                auto.encode(content, output, left(bottleneck))
             }
         }
     }
 
-    /// A packet is about to be written.
+    /// Records that a packet is about to be written.
     pub(super) fn writes(&self) {
         if let Self::Auto(auto) = self {
-            auto.shared.network().is_given(Instant::now());
+            auto.shared.network().count_idle(Instant::now());
         }
     }
 
-    /// A packet was written whose `content` went the way that was chosen last.
+    /// Records a packet that was written, whose `content` bytes were encoded by the encoder chosen last.
     pub(super) fn sent(&mut self, times: Times, seen: Seen, content: usize) {
         if let Self::Auto(auto) = self {
             let elapsed = auto.since.elapsed();
             auto.since += elapsed;
             let before = std::mem::replace(&mut auto.seen, seen);
             let busy = elapsed.saturating_sub(times.waited).saturating_sub(times.starved);
-            // Where others read what is sent, it is they who wait for room, and this thread for them.
+            // Where other threads produce what is sent, they wait for room in the window, and this thread for them.
             let waited = times.waited + times.starved.min(seen.full.saturating_sub(before.full));
             let (limited, of) = &mut auto.limited;
             *limited = *limited * LIMIT_MEMORY + times.limited.as_secs_f64();
             *of = *of * LIMIT_MEMORY + elapsed.as_secs_f64();
-            // The kernel knows of this channel alone, and not of what a limit holds back: it says where what is on its way lies. What the
-            // network could have carried, the window of all channels says.
+            // The kernel's figures cover this channel alone, without what a limit holds back: they show where its bytes are. How much
+            // the network could have carried is in the figures of the window, which all channels share.
             let is_limited = *limited > LIMITED * *of;
             auto.is_limited = is_limited;
             let arrived = match times.kernel {
-                Some(Said { arrived, window_closed, .. }) if !is_limited => arrived + window_closed,
+                Some(ConnectionTimes { arrived, window_closed, .. }) if !is_limited => arrived + window_closed,
                 _ => Duration::ZERO,
             };
-            // By when the network will have sent what lies before it. Under a limit the pieces of a packet leave the network idle in between,
-            // which costs nothing: what counts is what the limit lets pass unused. Where somebody else decides, what is in the window.
+            // The network's idle time follows from when it will have sent the bytes that wait. Under a limit the network idles between the
+            // pieces of a packet, which costs nothing: what counts is how much of the limit was not used. Where the kernel has no figures, the
+            // window has.
             let idle = match times.kernel {
                 _ if is_limited => seen.unused.saturating_sub(before.unused),
-                Some(Said { left: Some(left), .. }) => {
+                Some(ConnectionTimes { left: Some(left), .. }) => {
                     let mut network = auto.shared.network();
-                    network.has(auto.channel, Instant::now(), left);
+                    network.set_left(auto.channel, Instant::now(), left);
                     let idle = network.idle();
                     idle.saturating_sub(std::mem::replace(&mut auto.idle, idle))
                 }
@@ -260,19 +264,19 @@ impl Coding {
                 written: times.written,
                 beyond,
             });
-            auto.shared.sent(auto.way, content as u64, elapsed, held_up);
+            auto.shared.sent(auto.chosen, content as u64, elapsed, held_up);
         }
     }
 
-    /// The device that has written what was last encoded, if nobody has looked at it.
+    /// Returns the device that made the last encoded content, if its output was not verified.
     pub(super) fn maker(&self) -> Option<Maker> {
         match self {
             Self::Fixed(encoder, _) => encoder.maker(),
-            Self::Auto(auto) => auto.ways[auto.way].encoder.maker(),
+            Self::Auto(auto) => auto.encoders[auto.chosen].encoder.maker(),
         }
     }
 
-    /// What pages cost that go whole; none where bytes decide.
+    /// Returns the costs of pages that are sent whole; none where bytes alone decide.
     pub(super) fn costs(&self) -> Option<Costs> {
         match self {
             Self::Fixed(..) => None,
@@ -280,11 +284,11 @@ impl Coding {
         }
     }
 
-    /// Which of [`MethodChoice::ways_of_auto`] was chosen last.
-    pub(super) fn way(&self) -> Option<usize> {
+    /// Returns which of [`MethodChoice::ways_of_auto`] was chosen last.
+    pub(super) fn chosen(&self) -> Option<usize> {
         match self {
             Self::Fixed(..) => None,
-            Self::Auto(auto) => Some(auto.way),
+            Self::Auto(auto) => Some(auto.chosen),
         }
     }
 }
@@ -307,18 +311,19 @@ impl Auto {
         left: Option<Duration>,
     ) -> Result<Option<(u8, usize)>, CodecError> {
         let class = if self.selection.wants_sample() { self.sampler.class(content)? } else { None };
-        self.way = self.selection.choose(class, content.len(), left.map(nanos));
-        let (at, way) = (Instant::now(), &mut self.ways[self.way]);
-        let begun = way.clock(at);
-        let encoded = if way.format == 0 { Encoded::Incompressible } else { way.encoder.encode(content, output)? };
+        self.chosen = self.selection.choose(class, content.len(), left.map(nanos));
+        let (at, choice) = (Instant::now(), &mut self.encoders[self.chosen]);
+        let begun = choice.clock(at);
+        let encoded =
+            if choice.format == 0 { Encoded::Incompressible } else { choice.encoder.encode(content, output)? };
         let length = match encoded {
             Encoded::Shrunk(length) => length,
             Encoded::Incompressible => content.len(),
         };
-        let taken = nanos(way.clock(at).saturating_sub(begun));
-        let format = way.format;
-        self.selection.encoded(self.way, class, content.len(), length, taken);
-        self.encoding += (taken as f64 / content.len().max(1) as f64 - self.encoding) * SMOOTH;
+        let time = nanos(choice.clock(at).saturating_sub(begun));
+        let format = choice.format;
+        self.selection.encoded(self.chosen, class, content.len(), length, time);
+        self.encoding += (time as f64 / content.len().max(1) as f64 - self.encoding) * SMOOTH;
         Ok(matches!(encoded, Encoded::Shrunk(_)).then_some((format, length)))
     }
 }
@@ -348,7 +353,7 @@ mod tests {
         for round in 0..20 {
             assert_eq!(coding.encode(&noise, &mut output, |_| None).unwrap(), None, "round {round}");
         }
-        // As it begins, a byte on the wire costs more than encoding it. Not every batch is looked at any more.
+        // At the beginning a byte on the wire costs more than encoding it. Not every batch is sampled any more.
         let encoded = (0..8).find_map(|_| coding.encode(&text, &mut output, |_| None).unwrap());
         let (_, length) = encoded.expect("it shrinks");
         assert!(length < BATCH / 10, "{length}");
@@ -366,9 +371,9 @@ mod tests {
             while begun.elapsed() <= times.writing {}
             coding.sent(times, Seen::default(), 100);
         }
-        let Coding::Auto(auto) = &coding else { unreachable!("it was asked for") };
+        let Coding::Auto(auto) = &coding else { unreachable!("`auto` was set") };
         let writing = auto.selection.byte() - auto.selection.price();
-        // The first says nothing, and an average follows.
+        // The first packet does not count, and a moving average follows slowly.
         assert!((writing - 1.6 * SMOOTH).abs() < 1e-9, "{writing}");
     }
 }

@@ -1,4 +1,4 @@
-//! How the content of a migration is compressed: always one way, or by what drains it fastest now.
+//! How the content of a migration is compressed: always by one method, or by the one with which it leaves fastest now.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,30 +11,31 @@ use super::Sent;
 use super::choices::Choices;
 use crate::cpu_allowance::CpuAllowance;
 
-/// What the channels of one migration have in common. Copies share what they learn.
+/// The compression of all channels of one migration. Clones share what they learn.
 #[derive(Debug, Clone)]
 pub struct Compression {
     choice: MethodChoice,
-    /// What there is to compress with besides the CPU.
+    /// The engines besides the CPU.
     engines: Engines,
     auto: Option<Arc<Auto>>,
 }
 
-/// Where the way is chosen batch by batch.
+/// The state of `auto`, which chooses a method for each batch.
 #[derive(Debug)]
 pub(super) struct Auto {
-    /// What is chosen from.
+    /// The methods to choose from.
     pub(super) ways: Vec<MethodChoice>,
     pub(super) knowledge: Arc<Knowledge>,
-    /// What was chosen when, and why.
+    /// Which method was chosen when, and why.
     choices: Mutex<Choices>,
     network: Mutex<Network>,
-    /// How much of this side's CPUs that may take; none: as much as it likes.
+    /// How much of this side's CPUs the channels may use; none: no limit.
     cpu: Option<CpuAllowance>,
 }
 
 impl Compression {
-    /// By `choice`, with `engines` besides the CPU, on so many channels. Where it is `auto`, it uses `cpu` cores at most; none: as many as it likes.
+    /// Compresses by `choice`, with `engines` besides the CPU, on so many channels. Where the choice is `auto`, it uses `cpu` cores at most;
+    /// none: no limit.
     pub fn new(choice: MethodChoice, engines: Engines, channels: u16, cpu: Option<f64>) -> Self {
         let auto = choice.is_auto().then(|| {
             let ways = MethodChoice::ways_of_auto(&engines);
@@ -50,7 +51,7 @@ impl Compression {
         Self { choice, engines, auto }
     }
 
-    /// Content goes as it is.
+    /// Sends content uncompressed.
     pub fn none() -> Self {
         Self::new(MethodChoice::default(), Engines::default(), 1, None)
     }
@@ -67,7 +68,7 @@ impl Compression {
         self.auto.as_ref()
     }
 
-    /// What it was, in words: who encoded, and with how much of the content each way went that was `sent`, where there are several.
+    /// Describes the compression: the methods, with their part of the `sent` content where there are several, and the engines.
     pub fn words(&self, sent: &Sent) -> String {
         let all: u64 = sent.by_way.iter().sum();
         let by = |choice| self.engines.account(choice).map(|by| format!("{choice}: {by}"));
@@ -80,7 +81,7 @@ impl Compression {
         format!("{}: {}{accounts}", self.choice, words.join(", "))
     }
 
-    /// What was chosen when and why, a line for each change, where it is chosen batch by batch.
+    /// Returns a line for each change of the method that `auto` chose, with the reason.
     pub fn choices(&self) -> Vec<String> {
         let lines = |auto: &Arc<Auto>| {
             let choices = auto.choices.lock().unwrap_or_else(PoisonError::into_inner);
@@ -90,27 +91,27 @@ impl Compression {
     }
 }
 
-/// Until when the network has something to do, by what the channels have said lies before it.
+/// How long the network is busy, by the channels' figures of bytes that wait to be sent.
 #[derive(Debug, Default)]
 pub(super) struct Network {
-    /// By channel, as it has said last: where the network has become faster, what it said before is not true any more.
+    /// When the network will have sent each channel's bytes, by the channel's newest figure.
     until: HashMap<u64, Instant>,
-    /// How many channels there have been: after a loss they are made anew.
+    /// How many channels there have been: after a loss they are opened anew.
     channels: u64,
-    /// What was idle before this is counted.
+    /// Up to when idle time is counted.
     counted: Option<Instant>,
     idle: Duration,
 }
 
 impl Network {
-    /// One more channel, whose number this is.
+    /// Adds a channel and returns its number.
     pub(super) fn channel(&mut self) -> u64 {
         self.channels += 1;
         self.channels
     }
 
-    /// Something is given to it.
-    pub(super) fn is_given(&mut self, now: Instant) {
+    /// Counts the idle time until now: a packet is about to be written.
+    pub(super) fn count_idle(&mut self, now: Instant) {
         let until = self.until.values().copied().max();
         if let Some(until) = until.max(self.counted).filter(|until| *until < now) {
             self.idle += now - until;
@@ -118,20 +119,20 @@ impl Network {
         }
     }
 
-    /// A channel's part of it will take so long.
-    pub(super) fn has(&mut self, channel: u64, now: Instant, left: Duration) {
+    /// Records how long the network will take for the channel's bytes that wait.
+    pub(super) fn set_left(&mut self, channel: u64, now: Instant, left: Duration) {
         self.until.insert(channel, now + left);
     }
 
-    /// A channel has ended, and what lay before the network of it with it.
+    /// Removes a channel that has ended, with its bytes.
     pub(super) fn ended(&mut self, channel: u64, now: Instant) {
         if let Some(until) = self.until.remove(&channel) {
-            // So far it had something to do.
+            // Until then the network was busy.
             self.counted = self.counted.max(Some(until.min(now)));
         }
     }
 
-    /// How long it has had nothing to do so far.
+    /// Returns how long the network has been idle so far.
     pub(super) fn idle(&self) -> Duration {
         self.idle
     }
@@ -142,12 +143,13 @@ impl Auto {
         self.network.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A thread has run for `running` since it last said so; says how far all of them are beyond what they may use: 0 not at all, 1 far.
+    /// Records that a thread has run for `running` since its last call. Returns how far all threads are beyond their limit: 0 not at all, 1
+    /// far.
     pub(super) fn beyond(&self, running: Duration) -> f64 {
         self.cpu.as_ref().map_or(0.0, |cpu| cpu.used(running))
     }
 
-    /// A packet with `bytes` of content went by `way`; since the one before it on its channel `time` had passed.
+    /// Records a packet with `bytes` of content that was encoded by method `way`, and the `time` since the packet before it on its channel.
     pub(super) fn sent(&self, way: usize, bytes: u64, time: Duration, held_up: HeldUp) {
         self.choices.lock().unwrap_or_else(PoisonError::into_inner).sent(way, bytes, time, held_up);
     }
@@ -164,13 +166,13 @@ mod tests {
     fn the_network_is_idle_from_when_all_channels_parts_are_through() {
         let (mut network, begun) = (Network::default(), Instant::now());
         let (one, other) = (network.channel(), network.channel());
-        network.is_given(begun);
-        network.has(one, begun, 10 * MS);
-        network.has(other, begun, 30 * MS);
-        network.is_given(begun + 20 * MS);
+        network.count_idle(begun);
+        network.set_left(one, begun, 10 * MS);
+        network.set_left(other, begun, 30 * MS);
+        network.count_idle(begun + 20 * MS);
         assert_eq!(network.idle(), Duration::ZERO);
-        network.is_given(begun + 35 * MS);
-        network.is_given(begun + 40 * MS);
+        network.count_idle(begun + 35 * MS);
+        network.count_idle(begun + 40 * MS);
         assert_eq!(network.idle(), 10 * MS);
     }
 
@@ -178,9 +180,9 @@ mod tests {
     fn what_was_said_of_a_slower_network_is_soon_forgotten() {
         let (mut network, begun) = (Network::default(), Instant::now());
         let channel = network.channel();
-        network.has(channel, begun, 60_000 * MS);
-        network.has(channel, begun + MS, MS);
-        network.is_given(begun + 12 * MS);
+        network.set_left(channel, begun, 60_000 * MS);
+        network.set_left(channel, begun + MS, MS);
+        network.count_idle(begun + 12 * MS);
         assert_eq!(network.idle(), 10 * MS);
     }
 
@@ -188,17 +190,17 @@ mod tests {
     fn what_a_channel_had_to_send_still_ends_with_it() {
         let (mut network, begun) = (Network::default(), Instant::now());
         let (lost, other) = (network.channel(), network.channel());
-        network.has(lost, begun, 60_000 * MS);
-        network.has(other, begun, 10 * MS);
+        network.set_left(lost, begun, 60_000 * MS);
+        network.set_left(other, begun, 10 * MS);
         network.ended(lost, begun + 20 * MS);
-        network.is_given(begun + 25 * MS);
+        network.count_idle(begun + 25 * MS);
         assert_eq!(network.idle(), 5 * MS, "it was busy with the lost one's until that was lost");
         let anew = network.channel();
         assert!(anew != other);
-        network.has(anew, begun + 25 * MS, MS);
+        network.set_left(anew, begun + 25 * MS, MS);
         network.ended(anew, begun + 30 * MS);
         network.ended(anew, begun + 31 * MS);
-        network.is_given(begun + 36 * MS);
+        network.count_idle(begun + 36 * MS);
         assert_eq!(network.idle(), 15 * MS, "of one that was through before it ended nothing is kept");
     }
 
@@ -209,7 +211,7 @@ mod tests {
         for _ in 0..3 {
             let coding = Coding::new(&compression).unwrap();
             let channel = auto.network().channels;
-            auto.network().has(channel, Instant::now(), 60_000 * MS);
+            auto.network().set_left(channel, Instant::now(), 60_000 * MS);
             assert_eq!(auto.network().until.len(), 1);
             drop(coding);
         }

@@ -1,21 +1,21 @@
-//! Pages by what has changed in them since the destination last acknowledged them.
+//! Deltas: only what has changed in a page since the destination last acknowledged it.
 //!
-//! Each channel keeps what it has sent, in a cache of bounded size: all pages of a region travel on one channel, so nobody else
-//! has newer content of them. A delta is made only against content that has been acknowledged and was not refused since, and the
+//! Each channel keeps the pages that it has sent, in a cache of bounded size. All pages of a region take one channel, so no other channel
+//! has sent newer content of them. A delta is made only against content that has been acknowledged and was not refused since, and the
 //! cache follows by applying the very record that was sent.
 //!
-//! Where pages cannot be read again, what is on its way and has no place in the cache is held besides ([`underway`]): the destination
-//! may refuse it.
+//! Where pages cannot be read again, those on their way that have no place in the cache are kept besides ([`underway`]): the destination
+//! may refuse them.
 //!
-//! What is kept and tried at all is a matter of what has paid in each region ([`history`]).
+//! Which pages are kept and tried depends on what has paid in each region ([`history`]).
 //!
-//! A device may have made the deltas before ([`said`]). Nothing of what it says is sent unseen: the cache follows by its record, and has
-//! to be then what the page is.
+//! A device may have made the deltas before ([`answers`]). They are verified before they are sent: the cache applies the device's record,
+//! and must then equal the page.
 
+mod answers;
 mod cache;
+mod device_readable;
 mod history;
-mod said;
-mod shown;
 mod underway;
 
 use std::ops::Range;
@@ -23,16 +23,16 @@ use std::ops::Range;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::checksum::crc32c_combine;
 use sterna_memory::delta::{Created, create};
-use sterna_offload::{Delta, Range as Shown};
+use sterna_offload::Delta;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::{DELTA_HEADER_LENGTH, MAX_RECORD, PageDelta};
 use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{Run, RunKind};
 
+pub(super) use self::answers::{Against, Answers, Normal, Wrong};
 use self::cache::{Cache, Key, Place};
 pub(super) use self::history::Whole;
 use self::history::{History, Plan, Tried};
-pub(super) use self::said::{Against, Answers, Normal, Wrong};
 use self::underway::Underway;
 use super::again::SendAgain;
 use super::coding::Costs;
@@ -41,25 +41,25 @@ use crate::off_cpu::thread_time;
 
 /// Pages of a region, which have a history together.
 const REGION_PAGES: u64 = REGION / PAGE_SIZE as u64;
-/// How much an average follows its newest value.
+/// Weight of the newest value in a moving average.
 const SMOOTH: f64 = 1.0 / 16.0;
-/// What a byte on the wire costs where nobody has measured it, in nanoseconds: more than any work on it.
+/// Nanoseconds that a byte on the wire costs where that is not measured: more than any work on the byte.
 const BYTES_DECIDE: f64 = 1000.0;
 /// A page that is not kept.
 const NOWHERE: usize = usize::MAX;
 
-/// What has become of the pages of a batch.
+/// How the pages of a batch are sent.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Split {
-    /// Pages that go as deltas.
+    /// Number of pages that are sent as deltas.
     pub(super) deltas: u64,
-    /// Pages that are what the destination has already.
+    /// Number of pages that the destination has already.
     pub(super) same: u64,
-    /// Pages that go whole.
+    /// Number of pages that are sent whole.
     pub(super) whole: u64,
-    /// Of those that go as deltas or are the same, for how many a device has found out what changed.
+    /// Number of pages, sent as deltas or unchanged, whose changes a device has found.
     pub(super) by_device: u64,
-    /// Something that a device has said was wrong.
+    /// A wrong result of a device, if there was one.
     pub(super) wrong: Option<Wrong>,
 }
 
@@ -68,28 +68,32 @@ pub(super) struct Split {
 pub(super) struct Deltas {
     cache: Cache,
     history: History,
-    /// Of the last batch, the pages that go as deltas, and their content.
+    /// Pages of the last batch that are sent as deltas.
     runs: Vec<Run>,
+    /// Their deltas, in the first `records_length` bytes.
     records: Vec<u8>,
     records_length: usize,
-    /// The pages that go whole or are zero, and the content of the former unless that is all of the batch's.
+    /// Pages of the last batch that are sent whole or are zero.
     rest_runs: Vec<Run>,
+    /// The content of those that are sent whole, unless these are all normal pages of the batch.
     rest: Vec<u8>,
     all_whole: bool,
-    /// The CRC-32C of the latter, where devices have said those of its pages.
+    /// The CRC-32C of that content, where devices have computed those of its pages.
     rest_checksum: Option<u32>,
-    /// What is on its way and not in the cache, where it could not be read again.
+    /// Pages on their way that are not in the cache, where pages cannot be read again.
     underway: Option<Underway>,
-    /// Of the last batch, what goes whole or is zero and is not kept, and where in the batch's content the former begins, in pages.
+    /// Pages of the last batch that are sent whole or are zero and are not kept, and where in the batch the content of the former begins,
+    /// in pages.
     unkept: Vec<(Run, usize)>,
-    /// Where the pages of the batch are kept.
+    /// The places at which the pages of the batch are kept.
     found: Vec<usize>,
-    /// Places whose content is that of the batch.
+    /// Places whose pages of the batch are sent as deltas.
     changed: Vec<usize>,
+    /// Places whose pages of the batch are sent whole.
     replaced: Vec<usize>,
     /// The region of the last batch.
     region: u64,
-    /// Bytes that a page takes which goes whole, on average.
+    /// Average bytes of a page that is sent whole.
     whole_page: f64,
 }
 
@@ -101,14 +105,14 @@ struct Part {
 }
 
 impl Deltas {
-    /// With a cache of at most `bytes`, for packets of at most `packet_size` bytes.
+    /// Makes a delta encoder with a cache of at most `bytes`, for packets of at most `packet_size` bytes.
     pub(super) fn new(bytes: usize, packet_size: usize) -> Self {
         let pages = packet_size / PAGE_SIZE;
         Self {
             cache: Cache::new(bytes),
             history: History::new(bytes / PAGE_SIZE),
             runs: Vec::with_capacity(pages),
-            // Nothing in it is read before it was written.
+            // No byte is read before it was written.
             records: vec![0; pages * (DELTA_HEADER_LENGTH + MAX_RECORD)],
             rest_runs: Vec::with_capacity(MAX_RUNS),
             rest: Vec::with_capacity(packet_size),
@@ -125,24 +129,24 @@ impl Deltas {
         }
     }
 
-    /// Whether nothing is kept because there was no memory for it.
+    /// Returns whether nothing is kept because there was no memory for the cache.
     pub(super) fn lacks_memory(&self) -> bool {
         self.cache.lacks_memory()
     }
 
-    /// As pages that cannot be read again need it: until it is acknowledged each of them can be sent again.
+    /// Keeps each page until it is acknowledged, for pages that cannot be read again: so each can be retransmitted.
     pub(super) fn holding(mut self) -> Self {
         self.underway = Some(Underway::default());
         self
     }
 
-    /// What a page costs that goes whole; where the way is chosen by what time and bytes cost, at `costs`.
+    /// Returns what a page costs that is sent whole. `costs`: the costs of time and bytes, where an encoder is chosen by them.
     pub(super) fn whole(&self, costs: Option<Costs>) -> Whole {
         let Costs { encoding, price } = costs.unwrap_or(Costs { encoding: 0.0, price: BYTES_DECIDE });
         Whole { nanos: encoding * PAGE_SIZE as f64, bytes: self.whole_page, price }
     }
 
-    /// Lists in `against` the normal pages of a batch of `block` that may go as deltas, and says how long the longest record may be that
+    /// Lists in `against` the normal pages of a batch of `block` that may be sent as deltas. Returns the maximum length of a record that
     /// pays.
     pub(super) fn against(&mut self, block: u16, runs: &[Run], whole: Whole, against: &mut Vec<Against>) -> usize {
         against.clear();
@@ -166,13 +170,13 @@ impl Deltas {
         most
     }
 
-    /// What is kept there, for a device.
-    pub(super) fn shown(&self, against: Against) -> Shown {
+    /// Returns the memory of the kept content, for a device.
+    pub(super) fn range_of(&self, against: Against) -> sterna_offload::Range {
         self.cache.range(against.at)
     }
 
-    /// Takes what can go as deltas out of a batch of `block`, where that costs less than what it costs `whole`: `content` is that of
-    /// the normal runs. What was acknowledged up to `acknowledged` is at the destination, but for what is listed in `again`.
+    /// Makes deltas of the pages of a batch of `block` where they cost less than pages sent `whole`. `content` is that of
+    /// the normal runs. The destination has the content of all packets up to `acknowledged`, except the pages in `again`.
     pub(super) fn split(
         &mut self,
         block: u16,
@@ -183,7 +187,7 @@ impl Deltas {
         whole: Whole,
     ) -> Split {
         let (begun, touched) = (thread_time(), self.cache.touched());
-        let Normal { bytes: content, mut said } = content;
+        let Normal { bytes: content, mut answers } = content;
         let mut split = Split::default();
         for list in [&mut self.runs, &mut self.rest_runs] {
             list.clear();
@@ -215,21 +219,21 @@ impl Deltas {
                     part = Some(Part { region, plan: self.history.plan(region, whole), tried: Tried::default() });
                 }
                 let Part { plan, tried, .. } = part.as_mut().expect("there is one now");
-                // One that was found may have had to give way since, to another page of this batch.
+                // A place that was found may have been given to another page of this batch since.
                 let kept = self.found.get(number).copied().filter(|at| *at != NOWHERE && self.cache.keeps(*at, key));
-                let checksum = said.as_ref().and_then(|said| said.checksum(number));
+                let checksum = answers.as_ref().and_then(|answers| answers.checksum(number));
                 number += 1;
                 let usable = |at: &usize| {
                     let place = self.cache.place(*at);
                     let stale = || again.is_some_and(|again| again.is_stale(block, page));
                     (plan.tries && place.sequence <= acknowledged && !stale()).then_some((*at, place))
                 };
-                // Taken out of a run, a page leaves two; what goes whole has to fit a packet's table all the same.
+                // A page that leaves a run splits it in two; the runs of the rest must fit a packet's table all the same.
                 let fits = self.rest_runs.len() + (runs.len() - before) <= MAX_RUNS;
                 if let Some((at, Place { sequence, paid })) = kept.as_ref().filter(|_| fits).and_then(usable) {
                     passes += 1;
                     let of_it = Against { number: number - 1, at, sequence };
-                    let length = match said.as_mut().and_then(|said| said.delta(of_it)) {
+                    let length = match answers.as_mut().and_then(|answers| answers.delta(of_it)) {
                         Some(delta) => {
                             let length = self.by_device(at, bytes, plan.most, delta, checksum);
                             split.by_device += u64::from(matches!(length, Ok(Some(_))));
@@ -243,7 +247,7 @@ impl Deltas {
                             self.delta(at, bytes, plan.most, next, checksum)
                         }
                     };
-                    // In a region that rests, those that pay are kept and the others are not: only samples tell of all.
+                    // In a region that rests, only pages that pay are kept, so only the samples represent all pages.
                     let counts = u32::from(plan.keeps || !paid);
                     tried.pages += counts;
                     if let Some(length) = length {
@@ -289,14 +293,14 @@ impl Deltas {
             }
         }
         self.end(part);
-        // Memory that is touched for the first time takes many times a pass, and will not again.
+        // Memory that is touched for the first time takes many times longer than a pass, but only once.
         if self.cache.touched() == touched {
             self.history.took(thread_time().saturating_sub(begun).as_nanos() as f64, passes, number);
         }
         split
     }
 
-    /// Finds where the pages of a batch are kept, all of them at once: their sets are neighbours.
+    /// Finds the places of all pages of a batch at once: their sets are neighbours.
     fn find(&mut self, block: u16, runs: &[Run]) {
         self.found.clear();
         if !self.cache.is_empty() {
@@ -308,7 +312,7 @@ impl Deltas {
         }
     }
 
-    /// What follows is not all that goes whole: `before` is.
+    /// Begins to collect the pages that are sent whole: `before` is, and the next page is not.
     fn begin_rest(&mut self, before: &[u8]) {
         if std::mem::take(&mut self.all_whole) {
             self.rest.extend_from_slice(before);
@@ -322,8 +326,9 @@ impl Deltas {
         }
     }
 
-    /// Adds what makes the page kept at `at` into `content`, and makes it so; says how long the record is, 0 where it is the same.
-    /// None: it would be longer than `most`. What is kept at `next` is compared next. The content has this `checksum`, if it is known.
+    /// Adds the delta from the page kept at `at` to `content`, and applies it there. Returns the record's length, 0 where the pages are the
+    /// same, and none where it would be longer than `most`. The page kept at `next` is compared next. `checksum`: that of the content, if
+    /// it is known.
     fn delta(
         &mut self,
         at: usize,
@@ -345,13 +350,13 @@ impl Deltas {
                 self.records_length += DELTA_HEADER_LENGTH + length;
                 Some(length)
             }
-            // A page of content that is not aligned has no record: it goes whole.
+            // A page of content that is not aligned has no record: it is sent whole.
             Ok(Created::Overflow { .. }) | Err(_) => None,
         }
     }
 
-    /// The same with `delta`, which a device has made of what is kept at `at`. Where that is wrong, nothing is kept there any more that is
-    /// of use.
+    /// As [`Deltas::delta`], with `delta`, which a device has made from the page kept at `at`. Where that delta is wrong, the kept page is
+    /// spoilt.
     fn by_device(
         &mut self,
         at: usize,
@@ -367,8 +372,12 @@ impl Deltas {
         };
         let of_content = checksum.unwrap_or_else(|| crc32c(content));
         if self.cache.apply(at, record).is_err() || crc32c(self.cache.page(at)) != of_content {
-            // Either leads elsewhere than to the copy, or the copy is not what was read.
-            return Err(if checksum.is_some_and(|said| said != crc32c(content)) { Wrong::Copy } else { Wrong::Delta });
+            // Either the record does not lead to the copy, or the copy is not what the device has read.
+            return Err(if checksum.is_some_and(|checksum| checksum != crc32c(content)) {
+                Wrong::Copy
+            } else {
+                Wrong::Delta
+            });
         }
         if !record.is_empty() {
             let room = &mut self.records[self.records_length..][..DELTA_HEADER_LENGTH + record.len()];
@@ -380,7 +389,7 @@ impl Deltas {
         Ok(Some(record.len()))
     }
 
-    /// The packets of the last batch, whose content is `content`, have these numbers.
+    /// Records the numbers of the packets of the last batch, whose content is `content`.
     pub(super) fn sent(&mut self, block: u16, content: &[u8], deltas: u64, whole: u64) {
         for &at in &self.changed {
             let place = self.cache.place_mut(at);
@@ -397,29 +406,29 @@ impl Deltas {
         }
     }
 
-    /// What [`Deltas::again`] gave goes in the packet with this number.
+    /// Records the number of the packet that retransmits the pages of [`Deltas::again`].
     pub(super) fn sent_again(&mut self, block: u16, number: u64) {
         let content = std::mem::take(&mut self.rest);
         self.sent(block, &content, number, number);
         self.rest = content;
     }
 
-    /// Of the last batch: which pages go as deltas, and the deltas.
+    /// Returns the pages of the last batch that are sent as deltas, and the deltas.
     pub(super) fn deltas(&self) -> (&[Run], &[u8]) {
         (&self.runs, &self.records[..self.records_length])
     }
 
-    /// Of the last batch, whose content is `content`: which pages go whole or are zero, and the content of the former.
+    /// Returns the pages of the last batch that are sent whole or are zero, and the content of the former. `content`: that of the batch.
     pub(super) fn rest<'a>(&'a self, content: &'a [u8]) -> (&'a [Run], &'a [u8]) {
         (&self.rest_runs, if self.all_whole { content } else { &self.rest })
     }
 
-    /// The CRC-32C of the latter, where devices have said those of its pages.
+    /// Returns the CRC-32C of the content in [`Deltas::rest`], where devices have computed those of its pages.
     pub(super) fn rest_checksum(&self) -> Option<u32> {
         self.rest_checksum
     }
 
-    /// So many pages of the last batch went whole in so many bytes.
+    /// Records how many pages of the last batch were sent whole, in how many bytes.
     pub(super) fn went_whole(&mut self, pages: u64, bytes: usize) {
         if pages > 0 {
             let each = bytes as f64 / pages as f64;
@@ -428,8 +437,8 @@ impl Deltas {
         }
     }
 
-    /// Of `pages` in `block`, those whose newest content went in the packet `refused`, as pages that go whole: it did not arrive. What
-    /// is newer is on its way in a later packet. The error is a page that was not in that one.
+    /// Collects the pages to retransmit whole: those of `pages` in `block` whose newest content was in the packet `refused`. Newer
+    /// content is on its way in a later packet. The error is a page that was not in the refused packet.
     pub(super) fn again(&mut self, block: u16, pages: Range<u64>, refused: u64) -> Result<(), u64> {
         self.rest_runs.clear();
         self.rest.clear();
@@ -461,13 +470,13 @@ impl Deltas {
         Ok(())
     }
 
-    /// How many pages are kept.
+    /// Returns how many pages are kept.
     #[cfg(test)]
     fn kept(&self) -> usize {
         self.cache.kept()
     }
 
-    /// Pages of `run` in `block` go another way, or are given up at the destination.
+    /// Forgets the pages of `run` in `block`, which are sent in another mode or discarded at the destination.
     pub(super) fn forget(&mut self, block: u16, run: &Run) {
         if !self.cache.is_empty() {
             (run.first..run.end()).for_each(|page| self.cache.forget(Key::new(block, page)));
@@ -475,12 +484,12 @@ impl Deltas {
     }
 }
 
-/// The number of a page's region.
+/// Returns the number of a page's region.
 fn region_of(block: u16, page: u64) -> u64 {
     (u64::from(block) << 40) + page / REGION_PAGES
 }
 
-/// Adds a page, which comes after those there are.
+/// Appends a page.
 fn push(runs: &mut Vec<Run>, page: u64) {
     match runs.last_mut() {
         Some(last) if last.kind == RunKind::Normal && last.end() == page && last.count < Run::MAX_COUNT => {
@@ -490,7 +499,7 @@ fn push(runs: &mut Vec<Run>, page: u64) {
     }
 }
 
-/// Adds a page whose content is the batch's page `number`; it comes after those there are, and so does its content.
+/// Appends a page whose content is the batch's page `number`.
 fn push_unkept(unkept: &mut Vec<(Run, usize)>, page: u64, number: usize) {
     match unkept.last_mut() {
         Some((last, _)) if last.kind == RunKind::Normal && last.end() == page && last.count < Run::MAX_COUNT => {

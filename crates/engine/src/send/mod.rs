@@ -1,9 +1,8 @@
 //! The source's channels: from a queue of batches to packets on the wire, and acknowledgements back.
 //!
 //! Each channel has two threads. The *sending* thread owns the queue's end, the encoder and the writing half of the
-//! connection; it takes a batch, encodes it, and writes the packet. The *acknowledging* thread blocks in the reading
-//! half and lets what was acknowledged leave the window. Packets are never waited for one by one: the window is the only
-//! brake.
+//! connection: it encodes each batch of the queue and writes the packet. The *acknowledging* thread reads acknowledgements
+//! and lets acknowledged bytes leave the window. The source never waits for single packets: only the window limits it.
 
 mod again;
 mod ahead;
@@ -47,27 +46,27 @@ use crate::receive::PacketRules;
 use crate::transport::{Reader, Writer};
 use crate::window::{Carried, Window, WindowClosed};
 
-/// Batches that wait in a channel's queue. The window bounds bytes; this only has to keep the channel busy.
+/// Batches that wait in a channel's queue. The window bounds bytes; the queue only has to keep the channel busy.
 const QUEUE_LENGTH: usize = 16;
 
-/// What is handed to a channel.
+/// An item of a channel's queue.
 #[derive(Debug)]
 pub enum Item {
     /// Pages.
     Pages(PooledBatch),
-    /// Pages that are still to be read from guest RAM.
+    /// Pages that the channel's thread reads from guest RAM.
     Guest(GuestPages),
-    /// Pages of which what was sent before is old, as zero runs.
+    /// Pages whose earlier content the destination is to discard, as zero runs.
     Discard(PooledBatch),
-    /// Nothing new: what was refused meanwhile is to be sent again.
+    /// Nothing new: the channel retransmits the pages that were refused meanwhile.
     Again,
-    /// All pages of this generation that go by this channel have been handed over.
+    /// All pages of this generation that take this channel have been handed over.
     GenerationEnd(u64),
     /// A record of the virtual machine's own stream.
     Stream {
-        /// What kind of record, as the two gateways agree.
+        /// The kind of the record.
         record: u16,
-        /// Its bytes.
+        /// The record's bytes.
         content: Vec<u8>,
     },
     /// A piece of a device's state.
@@ -78,7 +77,7 @@ pub enum Item {
         place: u64,
         /// The piece.
         piece: Piece<DeviceBytes>,
-        /// Bytes that it takes of the window.
+        /// Bytes of the window that the piece needs.
         in_window: u64,
     },
     /// A buffer of device state, as a QEMU sends it.
@@ -97,32 +96,32 @@ pub enum Item {
 /// How pages are read from guest RAM and sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
-    /// As the channel does it.
+    /// With the channel's accelerator and method.
     #[default]
     Usual,
-    /// Without an accelerator: what one says of them could not be corrected any more, or cannot be believed.
+    /// Without an accelerator: an error of its zero test could not be corrected any more, or the accelerator is suspect.
     ByCpu,
-    /// Without an accelerator and uncompressed: what was sent the usual way was refused.
+    /// Without an accelerator and uncompressed: the pages were refused after they were sent the usual way.
     Plain,
 }
 
-/// Pages that are still to be read from guest RAM.
+/// Pages that the channel's thread reads from guest RAM.
 #[derive(Debug)]
 pub struct GuestPages {
     /// The RAM.
     pub ram: GuestRam,
-    /// Which pages, by normal runs without content.
+    /// The pages, as normal runs without content.
     pub pages: PooledBatch,
-    /// Those of them that need not be sent any more when their turn has come.
+    /// Pages that have been sent on another channel meanwhile, and are left out.
     pub overtaken: Option<Arc<Overtaken>>,
-    /// How they are read and sent.
+    /// How the pages are read and sent.
     pub way: Way,
 }
 
-/// Most ways that `auto` chooses from.
-const MOST_WAYS: usize = 8;
+/// Maximum number of methods that `auto` chooses from.
+const MAX_AUTO_METHODS: usize = 8;
 
-/// What went over a channel.
+/// The counters of a channel.
 #[derive(Debug, Default)]
 pub struct SendCounters {
     /// Normal pages.
@@ -135,39 +134,39 @@ pub struct SendCounters {
     pub packet_bytes: AtomicU64,
     /// Bytes on the wire.
     pub wire_bytes: AtomicU64,
-    /// Normal pages of which only what had changed was sent.
+    /// Normal pages that were sent as deltas.
     pub delta_pages: AtomicU64,
-    /// Normal pages that were what the destination had already, and were not sent.
+    /// Normal pages that the destination had already, and that were not sent.
     pub same_pages: AtomicU64,
-    /// Of both kinds, those of which an accelerator has found out what had changed.
+    /// Pages of both kinds whose changes an accelerator has found.
     pub device_deltas: AtomicU64,
     /// Whether there was no memory for deltas: 1 or 0.
     pub lacks_delta_cache: AtomicU64,
-    /// Where the way is chosen batch by batch, bytes of content by way.
-    pub by_way: [AtomicU64; MOST_WAYS],
-    /// Packets whose content did not shrink and went raw.
+    /// Where `auto` chooses a method for each batch: bytes of content by method.
+    pub by_way: [AtomicU64; MAX_AUTO_METHODS],
+    /// Packets whose content did not shrink and was sent uncompressed.
     pub raw_packets: AtomicU64,
     /// Packets.
     pub packets: AtomicU64,
 }
 
 impl SendCounters {
-    /// The channel makes deltas, if it has the memory.
+    /// Records whether the channel has memory for deltas.
     fn has_deltas(&self, deltas: &Deltas) {
         self.lacks_delta_cache.store(deltas.lacks_memory().into(), Ordering::Relaxed);
     }
 }
 
-/// What went over several channels.
+/// The sums of the counters of several channels.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sent {
     /// Normal pages.
     pub normal_pages: u64,
-    /// Those of them of which only what had changed was sent.
+    /// Normal pages that were sent as deltas.
     pub delta_pages: u64,
-    /// Those of them that were what the destination had already.
+    /// Normal pages that the destination had already.
     pub same_pages: u64,
-    /// Of both kinds, those of which an accelerator has found out what had changed.
+    /// Pages of both kinds whose changes an accelerator has found.
     pub device_deltas: u64,
     /// Zero pages.
     pub zero_pages: u64,
@@ -179,8 +178,8 @@ pub struct Sent {
     pub wire_bytes: u64,
     /// Channels that had no memory for deltas.
     pub lack_delta_cache: u64,
-    /// Where the way is chosen batch by batch, bytes of content by way.
-    pub by_way: [u64; MOST_WAYS],
+    /// Where `auto` chooses a method for each batch: bytes of content by method.
+    pub by_way: [u64; MAX_AUTO_METHODS],
 }
 
 impl std::ops::Add for Sent {
@@ -203,7 +202,7 @@ impl std::ops::Add for Sent {
 }
 
 impl Sent {
-    /// The sum over `channels` so far.
+    /// Returns the sums over `channels` so far.
     pub fn over<'a>(channels: impl IntoIterator<Item = &'a SendChannel>) -> Self {
         let mut sent = Self::default();
         for channel in channels {
@@ -224,18 +223,19 @@ impl Sent {
         sent
     }
 
-    /// Of `wished` bytes of memory for deltas, how many `channels` channels could have, and why there were no deltas where that is why.
-    pub fn delta_cache(&self, wished: u64, channels: u16) -> (u64, Option<&'static str>) {
+    /// Returns how many of the `requested` bytes for deltas `channels` channels have got, and the reason if a lack of memory has prevented
+    /// deltas.
+    pub fn delta_cache(&self, requested: u64, channels: u16) -> (u64, Option<&'static str>) {
         if self.lack_delta_cache == 0 {
-            return (wished, None);
+            return (requested, None);
         }
         let channels = u64::from(channels.max(1));
-        let had = wished / channels * channels.saturating_sub(self.lack_delta_cache);
+        let had = requested / channels * channels.saturating_sub(self.lack_delta_cache);
         let none = had == 0 && self.delta_pages + self.same_pages == 0;
         (had, none.then_some("the source has no memory for what was sent"))
     }
 
-    /// Content bytes / packet bytes; 1 before anything was sent.
+    /// Returns content bytes / packet bytes; 1 before anything was sent.
     pub fn ratio(&self) -> f64 {
         if self.packet_bytes > 0 { self.content_bytes as f64 / self.packet_bytes as f64 } else { 1.0 }
     }
@@ -244,21 +244,21 @@ impl Sent {
 /// A packet that is not acknowledged.
 #[derive(Clone, Copy, Debug)]
 struct InFlight {
-    /// Bytes of the window.
+    /// Bytes of the window that its acknowledgement frees.
     in_window: u64,
     /// Pages in it that were handed over.
     carried: Carried,
-    /// Pages in it that are not zero, handed over or sent again: those that it may be asked for again.
+    /// Pages in it that are not zero, handed over or retransmitted: the maximum that the destination may request again.
     normal_pages: u64,
-    /// Who is to be told of it should it be refused.
+    /// The device that is distrusted if the packet is refused.
     suspect: Option<Suspect>,
-    /// Of a piece of a device's state: the device, and how many bytes.
+    /// For a piece of a device's state: the device, and how many bytes.
     device: Option<(u16, u32)>,
 }
 
 impl InFlight {
-    /// Takes from `reader` which pages of this packet are asked for again: no more than it had. Each is marked or looked for, and one
-    /// request could name a whole guest.
+    /// Reads from `reader` which pages of this packet the destination requests again. Fails where they are more than the packet had: each
+    /// costs time, and one request could name a whole guest.
     fn read_requests(
         &self,
         reader: &mut Reader,
@@ -272,25 +272,25 @@ impl InFlight {
             reader.read_exact(&mut bytes)?;
             let request = PageRequest::decode(&bytes, shapes)?;
             let after = left.checked_sub(request.count.into());
-            left = after.ok_or("it asks again for more pages than were in the packet that it refuses")?;
+            left = after.ok_or("it requests again more pages than were in the packet that it refuses")?;
             take(request);
         }
         Ok(())
     }
 }
 
-/// A device whose work a packet is.
+/// The device that has made a packet's content.
 #[derive(Clone, Copy, Debug)]
 enum Suspect {
-    /// It has copied the content.
+    /// The device has copied the content.
     Copied(Maker),
-    /// It has compressed it, and nobody has looked at that. Where another has copied it, that copy was looked at as a rule; was it not,
-    /// and were it the wrong one, it is the only suspect from the next time on.
+    /// The device has compressed the content, and the result was not verified. Where another device has copied the content, that copy was
+    /// verified as a rule. If the copy was wrong all the same, the copying device is the only suspect from the next time on.
     Compressed(Maker),
 }
 
 impl Suspect {
-    /// The device, and what is said of it.
+    /// Returns the device, and why it is distrusted.
     fn charge(self) -> (Maker, &'static str) {
         match self {
             Self::Copied(maker) => (maker, "what it had copied was refused by the destination"),
@@ -302,16 +302,16 @@ impl Suspect {
 #[derive(Debug, Default)]
 struct Progress {
     sequence: SendSequence,
-    /// Items of the queue, but for pieces of device state, all of whose packets are written.
+    /// Number of items of the queue whose packets are all written; pieces of device state do not count.
     sent_items: u64,
     /// Each packet not yet acknowledged, oldest first.
     in_flight: VecDeque<InFlight>,
-    /// Pages that are to be sent again from what is kept, each with the packet that was refused.
+    /// Pages to retransmit from the copies that the channel keeps, each with the number of the refused packet.
     refused: Vec<(u64, PageRequest)>,
     /// Nothing more will be sent: the peer may close the channel.
     finished: bool,
     ended: bool,
-    /// Threads that wait for a change: waking costs a system call even where nobody waits.
+    /// Number of threads that wait for a change: waking costs a system call even where no thread waits.
     waiting: u32,
 }
 
@@ -320,7 +320,7 @@ struct Shared {
     progress: Mutex<Progress>,
     changed: Condvar,
     counters: SendCounters,
-    /// How long the receiver was busy, in microseconds, as far as nobody has asked for it.
+    /// How long the receiver was busy since the last [`Shared::placing`], in microseconds.
     placing: AtomicU64,
 }
 
@@ -329,7 +329,7 @@ struct Shared {
 pub struct SendContext {
     /// Zero pages of guest ranges that count as normal: for tests and measurements.
     pub normal_page_ratio: NormalPageRatio,
-    /// With it, of RAM blocks with pages larger than 4 KiB only those 4 KiB are sent again that have changed.
+    /// With a key, only the changed 4 KiB pages are sent of RAM blocks whose own pages are larger.
     pub hash_key: Option<HashKey>,
     /// The window.
     pub window: Arc<Window>,
@@ -341,11 +341,11 @@ pub struct SendContext {
     pub compression: Compression,
     /// What was agreed on with the peer.
     pub rules: PacketRules,
-    /// What helps to read guest RAM, besides the CPU.
+    /// The accelerator that helps to read guest RAM.
     pub accelerator: Option<Accelerator>,
-    /// Where the peer may refuse packets: what it has refused.
+    /// The refused pages, where the peer may refuse packets.
     pub again: Option<Arc<SendAgain>>,
-    /// Where the peer takes deltas of all blocks: most bytes of a channel's memory for what it has sent; 0: none are made.
+    /// Where the peer accepts deltas of all blocks: maximum bytes of sent pages that a channel keeps; 0: no deltas are made.
     pub delta_cache: usize,
     /// Where the peer takes deltas of some blocks only, and pages cannot be read again: of which.
     pub delta_blocks: Option<Arc<DeltaBlocks>>,
@@ -393,7 +393,7 @@ impl SendChannel {
         let acknowledging = {
             let (shared, name) = (Arc::clone(&shared), name.to_owned());
             cpu_time::spawn(Builder::new().name(format!("ack-{name}")), move || {
-                if let Err(error) = shared.take_acknowledgements(reader, &context) {
+                if let Err(error) = shared.read_acknowledgements(reader, &context) {
                     if error.is::<TooManyRefused>() {
                         abort.raise(format_args!("channel {name}: {error}"))
                     } else {
@@ -406,7 +406,7 @@ impl SendChannel {
         Ok(Self { queue, shared, handed_over: AtomicU64::new(0), threads: vec![sending, acknowledging] })
     }
 
-    /// Hands `item` over; waits while the queue is full. Fails when the migration is being taken down.
+    /// Queues `item`. Waits while the queue is full. Fails when the migration is being taken down.
     pub fn send(&self, item: Item) -> Result<(), WindowClosed> {
         if !matches!(item, Item::Device { .. }) {
             self.handed_over.fetch_add(1, Ordering::Relaxed);
@@ -414,7 +414,7 @@ impl SendChannel {
         self.queue.send(item).map_err(|_| WindowClosed)
     }
 
-    /// As [`SendChannel::send`] of a piece of device state, but gives it back where the queue is full.
+    /// As [`SendChannel::send`] of a piece of device state, but returns the piece where the queue is full.
     pub(crate) fn try_send(&self, piece: Item) -> Result<Option<Item>, WindowClosed> {
         debug_assert!(matches!(piece, Item::Device { .. }));
         match self.queue.try_send(piece) {
@@ -424,8 +424,8 @@ impl SendChannel {
         }
     }
 
-    /// Waits until everything that was handed over is acknowledged, and gives the last sequence number. Nobody hands
-    /// anything over meanwhile but pieces of device state, which are not waited for.
+    /// Waits until everything that was handed over is acknowledged, and returns the last sequence number. Meanwhile no other thread may
+    /// hand anything over except pieces of device state, which this does not wait for.
     pub fn drained(&self) -> Result<u64, WindowClosed> {
         loop {
             let expected = self.handed_over.load(Ordering::Relaxed);
@@ -441,7 +441,7 @@ impl SendChannel {
         }
     }
 
-    /// What went over the channel so far.
+    /// Returns the counters of the channel.
     pub fn counters(&self) -> &SendCounters {
         &self.shared.counters
     }
@@ -476,7 +476,7 @@ impl Shared {
         if is_done(&progress) { Ok(progress) } else { Err(WindowClosed) }
     }
 
-    /// All packets of `items` more items are written; none are left to be counted then.
+    /// Records that all packets of `items` more items are written, and sets `items` to 0.
     fn sent(&self, items: &mut u64) {
         if *items > 0 {
             let mut progress = self.progress.lock().expect("no thread of the channel panics");
@@ -493,7 +493,7 @@ impl Shared {
         }
     }
 
-    /// How long the receiver was busy since the last time this was asked.
+    /// Returns how long the receiver was busy since the last call.
     fn placing(&self) -> Duration {
         Duration::from_micros(self.placing.swap(0, Ordering::Relaxed))
     }
@@ -504,8 +504,8 @@ impl Shared {
         progress.in_flight.get(usize::try_from(before).ok()?).copied()
     }
 
-    /// Takes the pages of a refused packet, which the sending thread sends again from what it keeps.
-    fn take_refusal(
+    /// Reads the pages of a refused packet, which the sending thread retransmits from its copies.
+    fn read_refusal(
         &self,
         reader: &mut Reader,
         refusal: &Refusal,
@@ -515,12 +515,12 @@ impl Shared {
         blocks.packet()?;
         let mut pages = Vec::with_capacity(refusal.requests as usize);
         packet.read_requests(reader, refusal, blocks.shapes(), |request| pages.push((refusal.sequence, request)))?;
-        // Before the acknowledgement that covers the packet: who sees that one sees these.
+        // Before the acknowledgement that covers the packet, so that a thread which sees that one sees these pages.
         self.progress.lock().expect("no thread of the channel panics").refused.append(&mut pages);
         Ok(())
     }
 
-    fn take_acknowledgements(
+    fn read_acknowledgements(
         &self,
         mut reader: Reader,
         context: &SendContext,
@@ -533,7 +533,7 @@ impl Shared {
                     let packet = self.in_flight(refusal.sequence);
                     let packet = packet.ok_or("it refuses a packet that is not in flight")?;
                     if let Some(blocks) = &context.delta_blocks {
-                        self.take_refusal(&mut reader, &refusal, &packet, blocks)?;
+                        self.read_refusal(&mut reader, &refusal, &packet, blocks)?;
                         continue;
                     }
                     let again = context.again.as_ref().ok_or("it refuses a packet, which was not agreed on")?;

@@ -1,13 +1,13 @@
-//! What was sent last of each page of 4 KiB, as a hash: for RAM blocks with larger pages.
+//! Hashes of the sent 4 KiB pages of RAM blocks with huge pages.
 //!
-//! Write protection works by entry of the page tables, so that a word written in a page of 2 MiB makes 512 pages of 4 KiB dirty. Of these
-//! a hash is kept of what was sent last. A page that has the same hash when it is read again is at the destination, or on its way
-//! there, as it is, and is not sent. It costs 8 bytes for each 4 KiB of such blocks, as far as they were sent: 1/512 of them.
+//! Write protection works by entry of the page tables, so a word that is written in a page of 2 MiB makes 512 pages of 4 KiB dirty. For
+//! each of these the hash of the content that was sent last is kept. A page that has the same hash when it is read again is at the
+//! destination, or on its way there, and is not sent. A hash costs 8 bytes for each sent 4 KiB of such blocks: 1/512.
 //!
-//! **When a hash is no proof.** What was sent may be refused by the destination, and is then sent again another way: a page that is listed
-//! as refused is sent whatever its hash is, and nothing is kept of it; neither of what goes another way than the usual. A page whose
-//! packet is refused after it was found unchanged is sent again because of that refusal. When post-copy begins, what the destination has
-//! is not known any more: all hashes are dropped, and none is made.
+//! **When a hash is no proof.** The destination may refuse a page, which is then retransmitted. A page that is listed as refused is sent
+//! whatever its hash is, and its hash is not kept; neither are hashes of pages that are sent in another mode than the usual. A page whose
+//! packet is refused after it was found unchanged is sent again because of that refusal. When post-copy begins, it is not known any more
+//! which pages the destination has: all hashes are dropped, and none is made.
 //!
 //! **The hash** is XXH3 with 64 bits and a secret that is random for each migration. Of pages that have changed, one in 2⁶⁴ would be taken
 //! for unchanged, by chance. The secret keeps a guest from choosing pages that collide, which would only harm that guest itself.
@@ -25,13 +25,13 @@ use twox_hash::XxHash3_64;
 use super::again::SendAgain;
 use crate::batch::Batch;
 
-/// What XXH3 takes at its best; it needs 136 at least.
+/// Bytes of the secret with which XXH3 is best; it needs at least 136.
 const SECRET: usize = 192;
 
 /// Hashes that are allocated together: those of 2 MiB, all of which one channel sends.
 const REGION_PAGES: u64 = crate::entry::REGION / PAGE_SIZE as u64;
 
-/// Nothing is known of the page.
+/// Stands for the hash of a page that was not sent, or may not have arrived.
 const UNKNOWN: u64 = 0;
 
 /// The secret of one migration.
@@ -45,7 +45,7 @@ impl std::fmt::Debug for HashKey {
 }
 
 impl HashKey {
-    /// A new one.
+    /// Makes a random secret.
     ///
     /// # Errors
     /// There are no random numbers.
@@ -55,7 +55,7 @@ impl HashKey {
         Ok(Self(Arc::new(secret)))
     }
 
-    /// Never [`UNKNOWN`].
+    /// Returns the hash of a page, never [`UNKNOWN`].
     fn hash(&self, page: &[u8]) -> u64 {
         XxHash3_64::oneshot_with_secret(&*self.0, page).expect("the secret is long enough").max(1)
     }
@@ -64,19 +64,19 @@ impl HashKey {
 /// Hashes of a region's pages.
 type Region = Box<[u64; REGION_PAGES as usize]>;
 
-/// What one channel has sent last of the pages that it sends.
+/// The hashes of the pages that one channel has sent.
 pub(super) struct SentPages {
     key: HashKey,
-    /// By block, of those with large pages; by region, of those that were sent.
+    /// By block and region; none for blocks without huge pages, and for regions that were not sent.
     blocks: Vec<Option<Vec<Option<Region>>>>,
-    /// Of the normal pages that were looked at last, whether each was sent before as it is.
+    /// Whether each normal page of the last batch is unchanged.
     same: Vec<bool>,
-    /// The others of them, with the zero pages between them.
+    /// The changed pages of the last batch, with the zero pages between them.
     changed: Batch,
 }
 
 impl SentPages {
-    /// For `ram`, in packets of at most so many bytes; none where no block has pages larger than 4 KiB.
+    /// Makes the hashes for `ram`, in packets of at most so many bytes; none where no block has pages larger than 4 KiB.
     pub(super) fn new(key: HashKey, ram: &GuestRam, packet_size: usize) -> Option<Self> {
         let regions =
             |pages: u64| std::iter::repeat_with(|| None).take(pages.div_ceil(REGION_PAGES) as usize).collect();
@@ -90,8 +90,8 @@ impl SentPages {
         })
     }
 
-    /// Looks at pages of `block` that are about to be sent the usual way, the normal ones of which are `content`: says how many of these were
-    /// sent before as they are, and keeps what they are now. Those in `again` count as not sent.
+    /// Hashes pages of `block` that are about to be sent the usual way. `content`: that of the normal pages. Returns how many of these are
+    /// unchanged since they were sent, and keeps the new hashes. Pages in `again` count as not sent.
     pub(super) fn look(&mut self, block: u16, runs: &[Run], content: &[u8], again: Option<&SendAgain>) -> u64 {
         self.same.clear();
         let Some(regions) = &mut self.blocks[usize::from(block)] else { return 0 };
@@ -112,7 +112,7 @@ impl SentPages {
         self.same.iter().filter(|same| **same).count() as u64
     }
 
-    /// Of the pages that were looked at last, those of `batch` with their `content`, what is not the same as before.
+    /// Returns the changed pages of `batch`, whose pages were hashed last. `content`: that of its normal pages.
     pub(super) fn changed(&mut self, batch: &Batch, content: &[u8]) -> &Batch {
         let changed = &mut self.changed;
         changed.clear();
@@ -135,7 +135,7 @@ impl SentPages {
         changed
     }
 
-    /// These pages of `block` go another way, or nobody knows what of them is sent.
+    /// Forgets the hashes of these pages of `block`: they are sent in another mode, or their sent content is unknown.
     pub(super) fn forget(&mut self, block: u16, runs: &[Run]) {
         if let Some(regions) = &mut self.blocks[usize::from(block)] {
             runs.iter().for_each(|run| forget(regions, run));
@@ -143,7 +143,7 @@ impl SentPages {
     }
 }
 
-/// The place of a page's hash.
+/// Returns the place of a page's hash.
 fn known(regions: &mut [Option<Region>], page: u64) -> &mut u64 {
     let region = &mut regions[(page / REGION_PAGES) as usize];
     &mut region.get_or_insert_with(|| Box::new([UNKNOWN; REGION_PAGES as usize]))[(page % REGION_PAGES) as usize]
@@ -228,7 +228,7 @@ mod tests {
             [0, 0],
             "what was sent since may be refused too"
         );
-        again.freshen(0, 7..8);
+        again.mark_resent(0, 7..8);
         sent.forget(0, page.runs());
         assert_eq!([0; 2].map(|_| look(&mut sent, &page, Some(&again))), [0, 1]);
     }
@@ -272,7 +272,7 @@ mod tests {
                     for page in run {
                         let plain = batch(0, page, &[guest[&page]]);
                         sent.forget(0, plain.runs());
-                        again.freshen(0, page..page + 1);
+                        again.mark_resent(0, page..page + 1);
                         destination.insert(page, guest[&page]);
                     }
                 });

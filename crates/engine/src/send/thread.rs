@@ -16,8 +16,8 @@ use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, PageRequest, RUN_LENGTH, Run, RunKind};
 
 use super::ahead::{self, Ahead, Copy, Ready};
-use super::blocks::NotInIt;
-use super::coding::{Before, Coding, Kernel, Seen, Times};
+use super::blocks::PageNotInPacket;
+use super::coding::{Bottleneck, Coding, Kernel, Seen, Times};
 use super::delta::{Against, Deltas, Normal, Wrong};
 use super::sent_pages::SentPages;
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Suspect, Way};
@@ -30,7 +30,7 @@ use crate::window::{Carried, WindowClosed};
 
 /// Zero pages that were read from guest RAM wait for others before they make a packet, up to this many: a packet of nothing
 /// but its table costs a wake-up of the destination, and reading this much takes a few milliseconds.
-const MOST_HELD_ZERO_PAGES: u64 = (64 << 20) / PAGE_SIZE as u64;
+const MAX_HELD_ZERO_PAGES: u64 = (64 << 20) / PAGE_SIZE as u64;
 
 /// What a packet carries.
 struct Content<'a> {
@@ -41,27 +41,27 @@ struct Content<'a> {
     in_window: u64,
     /// Pages that were handed over, normal and zero ones.
     pages: (u64, u64),
-    /// The device that has copied it.
+    /// The device that has copied the content.
     maker: Option<Maker>,
-    /// The guest's device whose state it is.
+    /// For device state: the guest's device.
     device: Option<u16>,
 }
 
 /// Where the content of a batch's normal pages lies.
-enum Lies<'a> {
+enum ContentPlace<'a> {
     /// In the batch.
-    There,
-    /// In guest RAM, and it is sent from there.
+    InBatch,
+    /// In guest RAM, from where it is sent.
     InPlace(&'a RamBlock),
-    /// In a copy that an accelerator has made, and with it deltas against these.
+    /// In a copy that an accelerator has made, with deltas against these.
     Copied(&'a Copy, &'a [Against]),
 }
 
-impl Lies<'_> {
-    /// The CRC-32C of all of it, where that is known.
+impl ContentPlace<'_> {
+    /// Returns the CRC-32C of all content, where that is known.
     fn checksum(&self, batch: &Batch) -> Option<u32> {
         match self {
-            Self::There => batch.checksum(),
+            Self::InBatch => batch.checksum(),
             Self::Copied(copy, _) => copy.checksum(),
             Self::InPlace(_) => None,
         }
@@ -74,7 +74,7 @@ impl<'a> Content<'a> {
     }
 }
 
-/// How many normal and zero pages `runs` are.
+/// Returns how many normal and zero pages `runs` have.
 fn pages_of(runs: &[Run]) -> (u64, u64) {
     runs.iter().fold((0, 0), |(normal, zero), run| match run.kind {
         RunKind::Normal => (normal + u64::from(run.count), zero),
@@ -88,55 +88,55 @@ pub(super) struct Sending {
     shared: Arc<Shared>,
     context: SendContext,
     coding: Coding,
-    /// Since the last packet.
+    /// How the time since the last packet was spent.
     times: Times,
-    /// The waits for the network, where somebody wants to know of them. Made by the thread itself.
+    /// Measures the waits for the network, where the choice of an encoder needs them. Made by the thread itself.
     waits: Option<OffCpu>,
-    /// What the kernel had said by the last packet.
+    /// The kernel's figures of the connection at the last packet.
     kernel: Kernel,
     encoded: Vec<u8>,
     table: Vec<u8>,
-    /// Made when the first pages are to be read from guest RAM.
+    /// Made with the first pages that are read from guest RAM.
     reading: Option<Reading>,
-    /// Pages that are read at once.
+    /// Buffer for the pages that are read at once.
     piece: Vec<Run>,
-    /// What of an item is still to be sent.
+    /// Buffer for the pages of an item that are still to be sent.
     left: Vec<Run>,
     /// How pages of guest RAM are read and sent now.
-    way: Way,
-    /// What was sent last of blocks with large pages: made when the first pages are to be read from guest RAM, unless what the destination has
-    /// is not known any more.
+    mode: Way,
+    /// Hashes of the sent pages of blocks with huge pages: made with the first pages that are read from guest RAM. None once it is not known
+    /// which pages the destination has.
     sent_pages: Option<SentPages>,
-    /// Where deltas are made.
+    /// The delta encoder and its cache.
     deltas: Option<Deltas>,
-    /// Where an accelerator is used: made when the first pages are to be read from guest RAM.
+    /// Pages that an accelerator works on: made with the first pages that are read from guest RAM.
     ahead: Option<Ahead>,
 }
 
-/// Runs, taken a number of pages at a time.
+/// Splits runs into pieces of a number of pages.
 struct Piecewise<'a> {
     runs: &'a [Run],
-    /// Pages of the first run that were taken.
-    taken: u32,
+    /// Pages of the first run that earlier pieces have.
+    used: u32,
 }
 
 impl<'a> Piecewise<'a> {
     fn new(runs: &'a [Run]) -> Self {
-        Self { runs, taken: 0 }
+        Self { runs, used: 0 }
     }
 
-    /// Fills `piece` with the next runs, `pages` pages together at most; false at the end.
+    /// Fills `piece` with the next runs, `pages` pages together at most. Returns false at the end.
     fn next(&mut self, pages: u64, piece: &mut Vec<Run>) -> bool {
         piece.clear();
         let mut room = pages;
         while let Some(run) = self.runs.first().filter(|_| room > 0) {
-            let count = u64::from(run.count - self.taken).min(room) as u32;
-            piece.push(Run { first: run.first + u64::from(self.taken), count, ..*run });
+            let count = u64::from(run.count - self.used).min(room) as u32;
+            piece.push(Run { first: run.first + u64::from(self.used), count, ..*run });
             room -= u64::from(count);
-            self.taken += count;
-            if self.taken == run.count {
+            self.used += count;
+            if self.used == run.count {
                 self.runs = &self.runs[1..];
-                self.taken = 0;
+                self.used = 0;
             }
         }
         !piece.is_empty()
@@ -151,7 +151,7 @@ impl Sending {
     ) -> Result<Self, sterna_codec::CodecError> {
         let coding = Coding::new(&context.compression)?;
         let encoded = vec![0; context.rules.packet_size];
-        // Where the peer takes them of some blocks only, they are made with the first page of such a block.
+        // Where the peer accepts deltas of some blocks only, these are made with the first page of such a block.
         let deltas = (context.delta_cache > 0).then(|| {
             let deltas = Deltas::new(context.delta_cache, context.rules.packet_size);
             shared.counters.has_deltas(&deltas);
@@ -170,7 +170,7 @@ impl Sending {
             reading: None,
             piece: Vec::with_capacity(MAX_RUNS),
             left: Vec::with_capacity(MAX_RUNS),
-            way: Way::Usual,
+            mode: Way::Usual,
             sent_pages: None,
             deltas,
             ahead: None,
@@ -202,7 +202,7 @@ impl Sending {
         }
         self.send_all()?;
         shared.sent(&mut unsent);
-        // Before the writing half is closed by dropping it, so that the peer's closing in return is no surprise.
+        // Before dropping the writing half closes it, so that the peer's closing in return does not count as a failure.
         shared.progress.lock().expect("no thread of the channel panics").finished = true;
         Ok(())
     }
@@ -211,15 +211,15 @@ impl Sending {
         if let Item::Guest(wanted) = item {
             return self.guest(&wanted);
         }
-        // Whatever it is, it comes after the pages before it.
+        // The pages before this item are sent first.
         self.send_all()?;
         self.table.clear();
         match item {
             Item::Guest(..) => unreachable!("done above"),
-            Item::Pages(batch) => self.all_pages(&batch, &Lies::There),
+            Item::Pages(batch) => self.all_pages(&batch, &ContentPlace::InBatch),
             Item::Again => self.refused().map(drop),
             Item::Discard(batch) => {
-                // Post-copy begins: what the destination has is not known any more.
+                // Post-copy begins: it is not known any more which pages the destination has.
                 self.deltas = None;
                 (self.sent_pages, self.context.hash_key) = (None, None);
                 batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
@@ -228,7 +228,7 @@ impl Sending {
             Item::GenerationEnd(generation) => self.packet(PacketKind::GenerationEnd, 0, generation, &Content::of(&[])),
             Item::Stream { record, content } => self.packet(PacketKind::Stream, record, 0, &Content::of(&content)),
             Item::Device { device, place, piece, in_window } => {
-                // Here and not before: in the queue it would hold what the item before it waits for.
+                // Not before: in the queue the piece would hold bytes of the window that the item before it waits for.
                 if in_window > 0 {
                     self.wait_for_window(in_window)?;
                 }
@@ -248,20 +248,20 @@ impl Sending {
         }
     }
 
-    /// Reads what `wanted` says from guest RAM, which the guest may be writing, and sends it. It is read here, by the
-    /// thread that encodes and writes it, so that it stays in this core's cache and one buffer per channel is enough.
+    /// Reads the pages of `wanted` from guest RAM, which the guest may be writing, and sends them. This thread reads the pages, encodes and
+    /// writes them, so that they stay in this core's cache and one buffer per channel is enough.
     ///
-    /// Zero pages need no packet of their own: they are held back, and go with those that come next, of this item or of
-    /// one that follows.
+    /// Zero pages need no packet of their own: they are held back, and sent with the next pages, of this item or of
+    /// a later one.
     fn guest(&mut self, wanted: &GuestPages) -> Result<(), Box<dyn std::error::Error>> {
-        let GuestPages { ram, pages: wanted, overtaken, way } = wanted;
+        let GuestPages { ram, pages: wanted, overtaken, way: mode } = wanted;
         if let Some(key) = self.context.hash_key.take() {
             self.sent_pages = SentPages::new(key, ram, self.context.rules.packet_size);
         }
-        if *way != self.way {
-            // One packet goes one way.
+        if *mode != self.mode {
+            // All pages of a packet are sent in one mode.
             self.send_all()?;
-            self.way = *way;
+            self.mode = *mode;
         }
         let mut left = std::mem::take(&mut self.left);
         left.clear();
@@ -275,7 +275,8 @@ impl Sending {
     }
 
     fn runs_of_guest(&mut self, ram: &GuestRam, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
-        if let Some(accelerator) = self.context.accelerator.as_ref().filter(|it| self.way == Way::Usual && it.looks()) {
+        let usual = self.mode == Way::Usual;
+        if let Some(accelerator) = self.context.accelerator.as_ref().filter(|it| usual && it.finds_zero_pages()) {
             let content = match () {
                 () if self.in_place() => ahead::Content::InPlace,
                 () if self.context.rules.checksums => ahead::Content::Checked,
@@ -308,7 +309,7 @@ impl Sending {
         self.reading.take().unwrap_or_else(new)
     }
 
-    /// Whether pages are sent from where they lie. A limit is kept by small pieces, which are easier cut from a copy.
+    /// Returns whether pages are sent directly from guest RAM. Not with a bandwidth limit: its small pieces are easier cut from a copy.
     fn in_place(&self) -> bool {
         self.coding.is_none()
             && self.deltas.is_none()
@@ -333,9 +334,10 @@ impl Sending {
     ) -> Result<(), Box<dyn std::error::Error>> {
         self.make_room(reading, block, piece)?;
         let asked = piece.iter().map(|run| u64::from(run.count)).sum::<u64>() * PAGE_SIZE as u64;
-        // What is in flight is counted from here, because from here on it grows old.
+        // The pages count as in flight from here, because from here on their content grows old.
         self.enter_window(reading, asked)?;
-        // One batch goes one way, whatever limit has come or gone since. Only what this process has mapped can be sent from where it lies.
+        // A batch stays in place or copied, even if a limit was set or removed since. Only memory that this process has mapped can be sent
+        // in place.
         let here = ram.blocks()[usize::from(block)].start().is_some();
         if here && (in_place || reading.in_place().is_some()) {
             reading.look(ram, piece);
@@ -346,7 +348,7 @@ impl Sending {
         self.send_if_due(reading)
     }
 
-    /// Sends what `reading` holds unless it takes `runs` of `block` too.
+    /// Sends the pages of `reading` unless there is room for `runs` of `block` too.
     fn make_room(&mut self, reading: &mut Reading, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
         if !reading.takes(block, runs) {
             self.pages_read(reading)?;
@@ -355,7 +357,7 @@ impl Sending {
         Ok(())
     }
 
-    /// Waits until `bytes` may be in flight. Nothing is held meanwhile.
+    /// Waits until `bytes` may be in flight. Sends the pages that are held back before waiting.
     fn enter_window(&mut self, reading: &mut Reading, bytes: u64) -> Result<(), Box<dyn std::error::Error>> {
         if !self.context.window.try_enter(bytes)? {
             self.pages_read(reading)?;
@@ -374,13 +376,13 @@ impl Sending {
     }
 
     fn send_if_due(&mut self, reading: &mut Reading) -> Result<(), Box<dyn std::error::Error>> {
-        if reading.batch().in_window() > 0 || reading.batch().pages() >= MOST_HELD_ZERO_PAGES {
+        if reading.batch().in_window() > 0 || reading.batch().pages() >= MAX_HELD_ZERO_PAGES {
             self.pages_read(reading)?;
         }
         Ok(())
     }
 
-    /// Has an accelerator look at `runs`, and sends what is through before. The last few stay under way.
+    /// Queues `runs` for the accelerator, and sends the pieces that it has finished. The last few stay under way.
     fn runs_ahead(&mut self, ahead: &mut Ahead, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
         let mut rest = Piecewise::new(runs);
         loop {
@@ -426,12 +428,12 @@ impl Sending {
             Ready::Known => {
                 reading.know(&piece.runs);
                 let block = &ram.blocks()[usize::from(piece.block)];
-                self.pages(reading.batch(), &Lies::InPlace(block))?;
+                self.pages(reading.batch(), &ContentPlace::InPlace(block))?;
                 reading.begin(piece.block);
             }
             Ready::Here(copy) => {
                 reading.know(&piece.runs);
-                self.pages(reading.batch(), &Lies::Copied(&copy, &piece.against))?;
+                self.pages(reading.batch(), &ContentPlace::Copied(&copy, &piece.against))?;
                 reading.begin(piece.block);
             }
         }
@@ -440,13 +442,13 @@ impl Sending {
         Ok(())
     }
 
-    /// Whether pages that were handed over wait for something.
+    /// Returns whether pages that were handed over are not sent yet.
     fn holds(&self) -> bool {
         self.reading.as_ref().is_some_and(|reading| !reading.batch().is_empty())
             || self.ahead.as_ref().is_some_and(|ahead| !ahead.is_empty())
     }
 
-    /// Sends everything that was handed over: what is still under way, and zero pages that wait for others.
+    /// Sends all pages that were handed over: those that an accelerator works on, and zero pages that are held back.
     fn send_all(&mut self) -> Result<(), Box<dyn std::error::Error>> {
         if let Some(mut ahead) = self.ahead.take() {
             let mut sent = Ok(());
@@ -462,20 +464,20 @@ impl Sending {
         sent
     }
 
-    /// Sends what `reading` has, which is empty then.
+    /// Sends the pages of `reading` and empties it.
     fn pages_read(&mut self, reading: &mut Reading) -> Result<(), Box<dyn std::error::Error>> {
         if !reading.batch().is_empty() {
-            let lies = reading.in_place().map_or(Lies::There, Lies::InPlace);
-            self.pages(reading.batch(), &lies)?;
+            let place = reading.in_place().map_or(ContentPlace::InBatch, ContentPlace::InPlace);
+            self.pages(reading.batch(), &place)?;
             reading.begin(reading.batch().block);
         }
         Ok(())
     }
 
-    /// Sends `batch`, which was read from guest RAM; of blocks with large pages only what has changed since it was sent.
-    fn pages(&mut self, batch: &Batch, lies: &Lies<'_>) -> Result<(), Box<dyn std::error::Error>> {
-        let Some(mut sent_pages) = self.sent_pages.take() else { return self.all_pages(batch, lies) };
-        let sent = self.changed_pages(&mut sent_pages, batch, lies);
+    /// Sends `batch`, which was read from guest RAM; of blocks with huge pages only the pages that have changed since they were sent.
+    fn pages(&mut self, batch: &Batch, place: &ContentPlace<'_>) -> Result<(), Box<dyn std::error::Error>> {
+        let Some(mut sent_pages) = self.sent_pages.take() else { return self.all_pages(batch, place) };
+        let sent = self.changed_pages(&mut sent_pages, batch, place);
         self.sent_pages = Some(sent_pages);
         sent
     }
@@ -484,29 +486,29 @@ impl Sending {
         &mut self,
         sent_pages: &mut SentPages,
         batch: &Batch,
-        lies: &Lies<'_>,
+        place: &ContentPlace<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
         let again = self.context.again.as_deref();
-        let content = match lies {
-            Lies::There => batch.content(),
-            Lies::Copied(copy, _) => copy.bytes(),
-            Lies::InPlace(_) => {
+        let content = match place {
+            ContentPlace::InBatch => batch.content(),
+            ContentPlace::Copied(copy, _) => copy.bytes(),
+            ContentPlace::InPlace(_) => {
                 sent_pages.forget(batch.block, batch.runs());
-                return self.all_pages(batch, lies);
+                return self.all_pages(batch, place);
             }
         };
-        if self.way != Way::Usual {
+        if self.mode != Way::Usual {
             sent_pages.forget(batch.block, batch.runs());
             if let Some(again) = again {
-                // Before they are on their way: they may be refused once more.
-                batch.runs().iter().for_each(|run| again.freshen(batch.block, run.first..run.end()));
+                // Before they are sent, because they may be refused again.
+                batch.runs().iter().for_each(|run| again.mark_resent(batch.block, run.first..run.end()));
             }
-            return self.all_pages(batch, lies);
+            return self.all_pages(batch, place);
         }
         let same = sent_pages.look(batch.block, batch.runs(), content, again);
-        // What deltas are made against is told by the place in the batch; they leave out what is the same themselves.
-        if same == 0 || matches!(lies, Lies::Copied(_, against) if !against.is_empty()) {
-            return self.all_pages(batch, lies);
+        // Deltas find their bases by position in the batch, so the batch stays whole; they leave out unchanged pages themselves.
+        if same == 0 || matches!(place, ContentPlace::Copied(_, against) if !against.is_empty()) {
+            return self.all_pages(batch, place);
         }
         let counters = &self.shared.counters;
         counters.normal_pages.fetch_add(same, Ordering::Relaxed);
@@ -514,11 +516,11 @@ impl Sending {
         self.context.window.give_back(same * PAGE_SIZE as u64);
         self.context.window.was_there(same);
         let changed = sent_pages.changed(batch, content);
-        if changed.is_empty() { Ok(()) } else { self.all_pages(changed, &Lies::There) }
+        if changed.is_empty() { Ok(()) } else { self.all_pages(changed, &ContentPlace::InBatch) }
     }
 
     /// Sends `batch`.
-    fn all_pages(&mut self, batch: &Batch, lies: &Lies<'_>) -> Result<(), Box<dyn std::error::Error>> {
+    fn all_pages(&mut self, batch: &Batch, place: &ContentPlace<'_>) -> Result<(), Box<dyn std::error::Error>> {
         self.table.clear();
         batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
         let pages @ (normal, zero) = pages_of(batch.runs());
@@ -527,18 +529,18 @@ impl Sending {
         counters.normal_pages.fetch_add(normal, Ordering::Relaxed);
         counters.zero_pages.fetch_add(zero, Ordering::Relaxed);
         let in_window = batch.in_window();
-        let (bytes, maker) = match lies {
-            Lies::There => (batch.content(), None),
-            Lies::Copied(copy, _) => (copy.bytes(), copy.maker()),
-            Lies::InPlace(block) => return self.pages_in_place(batch, block),
+        let (bytes, maker) = match place {
+            ContentPlace::InBatch => (batch.content(), None),
+            ContentPlace::Copied(copy, _) => (copy.bytes(), copy.maker()),
+            ContentPlace::InPlace(block) => return self.pages_in_place(batch, block),
         };
         debug_assert_eq!(bytes.len() as u64 / PAGE_SIZE as u64, normal);
         if let Some(mut deltas) = self.deltas_of(batch.block) {
-            let sent = self.pages_or_deltas(&mut deltas, batch, bytes, lies);
+            let sent = self.pages_or_deltas(&mut deltas, batch, bytes, place);
             self.deltas = Some(deltas);
             return sent;
         }
-        let checksum = lies.checksum(batch);
+        let checksum = place.checksum(batch);
         self.packet(
             PacketKind::Pages,
             batch.block,
@@ -547,10 +549,10 @@ impl Sending {
         )
     }
 
-    /// Where deltas of pages of `block` are made, if there may be any.
+    /// Moves the delta encoder out, if deltas of `block` may be sent.
     fn deltas_of(&mut self, block: u16) -> Option<Deltas> {
         if let Some(blocks) = &self.context.delta_blocks {
-            if !blocks.take(block) {
+            if !blocks.accepts(block) {
                 return None;
             }
             let rules = self.context.rules;
@@ -564,7 +566,7 @@ impl Sending {
         self.deltas.take()
     }
 
-    /// What is acknowledged, and the last packet's number. Pages that were refused have been sent again.
+    /// Retransmits refused pages. Returns the number of the last acknowledged packet and of the last packet.
     fn refused(&mut self) -> Result<(u64, u64), Box<dyn std::error::Error>> {
         let mut deltas = self.deltas.take();
         let up_to = self.send_refused(deltas.as_mut());
@@ -584,35 +586,37 @@ impl Sending {
             }
             for (packet, request) in refused {
                 let PageRequest { block, first, count } = request;
-                let Some(deltas) = deltas.as_deref_mut() else { return Err(NotInIt { block, page: first }.into()) };
+                let Some(deltas) = deltas.as_deref_mut() else {
+                    return Err(PageNotInPacket { block, page: first }.into());
+                };
                 let mut pages = first..first + u64::from(count);
                 while !pages.is_empty() {
                     let piece = pages.start..pages.end.min(pages.start + self.packet_pages());
                     pages.start = piece.end;
-                    self.kept_again(deltas, block, piece, packet)?;
+                    self.retransmit_kept(deltas, block, piece, packet)?;
                 }
             }
         }
     }
 
-    /// Sends again, uncompressed, those of `pages` that were sent last in the packet with the number `refused`.
-    fn kept_again(
+    /// Retransmits, uncompressed, those of `pages` that were sent last in the packet with the number `refused`.
+    fn retransmit_kept(
         &mut self,
         deltas: &mut Deltas,
         block: u16,
         pages: Range<u64>,
         refused: u64,
     ) -> Result<(), Box<dyn std::error::Error>> {
-        deltas.again(block, pages, refused).map_err(|page| NotInIt { block, page })?;
+        deltas.again(block, pages, refused).map_err(|page| PageNotInPacket { block, page })?;
         let (runs, content) = deltas.rest(&[]);
         if runs.is_empty() {
             return Ok(());
         }
         self.set_table(runs);
         let number = self.shared.progress.lock().expect("no thread of the channel panics").sequence.last() + 1;
-        let way = std::mem::replace(&mut self.way, Way::Plain);
+        let mode = std::mem::replace(&mut self.mode, Way::Plain);
         let sent = self.packet(PacketKind::Pages, block, 0, &Content::of(content));
-        self.way = way;
+        self.mode = mode;
         deltas.sent_again(block, number);
         sent
     }
@@ -623,22 +627,22 @@ impl Sending {
         deltas: &mut Deltas,
         batch: &Batch,
         content: &[u8],
-        lies: &Lies<'_>,
+        place: &ContentPlace<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
         let block = batch.block;
-        let (normal, maker) = match lies {
-            Lies::Copied(copy, against) => (Normal::said(content, *copy, against), copy.maker()),
-            Lies::There | Lies::InPlace(_) => (Normal::of(content), None),
+        let (normal, maker) = match place {
+            ContentPlace::Copied(copy, against) => (Normal::with_answers(content, *copy, against), copy.maker()),
+            ContentPlace::InBatch | ContentPlace::InPlace(_) => (Normal::of(content), None),
         };
-        if self.way != Way::Usual {
+        if self.mode != Way::Usual {
             for run in batch.runs() {
                 deltas.forget(block, run);
                 if let Some(again) = &self.context.again {
-                    // Before they are on their way: they may be refused once more.
-                    again.freshen(block, run.first..run.end());
+                    // Before they are sent, because they may be refused again.
+                    again.mark_resent(block, run.first..run.end());
                 }
             }
-            let (in_window, pages, checksum) = (batch.in_window(), pages_of(batch.runs()), lies.checksum(batch));
+            let (in_window, pages, checksum) = (batch.in_window(), pages_of(batch.runs()), place.checksum(batch));
             let content = Content { checksum, in_window, pages, maker, ..Content::of(content) };
             return self.packet(PacketKind::Pages, block, 0, &content);
         }
@@ -646,7 +650,7 @@ impl Sending {
         let (again, costs) = (self.context.again.as_deref(), deltas.whole(self.coding.costs()));
         let split = deltas.split(block, batch.runs(), normal, acknowledged, again, costs);
         let mut by_device = 0;
-        if let Lies::Copied(copy, _) = lies {
+        if let ContentPlace::Copied(copy, _) = place {
             split.wrong.into_iter().for_each(|wrong| self.distrust(wrong, copy));
             by_device = copy.deltas_maker().map_or(0, |_| split.by_device);
         }
@@ -674,7 +678,7 @@ impl Sending {
         }
         let pages = pages_of(runs);
         self.set_table(runs);
-        let of_all = || (rest.len() == content.len()).then(|| lies.checksum(batch)).flatten();
+        let of_all = || (rest.len() == content.len()).then(|| place.checksum(batch)).flatten();
         let checksum = deltas.rest_checksum().or_else(of_all);
         let in_window = window(split.whole);
         let before = self.shared.counters.packet_bytes.load(Ordering::Relaxed);
@@ -684,7 +688,7 @@ impl Sending {
         Ok(())
     }
 
-    /// What a device has made of pages turned out wrong, and was not sent.
+    /// Distrusts the device whose wrong result was found before it was sent.
     fn distrust(&self, wrong: Wrong, copy: &Copy) {
         let (maker, what) = match wrong {
             Wrong::Delta => (copy.deltas_maker(), "a delta that it made does not lead to the page"),
@@ -700,7 +704,7 @@ impl Sending {
         runs.iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
     }
 
-    /// Writes one packet with `self.table` and the pages of `batch`, which lie in `block`.
+    /// Writes one packet with `self.table` and the pages of `batch`, directly from `block`.
     fn pages_in_place(&mut self, batch: &Batch, block: &RamBlock) -> Result<(), Box<dyn std::error::Error>> {
         let bytes = batch.in_window();
         let (normal_pages, zero_pages) = pages_of(batch.runs());
@@ -750,16 +754,16 @@ impl Sending {
         }
         let mut suspect = maker.map(Suspect::Copied);
         let coded =
-            kind == PacketKind::Pages && !content.is_empty() && !self.coding.is_none() && self.way != Way::Plain;
+            kind == PacketKind::Pages && !content.is_empty() && !self.coding.is_none() && self.mode != Way::Plain;
         let (method, payload) = match coded {
             true => {
-                let left = |before| match before {
-                    Before::Network => self.writer.send_times()?.left,
-                    Before::Limit => self.context.pacer.left(),
+                let left = |bottleneck| match bottleneck {
+                    Bottleneck::Network => self.writer.send_times()?.left,
+                    Bottleneck::Limit => self.context.pacer.left(),
                 };
                 let encoded = self.coding.encode(content, &mut self.encoded, left)?;
-                if let Some(way) = self.coding.way() {
-                    self.shared.counters.by_way[way].fetch_add(content.len() as u64, Ordering::Relaxed);
+                if let Some(chosen) = self.coding.chosen() {
+                    self.shared.counters.by_way[chosen].fetch_add(content.len() as u64, Ordering::Relaxed);
                 }
                 match encoded {
                     Some((format, length)) => {
@@ -776,7 +780,7 @@ impl Sending {
         };
         let carried = Carried { normal_pages, zero_pages, bytes: (self.table.len() + payload.len()) as u64 };
         let refusable = match kind {
-            // Those that are sent again were handed over before.
+            // Retransmitted pages, too, which `normal_pages` does not count.
             PacketKind::Pages => (content.len() / PAGE_SIZE) as u64,
             _ => normal_pages,
         };
@@ -819,7 +823,7 @@ impl Sending {
         if let (Some(waits), Some(begun)) = (&mut self.waits, begun) {
             self.times.writing += waits.end(begun);
             self.times.written += header.len() + self.table.len() + payload.len();
-            // Of any other packet no way was chosen. Its time and its bytes count with those of the next one of which one was.
+            // For other packets no encoder was chosen: their time and bytes count with the next packet that has one.
             if coded {
                 let mut times = std::mem::take(&mut self.times);
                 times.waited = waits.take();
@@ -836,7 +840,7 @@ impl Sending {
         Ok(())
     }
 
-    /// The number of the next packet.
+    /// Records the next packet as in flight, and returns its number.
     fn next_sequence(&self, packet: InFlight) -> u64 {
         let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
         progress.in_flight.push_back(packet);

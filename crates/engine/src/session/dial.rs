@@ -1,4 +1,4 @@
-//! The source's way to the destination: dialing, the handshake, and the channels.
+//! Connects the source to the destination: the control channel, the handshake, and the other channels.
 
 use std::fs::File;
 use std::io::Read;
@@ -20,44 +20,44 @@ use crate::control_link::{ControlLink, hear, say};
 use crate::send::{SendChannel, SendContext};
 use crate::transport::{Address, Closer, Connection, Reader, Security, TransportError, Writer, open_channel};
 
-/// The pause before the third attempt to open a channel; those after it are longer.
+/// The first pause of the back-off between attempts to open a channel: that before the third attempt.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 
 /// What the source asks for.
 #[derive(Debug)]
 pub struct Offer<'a> {
-    /// Where it listens.
+    /// Where the destination listens.
     pub to: &'a Address,
     /// TLS or not.
     pub security: &'a Security,
-    /// RAM channels.
+    /// Number of RAM channels.
     pub channels: u16,
-    /// Most bytes of content in a packet.
+    /// Maximum bytes of content in a packet.
     pub packet_size: usize,
-    /// What will be moved.
+    /// The virtual machine to be moved.
     pub machine: Machine,
     /// How the virtual machines are driven.
     pub mode: Mode,
-    /// What can be done beyond the protocol's basis.
+    /// Capabilities beyond the protocol's basis.
     pub features: Features<'a>,
     /// How pages will be compressed.
     pub method: Method,
-    /// How long a destination that does not listen yet is waited for.
+    /// How long the source waits for a destination that does not listen yet.
     pub patience: Duration,
 }
 
 /// Begins a migration with the destination: control channel, hello, welcome.
 ///
 /// # Errors
-/// It cannot be reached within `offer.patience`, refuses (with its reason), cannot decode what `offer.method` writes, or `cancel`
-/// came first.
+/// The destination cannot be reached within `offer.patience`, refuses (with its reason) or cannot decode the format of `offer.method`; or
+/// the migration was cancelled.
 pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(ControlLink, Session), SessionError> {
     let (id, key) = new_identity()?;
     let subject = Subject { key: &key, id, kind: ChannelKind::Control, index: 0, incarnation: 1 };
     let opened = subject.open(offer.to, offer.security, offer.patience, cancel)?;
     let Opened { mut writer, mut reader, closer, round_trip } = opened;
     let interrupted = closer.clone();
-    // Only while dialling: later a cancelled migration still has something to say on this connection.
+    // Only until the welcome: later a cancelled migration still sends messages on this connection.
     let interrupting = cancel.on_cancel(move || interrupted.close());
     let offered = offer.features.capabilities(offer.packet_size);
     let hello = Hello {
@@ -69,12 +69,12 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
         machine: offer.machine.clone(),
     };
     let lost = |error| SessionError::new(format_args!("{} was lost during the handshake: {error}", offer.to));
-    let said = say(&mut writer, &ControlMessage::Hello(Box::new(hello)));
+    let sent = say(&mut writer, &ControlMessage::Hello(Box::new(hello)));
     // The destination asks its monitor before it answers: that may take longer than a bare handshake.
     let mut messages = ControlReader::default();
-    let heard = hear(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME);
-    // A destination that refuses and closes the connection before the offer came is still heard.
-    let welcome: Welcome = match heard.map_err(|unheard| lost(said.err().unwrap_or(unheard)))? {
+    let received = hear(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME);
+    // Also where sending failed: a destination may send its refusal and close the connection before the offer arrives.
+    let welcome: Welcome = match received.map_err(|error| lost(sent.err().unwrap_or(error)))? {
         ControlMessage::Welcome(welcome) => welcome,
         ControlMessage::Refused { reason } | ControlMessage::Failed { reason } => {
             return Err(SessionError::refused(format_args!(
@@ -86,7 +86,7 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
         unexpected => {
             tracing::warn!(?unexpected, "not an answer to a hello");
             return Err(SessionError::new(format_args!(
-                "{} answers neither yes nor no to the offer of a migration: is the program there a `sterna receive`?",
+                "{} neither accepts nor refuses the offer of a migration: is the program there a `sterna receive`?",
                 offer.to
             )));
         }
@@ -108,7 +108,7 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
     Ok((link, session))
 }
 
-/// Whether what `method` writes is among the `known` formats.
+/// Checks that the format of `method` is among the `known` formats.
 fn decodable(method: Method, known: &[String]) -> Result<(), String> {
     let format = method.format();
     if known.iter().any(|name| name == format.name()) {
@@ -125,7 +125,7 @@ impl Session {
     /// Opens the RAM channels and the stream channel.
     ///
     /// # Errors
-    /// The destination cannot be reached, refuses, or `cancel` came first.
+    /// The destination cannot be reached or refuses, or the migration was cancelled.
     pub fn open_channels(
         &self,
         security: &Security,
@@ -141,7 +141,7 @@ impl Session {
     /// Opens the RAM channels.
     ///
     /// # Errors
-    /// The destination cannot be reached, refuses, or `cancel` came first.
+    /// The destination cannot be reached or refuses, or the migration was cancelled.
     pub fn open_ram_channels(
         &self,
         security: &Security,
@@ -156,7 +156,7 @@ impl Session {
         (0..self.channels).map(open).collect()
     }
 
-    /// Opens the post-copy channel: requests come on it, pages go.
+    /// Opens the post-copy channel: the destination's requests arrive on it, and pages are sent.
     ///
     /// # Errors
     /// The destination cannot be reached, or refuses.
@@ -223,7 +223,7 @@ pub struct Opened {
     pub round_trip: Duration,
 }
 
-/// What a channel is, and of which migration.
+/// Which channel is opened, and for which migration.
 struct Subject<'a> {
     key: &'a MigrationKey,
     id: MigrationId,
@@ -233,8 +233,8 @@ struct Subject<'a> {
 }
 
 impl Subject<'_> {
-    /// Opens the channel. A destination that does not listen yet is tried again for `patience`; one that has no room for another
-    /// connection, as long as a handshake may take.
+    /// Opens the channel. Retries for `patience` where the destination does not listen yet, and for the time of a handshake where the
+    /// destination has no room for another connection.
     fn open(
         &self,
         to: &Address,
@@ -249,12 +249,12 @@ impl Subject<'_> {
                 Ok(opened) => return Ok(opened),
                 Err(error) => error,
             };
-            let worth = match () {
+            let retry_for = match () {
                 () if error.is_busy() => HANDSHAKE_TIME.max(patience),
                 () if error.is_absent() => patience,
                 () => Duration::ZERO,
             };
-            let left = worth.saturating_sub(begun.elapsed());
+            let left = retry_for.saturating_sub(begun.elapsed());
             if left.is_zero() {
                 return Err(SessionError::new(error));
             }
@@ -271,11 +271,11 @@ impl Subject<'_> {
     }
 }
 
-/// Waits for `pause`, unless `cancel` comes first.
+/// Waits for `pause`, or fails as soon as the migration is cancelled.
 fn wait(pause: Duration, cancel: &Cancel) -> Result<(), SessionError> {
     let (cancelled, waiting) = channel::<()>();
     let _cancelling = cancel.on_cancel(move || {
-        // Also where the wait is over already.
+        // Fails where the wait is over already.
         let _ = cancelled.send(());
     });
     match waiting.recv_timeout(pause) {
@@ -315,7 +315,7 @@ mod tests {
         let one = Limits { pending: 1, ..Limits::default() };
         let incoming = &listener.start(Security::Insecure, one).unwrap();
         scope(|scope| {
-            // One of them has the only place until it is taken, and the others are told to come again.
+            // One of them has the only place until its connection is accepted; the others are answered that the destination is busy.
             let open = || subject().open(to, &Security::Insecure, Duration::ZERO, &Cancel::new()).map(drop);
             let opening = [(); 4].map(|()| scope.spawn(open));
             for _ in &opening {

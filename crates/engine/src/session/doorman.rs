@@ -1,4 +1,5 @@
-//! Who may come in once a migration has begun: its own channels, each once, and its source when it comes back.
+//! The channel acceptor of one migration that has begun: it admits the migration's own channels, each once, and the source when it
+//! reconnects.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -15,63 +16,65 @@ use crate::cpu_time;
 use crate::receive::{PacketRules, ReceiveCounters, ReceiveError, Sink, receive_packets};
 use crate::transport::{Connection, accept_channel, refuse_channel};
 
-/// What is said to whoever comes during another migration.
+/// The answer to a source that connects during another migration.
 pub(super) const UNDER_WAY: &str = "another migration is under way here";
 
-/// Where the packets of the migration's channels go. Asked once for each channel, when it has come.
+/// Makes the sinks of the migration's channels: called once for each channel, when it has connected.
 pub trait Sinks: Send + Sync {
-    /// Of RAM channel `index`.
+    /// Returns the sink of RAM channel `index`.
     fn ram(&self, index: u16) -> Box<dyn Sink>;
 
-    /// Of the stream channel.
+    /// Returns the sink of the stream channel.
     fn stream(&self) -> Box<dyn Sink>;
 
-    /// Of a channel of device state alone, where such may come.
+    /// Returns the sink of a channel that carries device state only; none where such channels are refused.
     fn devices(&self) -> Option<Box<dyn Sink>> {
         None
     }
 }
 
-/// A connection that may not come in, and why.
+/// A connection that was not admitted, and the reason.
 pub type Refused = Box<(Connection, String)>;
 
-/// Takes channels that are neither of RAM nor of the stream, where there are any; the alarm is that of all channels of the
-/// same incarnation.
+/// Handles extra channels: those that are neither RAM channels nor the stream channel. The alarm is that of all channels of the same
+/// incarnation.
 pub type OtherDoor = Box<dyn Fn(&ChannelHeader, Connection, &Arc<Abort>) -> Result<(), Refused> + Send + Sync>;
 
-/// Matches connections to the migration.
+/// Admits the channels of one migration and refuses all others.
 pub struct Doorman {
     session: Session,
     sinks: Box<dyn Sinks>,
-    other: Option<OtherDoor>,
+    extra_channels: Option<OtherDoor>,
     tell: TellPeer,
-    /// For all control channels that the source comes back with.
+    /// Shared by all control channels on which the source reconnects.
     allowance: Allowance,
     state: Mutex<State>,
 }
 
 struct State {
+    /// Whether data channels are admitted.
     open: bool,
-    /// Of the control channel that came last.
+    /// Incarnation of the newest control channel.
     incarnation: u32,
-    /// Of data channels.
+    /// Incarnation of the data channels that are admitted.
     data_incarnation: u32,
     abort: Arc<Abort>,
     ram: Vec<Option<Arc<ReceiveCounters>>>,
-    /// What came on the RAM channels of earlier incarnations.
+    /// Pages that were placed by RAM channels of earlier incarnations.
     before: PagesPlaced,
+    /// Whether the stream channel has connected.
     stream: bool,
-    /// By index, less one: whether it has come.
+    /// Whether each channel of device state has connected; the first has index 1.
     devices: Vec<bool>,
-    /// Of every channel that has come.
+    /// The counters of every channel that has connected.
     counters: Vec<Arc<ReceiveCounters>>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// Pages that RAM channels have placed, as often as they came.
+/// Pages that RAM channels have placed; a page that was sent several times counts each time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PagesPlaced {
-    /// With content.
+    /// Pages with content.
     pub normal: u64,
     /// Zero pages.
     pub zero: u64,
@@ -87,12 +90,12 @@ impl State {
 }
 
 impl Doorman {
-    /// A doorman for the migration of `session`. Data channels are refused until [`Doorman::open`].
+    /// Makes the acceptor for the migration of `session`. It refuses data channels until [`Doorman::open`].
     pub fn new(
         session: Session,
         sinks: Box<dyn Sinks>,
         abort: &Arc<Abort>,
-        other: Option<OtherDoor>,
+        extra_channels: Option<OtherDoor>,
         tell: TellPeer,
     ) -> Self {
         let ram = vec![None; session.channels.into()];
@@ -108,36 +111,36 @@ impl Doorman {
             counters: Vec::new(),
             threads: Vec::new(),
         };
-        Self { session, sinks, other, tell, allowance: Allowance::default(), state: Mutex::new(state) }
+        Self { session, sinks, extra_channels, tell, allowance: Allowance::default(), state: Mutex::new(state) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("the doorman does not panic")
+        self.state.lock().expect("the channel acceptor does not panic")
     }
 
-    /// The migration.
+    /// Returns the migration.
     pub fn session(&self) -> &Session {
         &self.session
     }
 
-    /// Data channels may come.
+    /// Admits data channels from now on.
     pub fn open(&self) {
         self.state().open = true;
     }
 
-    /// The data channels of an earlier incarnation are over, their alarm has been raised: waits for their threads, and from
-    /// now on lets in those of `incarnation`, which share `abort`.
+    /// Waits for the threads of the data channels that there were, whose alarm has been raised. From then on admits the data channels
+    /// of `incarnation`, which share `abort`.
     pub fn renew(&self, incarnation: u32, abort: &Arc<Abort>) {
         self.state().open = false;
         self.join();
         let mut state = self.state();
         state.before = state.pages_placed();
         state.ram.fill(None);
-        // The stream has been read to its end.
+        // `stream` stays set: the stream has been read to its end.
         (state.data_incarnation, state.abort, state.open) = (incarnation, Arc::clone(abort), true);
     }
 
-    /// How many packets each RAM channel has placed.
+    /// Returns how many packets each RAM channel has placed.
     pub fn placed(&self) -> Vec<u64> {
         let placed = |counters: &Option<Arc<ReceiveCounters>>| {
             counters.as_ref().map_or(0, |counters| counters.placed.load(Ordering::Acquire))
@@ -145,12 +148,12 @@ impl Doorman {
         self.state().ram.iter().map(placed).collect()
     }
 
-    /// What the RAM channels have placed so far.
+    /// Returns how many pages the RAM channels have placed so far.
     pub fn pages_placed(&self) -> PagesPlaced {
         self.state().pages_placed()
     }
 
-    /// Packets that were placed so far, of all channels together: a number that grows as long as anything arrives.
+    /// Returns how many packets all channels together have placed so far. The number grows as long as anything arrives.
     pub fn received(&self) -> u64 {
         self.state().counters.iter().map(|counters| counters.placed.load(Ordering::Acquire)).sum()
     }
@@ -159,12 +162,12 @@ impl Doorman {
     pub fn join(&self) {
         let threads = std::mem::take(&mut self.state().threads);
         for thread in threads {
-            // A panic there has been printed, and its closed connection was noticed.
+            // A panic of the thread has been printed, and its closed connection was noticed.
             let _ = thread.join();
         }
     }
 
-    /// Lets a connection in, or tells it why not.
+    /// Admits a connection, or refuses it and sends the reason.
     pub fn admit(&self, connection: Connection, header: &ChannelHeader) {
         if let Err(refused) = self.try_admit(connection, header) {
             let (connection, reason) = *refused;
@@ -209,17 +212,17 @@ impl Doorman {
                 Ok(())
             }
             ChannelKind::DeviceState
-                if let Some(come @ false) = state.devices.get_mut(usize::from(header.index).wrapping_sub(1))
+                if let Some(connected @ false) = state.devices.get_mut(usize::from(header.index).wrapping_sub(1))
                     && let Some(sink) = self.sinks.devices() =>
             {
-                *come = true;
+                *connected = true;
                 self.serve(&mut state, connection, format!("device-{}", header.index), sink);
                 Ok(())
             }
-            ChannelKind::Opaque | ChannelKind::PostCopy if let Some(door) = &self.other => {
+            ChannelKind::Opaque | ChannelKind::PostCopy if let Some(handle) = &self.extra_channels => {
                 let abort = Arc::clone(&state.abort);
                 drop(state);
-                door(header, connection, &abort)
+                handle(header, connection, &abort)
             }
             kind => Err(Box::new((connection, format!("a channel for {kind} is not expected here")))),
         }
@@ -256,10 +259,10 @@ impl Doorman {
     }
 }
 
-/// Accepts the channel and receives its packets on a thread of their own.
+/// Starts a thread that accepts the channel and receives its packets.
 ///
 /// # Errors
-/// The system has no thread.
+/// The thread cannot be started.
 pub fn receive_thread(
     connection: Connection,
     name: String,

@@ -1,7 +1,7 @@
-//! Who may begin a migration here: the first source that says a hello in time and that nothing speaks against.
+//! Chooses the source that may begin a migration here: the first that sends an acceptable hello in time.
 //!
-//! Each hello is waited for on a thread of its own, so that a stranger who connects and says nothing keeps no source
-//! waiting; there is room for a bounded number of them.
+//! A thread of its own waits for each hello, so that a stranger who connects and sends nothing delays no source. The number of such
+//! pending handshakes is bounded.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -20,57 +20,57 @@ use crate::control_link::{hear, say};
 use crate::migration::DEVICE_STATE;
 use crate::transport::{Closer, Connection, Incoming, Reader, Writer, accept_channel, refuse_channel};
 
-/// Connections whose hello is waited for at once.
+/// Maximum number of connections that have not sent their hello yet.
 pub(super) const MAX_PENDING: usize = 32;
-/// How often new connections are looked for while others have not said their hello.
+/// How often the destination looks for new connections while handshakes are pending.
 const LOOK_PAUSE: Duration = Duration::from_millis(10);
 
-/// The connections whose hello is waited for, by the order of their arrival.
+/// The connections that have not sent their hello yet, in the order of their arrival.
 #[derive(Debug, Default)]
-pub(super) struct Greeters(Mutex<GreetersState>);
+pub(super) struct PendingHandshakes(Mutex<PendingState>);
 
 #[derive(Debug, Default)]
-struct GreetersState {
+struct PendingState {
     next: u64,
     cancelled: bool,
-    waited_for: BTreeMap<u64, Closer>,
+    closers: BTreeMap<u64, Closer>,
 }
 
-/// One of them, until this is dropped.
+/// One of the pending handshakes; it ends when this is dropped.
 #[derive(Debug)]
-pub(super) struct Greeter {
+pub(super) struct PendingHandshake {
     number: u64,
-    all: Arc<Greeters>,
+    all: Arc<PendingHandshakes>,
 }
 
-impl Greeters {
-    fn state(&self) -> MutexGuard<'_, GreetersState> {
+impl PendingHandshakes {
+    fn state(&self) -> MutexGuard<'_, PendingState> {
         self.0.lock().expect("closing does not panic")
     }
 
-    pub(super) fn add(self: &Arc<Self>, closer: Closer) -> Greeter {
+    pub(super) fn add(self: &Arc<Self>, closer: Closer) -> PendingHandshake {
         let mut state = self.state();
         if state.cancelled {
             closer.close();
         }
         let number = state.next;
         state.next += 1;
-        state.waited_for.insert(number, closer);
-        Greeter { number, all: Arc::clone(self) }
+        state.closers.insert(number, closer);
+        PendingHandshake { number, all: Arc::clone(self) }
     }
 
     fn close_oldest(&self) {
-        // It stays until its thread has noticed.
-        if let Some(oldest) = self.state().waited_for.first_entry() {
+        // The entry stays until its thread has noticed.
+        if let Some(oldest) = self.state().closers.first_entry() {
             oldest.get().close();
         }
     }
 
-    /// Closes the oldest connections until no more than `most` are waited for.
-    pub(super) fn close_beyond(&self, most: usize) {
+    /// Closes the oldest connections until at most `max` handshakes are pending.
+    pub(super) fn close_beyond(&self, max: usize) {
         let mut state = self.state();
-        while state.waited_for.len() > most
-            && let Some((_, oldest)) = state.waited_for.pop_first()
+        while state.closers.len() > max
+            && let Some((_, oldest)) = state.closers.pop_first()
         {
             oldest.close();
         }
@@ -79,70 +79,71 @@ impl Greeters {
     pub(super) fn close_all(&self) {
         let mut state = self.state();
         state.cancelled = true;
-        state.waited_for.values().for_each(Closer::close);
+        state.closers.values().for_each(Closer::close);
     }
 }
 
-impl Drop for Greeter {
+impl Drop for PendingHandshake {
     fn drop(&mut self) {
-        self.all.state().waited_for.remove(&self.number);
+        self.all.state().closers.remove(&self.number);
     }
 }
 
-/// A migration that a source has begun. The driver says the welcome when it is ready for channels.
+/// A migration that a source has begun. The driver sends the welcome when it is ready for channels.
 #[derive(Debug)]
 pub struct Greeted {
     /// What was agreed on.
     pub session: Session,
-    /// How its virtual machine is driven.
+    /// How the source's virtual machine is driven.
     pub mode: Mode,
-    /// What it says of the virtual machine.
+    /// The source's description of the virtual machine.
     pub machine: Machine,
     /// The source's address and certificate.
     pub peer: String,
-    /// The control channel's halves, and what ends it.
+    /// The sending half of the control channel.
     pub writer: Writer,
-    /// See `writer`.
+    /// The receiving half of the control channel.
     pub reader: Reader,
-    /// See `writer`.
+    /// Ends the control channel from another thread.
     pub closer: Closer,
     /// What has arrived on the control channel after the hello.
     pub messages: ControlReader,
-    /// The answer to be said.
+    /// The answer to be sent.
     pub welcome: Welcome,
 }
 
-/// What a destination takes.
+/// Which migrations a destination accepts.
 pub struct Greeting<'a> {
-    /// How the virtual machine here may be driven, and what this side can do then beyond the protocol's basis.
+    /// How the virtual machine here may be driven, and for each mode this side's capabilities beyond the protocol's basis.
     pub takes: &'a [(Mode, Features<'a>)],
-    /// What else speaks against a source, in words that it is told.
+    /// Returns a further reason to refuse a source, if any. The source receives it.
     pub refusal: &'a (dyn Fn(&Hello) -> Option<String> + Sync),
 }
 
 impl Greeting<'_> {
-    /// The first migration that a source begins here; none once it is cancelled, which also ends the listening. `refused` hears of the others.
+    /// Waits for the first migration that a source begins here, and calls `refused` with the reason for each source that is refused.
+    /// Returns none once it is cancelled, which also ends the listening.
     pub fn first(&self, incoming: &Incoming, cancel: &Cancel, refused: impl Fn(&str)) -> Option<Greeted> {
-        let greeters = Arc::new(Greeters::default());
-        // Only until a hello has been heard: later it is for the driver to say how a cancellation ends, and the source must
-        // be able to come back.
-        let (interrupted, stop) = (Arc::clone(&greeters), incoming.stop_handle());
+        let pending = Arc::new(PendingHandshakes::default());
+        // Only until a hello has been accepted: later the driver decides how a cancellation ends, and the source must
+        // be able to reconnect.
+        let (interrupted, stop) = (Arc::clone(&pending), incoming.stop_handle());
         let interrupting = cancel.on_cancel(move || {
             interrupted.close_all();
             stop.stop();
         });
         std::thread::scope(|scope| {
             let (greeted, sessions) = channel::<Result<Greeted, String>>();
-            let mut waited_for = 0;
+            let mut waiting = 0;
             let first = loop {
-                // Nobody to wait for: then without looking again and again.
-                let arrived = if waited_for == 0 {
+                // Blocks where no handshake is pending.
+                let arrived = if waiting == 0 {
                     incoming.next().ok_or(RecvTimeoutError::Disconnected)
                 } else {
                     match sessions.recv_timeout(LOOK_PAUSE) {
                         Ok(Ok(first)) => break Some(first),
                         Ok(Err(reason)) => {
-                            waited_for -= 1;
+                            waiting -= 1;
                             refused(&reason);
                         }
                         Err(_) => {}
@@ -155,10 +156,10 @@ impl Greeting<'_> {
                     Err(RecvTimeoutError::Disconnected) => break None,
                 };
                 let mut first = None;
-                while waited_for == MAX_PENDING && first.is_none() {
-                    // A source says its hello at once, so who has been silent for longest makes room.
-                    greeters.close_oldest();
-                    waited_for -= 1;
+                while waiting == MAX_PENDING && first.is_none() {
+                    // A source sends its hello at once, so the connection that has been silent for longest makes room.
+                    pending.close_oldest();
+                    waiting -= 1;
                     match sessions.recv().expect("this function itself holds a sender") {
                         Ok(greeted) => first = Some(greeted),
                         Err(reason) => refused(&reason),
@@ -168,30 +169,29 @@ impl Greeting<'_> {
                     refuse_channel(connection, UNDER_WAY);
                     break first;
                 }
-                waited_for += 1;
-                let greeter = greeters.add(connection.closer());
+                waiting += 1;
+                let handshake = pending.add(connection.closer());
                 let greeted = greeted.clone();
                 scope.spawn(move || {
-                    if let Err(unheard) = greeted.send(self.accept(connection, &header, greeter)) {
-                        unheard.0.into_iter().for_each(Greeted::too_late);
+                    if let Err(unsent) = greeted.send(self.accept(connection, &header, handshake)) {
+                        unsent.0.into_iter().for_each(Greeted::too_late);
                     }
                 });
             };
             drop(interrupting);
-            // Those that have not said their hello by now need not.
-            greeters.close_all();
+            pending.close_all();
             sessions.try_iter().flatten().for_each(Greeted::too_late);
             first
         })
     }
 
-    /// Takes a control channel's hello, unless something speaks against it. What is refused has been told so; the error
-    /// is for the log.
+    /// Waits for a control channel's hello and accepts or refuses it. A source that is refused has been sent the reason; the error is for
+    /// the log.
     pub(super) fn accept(
         &self,
         connection: Connection,
         header: &ChannelHeader,
-        greeter: Greeter,
+        handshake: PendingHandshake,
     ) -> Result<Greeted, String> {
         let peer = connection.peer();
         if header.kind != ChannelKind::Control || header.incarnation != 1 {
@@ -203,25 +203,25 @@ impl Greeting<'_> {
         let closer = connection.closer();
         let (mut writer, mut reader) = accept_channel(connection).map_err(|error| error.to_string())?;
         let mut messages = ControlReader::default();
-        let heard = hear(&mut reader, &mut messages, Instant::now() + HANDSHAKE_TIME);
-        drop(greeter);
-        let hello = match heard {
+        let first = hear(&mut reader, &mut messages, Instant::now() + HANDSHAKE_TIME);
+        drop(handshake);
+        let hello = match first {
             Ok(ControlMessage::Hello(hello)) => *hello,
             Ok(_) => return Err(format!("{peer}: the first message is no hello")),
             Err(error) => return Err(format!("{peer}: {error}")),
         };
-        let taken = self.takes.iter().find(|(mode, _)| *mode == hello.mode);
-        let (_, features) = taken.unwrap_or(&self.takes[0]);
+        let same_mode = self.takes.iter().find(|(mode, _)| *mode == hello.mode);
+        let (_, features) = same_mode.unwrap_or(&self.takes[0]);
         let chosen = choose(&features.capabilities(MAX_CONTENT), header, &exporter, &hello);
-        let objection = (taken.is_none().then(|| wrong_mode(hello.mode, self.takes[0].0)))
-            // A reason in the destination's own words says more than the name of a capability.
+        let objection = (same_mode.is_none().then(|| wrong_mode(hello.mode, self.takes[0].0)))
+            // A reason in the destination's own words explains more than the name of a capability.
             .or_else(|| (self.refusal)(&hello))
             .or_else(|| chosen.as_ref().err().map(ToString::to_string));
         let (key, chosen) = match (objection, chosen) {
             (None, Ok(chosen)) => chosen,
             (objection, _) => {
                 let reason = objection.unwrap_or_default();
-                // The peer may be gone; then nobody misses the answer.
+                // Fails where the peer is gone, which needs no answer.
                 let _ = say(&mut writer, &ControlMessage::Refused { reason: reason.clone() });
                 return Err(format!("{peer}: {reason}"));
             }
@@ -253,23 +253,23 @@ impl Greeting<'_> {
 }
 
 impl Greeted {
-    /// Refuses a source that another one came before.
+    /// Refuses this source, because another one was faster.
     fn too_late(mut self) {
         let reason = UNDER_WAY.to_owned();
-        // It may be gone; then nobody misses the answer.
+        // Fails where the source is gone, which needs no answer.
         let _ = say(&mut self.writer, &ControlMessage::Refused { reason });
     }
 }
 
-/// What speaks against a source that is driven as `theirs` at a destination that is driven as `ours`, another way.
+/// Returns the refusal of a source whose mode `theirs` differs from the destination's mode `ours`.
 fn wrong_mode(theirs: Mode, ours: Mode) -> String {
-    let said = |mode| match mode {
+    let words = |mode| match mode {
         Mode::Owner => ("owns a QEMU", "`sterna send` and `sterna receive`"),
         Mode::Direct => ("moves a QEMU's memory from outside", "`sterna send` and `sterna receive` of one version"),
         Mode::Proxy => ("is a proxy for a QEMU", "`sterna proxy send` and `sterna proxy receive`"),
         Mode::Embedded => ("is a monitor with Sterna in it", "two monitors of the same kind"),
     };
-    let ((source, _), (destination, both)) = (said(theirs), said(ours));
+    let ((source, _), (destination, both)) = (words(theirs), words(ours));
     format!("the source {source}, the destination {destination}: use the same on both sides, here {both}")
 }
 
@@ -286,7 +286,7 @@ mod tests {
     const FEATURES: Features<'static> = Features { offered: &[], required: &[] };
 
     #[test]
-    fn however_many_are_silent_a_source_is_heard_and_nothing_of_them_is_left() {
+    fn a_source_is_accepted_however_many_silent_connections_there_are() {
         let listener = Listener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_address().to_string();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
@@ -309,7 +309,7 @@ mod tests {
             stream
         };
         let mut silent: Vec<_> = (0..2 * MAX_PENDING).map(|_| connect()).collect();
-        // The oldest have made room: they are at their end before the time for a hello is over.
+        // The oldest were closed to make room, before the time for a hello was over.
         let mut rest = Vec::new();
         silent[0].read_to_end(&mut rest).unwrap();
         assert_eq!(rest, b"");
@@ -323,12 +323,12 @@ mod tests {
             machine: Machine::default(),
         }));
         connect().write_all(&hello.encode()).unwrap();
-        let greeted = waiting.join().unwrap().expect("the source is heard");
+        let greeted = waiting.join().unwrap().expect("the source is accepted");
         assert_eq!(greeted.session.id, id);
     }
 
     #[test]
-    fn sides_that_are_driven_differently_are_told_apart() {
+    fn a_source_of_another_mode_is_refused_with_both_modes_named() {
         let words = wrong_mode(Mode::Proxy, Mode::Owner);
         assert!(words.contains("the source is a proxy") && words.contains("`sterna receive`"), "{words}");
     }
@@ -344,12 +344,12 @@ mod tests {
         let subject = ProofSubject { id, kind: ChannelKind::Control, index: 0, incarnation: 1, exporter: b"" };
         stream.write_all(&ChannelHeader::new(&key, &subject).encode()).unwrap();
         let (connection, _) = incoming.next().unwrap();
-        let greeters = Arc::new(Greeters::default());
-        let greeter = greeters.add(connection.closer());
-        greeters.close_all();
+        let pending = Arc::new(PendingHandshakes::default());
+        let handshake = pending.add(connection.closer());
+        pending.close_all();
         stream.set_read_timeout(Some(HANDSHAKE_TIME)).unwrap();
         assert_eq!(stream.read(&mut [0]).unwrap(), 0, "closed");
-        drop(greeter);
-        assert!(greeters.state().waited_for.is_empty());
+        drop(handshake);
+        assert!(pending.state().closers.is_empty());
     }
 }

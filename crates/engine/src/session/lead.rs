@@ -1,5 +1,5 @@
-//! What leads a source through its migration, beside a QEMU or embedded: the switchover's state machine, its driver's events,
-//! and the times after which something is given up.
+//! The main loop of a source's driver, beside a QEMU or embedded: it feeds events to the switchover's state machine, has the driver
+//! perform the actions, and watches the deadlines.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -12,87 +12,87 @@ use super::{LAST_WORDS, Peer};
 use crate::abort::Abort;
 use crate::report::{Moments, Observer};
 
-/// How often a driver is given the word to tell progress.
+/// How often a driver reports progress.
 const TICK: Duration = Duration::from_millis(250);
 
-/// The longest time that is waited for: a setting may be so long that it means for ever.
-const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+/// The longest wait. A setting may be longer, and then means for ever; an [`Instant`] cannot hold every duration.
+const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// The moment after `time`, which may be of any length.
+/// Returns the moment `time` from now, at most a year ahead: `time` may be of any length.
 pub fn after(time: Duration) -> Instant {
-    Instant::now() + time.min(LONGEST)
+    Instant::now() + time.min(MAX_WAIT)
 }
 
 /// How a source's migration ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SourceOutcome {
-    /// The machine came to its end.
+    /// The state machine reached this end.
     Machine(SourceEnd),
-    /// What was decided could not be delivered in time.
+    /// The decision could not be delivered to the destination in time.
     Undelivered,
 }
 
-/// What every driver of a source has.
+/// The state that every driver of a source has.
 #[derive(Debug)]
 pub struct SourceLead {
     /// The switchover.
     pub switchover: SourceSwitchover,
     /// The destination.
     pub peer: Peer,
-    /// The alarm of the data channels that there are now.
+    /// The alarm of the current data channels.
     pub abort: Arc<Abort>,
-    /// What has come when.
+    /// When each step of the switchover happened.
     pub moments: Moments,
-    /// Somebody has cancelled it.
+    /// Whether the migration was cancelled.
     pub cancelled: bool,
-    /// Until when what is decided may be delivered.
+    /// Deadline for delivering the decision to the destination.
     pub give_up: Option<Instant>,
-    /// When the step at hand must be done, and which it is.
+    /// Deadline of the current step, and the step's name.
     pub due: Option<(Instant, &'static str)>,
-    /// Why the decision cannot be delivered, where the destination said so.
+    /// Why the decision cannot be delivered, where the destination sent a reason.
     pub undelivered: Option<String>,
-    /// Until when a word about a broken channel is waited for.
+    /// Deadline for the peer's message about a broken channel.
     broken: Option<Instant>,
-    /// How long a destination that was lost before anything was decided is tried to be told that it was given up.
+    /// How long the source tries to reach a destination that was lost before the decision, to send it that the migration was given up.
     telling: Duration,
 }
 
 /// The driver of a source.
 pub trait SourceDriver {
-    /// What wakes it.
+    /// What wakes the driver.
     type Event;
 
-    /// What it has in common with others.
+    /// Returns the state that all drivers have.
     fn lead(&mut self) -> &mut SourceLead;
 
-    /// Performs an action; gives what the machine must be told at once. Never asked for the end.
+    /// Performs an action and returns the event that follows from it at once, if any. Never called with [`SourceAction::Done`].
     fn perform(&mut self, action: SourceAction) -> Option<SourceEvent>;
 
-    /// What an event means to the machine, after what it means to the driver was done.
+    /// Handles an event and returns what it means to the state machine, if anything.
     fn translate(&mut self, event: Self::Event) -> Option<SourceEvent>;
 
-    /// The machine has come to this end; none if the driver has still to go on. Then it says later by [`SourceDriver::late_end`]
-    /// that it has not any more.
+    /// Called when the state machine has reached `end`. Returns none if the driver still has work: then the driver ends when
+    /// [`SourceDriver::late_end`] returns an end.
     fn ended(&mut self, end: SourceEnd) -> Option<SourceEnd> {
         Some(end)
     }
 
-    /// The end, where it had to go on beyond that of the machine.
+    /// Returns the end once a driver has finished that went on beyond the end of the state machine.
     fn late_end(&mut self) -> Option<SourceEnd> {
         None
     }
 
-    /// Tells progress.
+    /// Reports progress.
     fn tick(&mut self);
 
-    /// What the step at hand waits for, where more is known than its name.
+    /// Returns what the current step waits for, where more is known than the step's name.
     fn waiting_for(&self) -> Option<String> {
         None
     }
 }
 
 impl SourceLead {
-    /// At the beginning of the migration: also what is to be done first.
+    /// Begins a migration. Returns its state and the first actions.
     pub fn begin(peer: Peer, abort: Arc<Abort>, telling: Duration) -> (Self, Vec<SourceAction>) {
         let (switchover, first) = SourceSwitchover::begin();
         let lead = Self {
@@ -110,7 +110,7 @@ impl SourceLead {
         (lead, first)
     }
 
-    /// What the data channels' having failed means.
+    /// Handles the failure of the data channels. Where only a connection broke, first waits [`LAST_WORDS`] for the peer's reason.
     pub fn channels_broke(&mut self) -> Option<SourceEvent> {
         if self.abort.was_lost() {
             self.broken = Some(Instant::now() + LAST_WORDS);
@@ -119,12 +119,12 @@ impl SourceLead {
         Some(SourceEvent::Failed { reason: self.abort.reason()? })
     }
 
-    /// Whether a word about a broken channel is waited for.
+    /// Returns whether the driver waits for the peer's reason for a broken channel.
     pub fn awaits_last_words(&self) -> bool {
         self.broken.is_some()
     }
 
-    /// The destination says something of the switchover.
+    /// Handles a message of the switchover from the destination.
     pub fn destination_says(&mut self, message: SwitchoverMessage) -> SourceEvent {
         match message {
             SwitchoverMessage::Prepared => self.moments.prepared = Some(Instant::now()),
@@ -134,7 +134,7 @@ impl SourceLead {
         SourceEvent::Message(message)
     }
 
-    /// The destination says that it has failed.
+    /// Handles the destination's message that it has failed.
     pub fn destination_failed(&mut self, reason: &str, observer: &dyn Observer) -> Option<SourceEvent> {
         let reason = format!("the destination failed: {}", cleaned(reason));
         if !self.switchover.decided() {
@@ -146,7 +146,7 @@ impl SourceLead {
         None
     }
 
-    /// Whether nobody needs to wait any more for what is to be delivered.
+    /// Returns whether the time for delivering the decision, or the abort, is over.
     fn gives_up(&mut self) -> bool {
         if self.switchover.may_stop() && !self.switchover.decided() {
             self.give_up.get_or_insert(after(self.telling));
@@ -155,7 +155,7 @@ impl SourceLead {
     }
 }
 
-/// Why a step has failed that was not done in time.
+/// Returns the error text for a step that was not done in time.
 pub(crate) fn too_long(step: &str, waiting_for: Option<String>) -> String {
     match waiting_for {
         Some(what) => format!("{step} took too long; waiting for {what}"),
@@ -163,14 +163,14 @@ pub(crate) fn too_long(step: &str, waiting_for: Option<String>) -> String {
     }
 }
 
-/// A step that took too long, or a broken channel about which no word has come.
+/// Returns the failure, where a step took too long or the peer sent no reason for a broken channel in time.
 fn overdue<D: SourceDriver>(driver: &mut D) -> Option<SourceEvent> {
     let passed = |deadline: Instant| Instant::now() >= deadline;
     let late = driver.lead().due.take_if(|(deadline, _)| passed(*deadline));
     if late.is_none() {
         driver.lead().broken.take_if(|deadline| passed(*deadline))?;
     }
-    // What has ended it already says more than that it took long.
+    // The reason of the alarm explains more than that the step took long.
     let reason = driver.lead().abort.reason();
     let step = |(_, step)| too_long(step, driver.waiting_for());
     Some(SourceEvent::Failed { reason: reason.or_else(|| late.map(step)).unwrap_or_default() })

@@ -1,14 +1,14 @@
-//! How the two sides of one migration meet: the source dials and offers, the destination greets, chooses and lets in.
+//! How the two sides of a migration meet: the source dials and offers, the destination answers, chooses and admits channels.
 //!
 //! ```text
 //! source                                   destination
 //! dial ── control channel, Hello ────────> Greeting::first: the first source that may send here
 //!      <───────────────────── Welcome ────
-//! Session::open_channels ─ RAM, stream ──> Doorman: channels of this migration and no others (Sessions: of any that are under way)
-//! Redial::dial ─ control, incarnation + 1 > Doorman: tells the driver that the source came back
+//! Session::open_channels ─ RAM, stream ──> Doorman: admits channels of this migration only (Sessions: of all migrations under way)
+//! Redial::dial ─ control, incarnation + 1 > Doorman: informs the driver that the source has reconnected
 //! ```
-//! The gateway beside QEMU and the embedded library use the same code: what differs is said in [`Features`], in the
-//! [`Mode`](sterna_wire::control::Mode), and by the sinks that the [`Doorman`] is given.
+//! The gateway beside QEMU and the embedded library use the same code. They differ in their [`Features`], in the
+//! [`Mode`](sterna_wire::control::Mode), and in the sinks of the [`Doorman`].
 
 mod dial;
 mod doorman;
@@ -37,14 +37,14 @@ pub use self::placing::Placing;
 pub use self::redial::{Backoff, DIAL_PAUSE, MAX_DIAL_PAUSE, Redial};
 pub use self::serve::{Entered, MAX_SESSIONS, Sessions};
 
-/// The capability to leave out the checksums of packets' content, version 1: offered by a source only where it was asked to.
+/// The capability to leave out the checksums of packets' content, version 1. A source offers it only where its settings ask for it.
 pub const UNCHECKED: &str = "unchecked-1";
 
-/// How long, after a channel broke, a word of the peer about the reason is waited for: it travels on another connection, and a busy
-/// host says it late.
+/// How long a driver waits, after a channel broke, for the peer's message with the reason: it travels on another connection, and a busy
+/// host sends it late.
 pub const LAST_WORDS: Duration = Duration::from_millis(300);
 
-/// Why there is no migration with the other side, in words.
+/// Why there is no migration with the other side.
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]
 pub struct SessionError {
@@ -64,7 +64,7 @@ impl SessionError {
     }
 }
 
-/// One migration as both sides agreed on it, and what the source needs to come back.
+/// One migration as both sides agreed on it, and what the source needs to reconnect.
 #[derive(Clone, Debug)]
 pub struct Session {
     /// The migration's id.
@@ -75,34 +75,34 @@ pub struct Session {
     pub incarnation: u32,
     /// RAM channels.
     pub channels: u16,
-    /// Channels of device state alone, besides the stream channel.
+    /// Channels that carry device state only, besides the stream channel.
     pub device_channels: u16,
-    /// Most bytes of content in a packet.
+    /// Maximum bytes of content in a packet.
     pub packet_size: usize,
     /// Names of the features that both sides have.
     pub features: Vec<String>,
-    /// The path's round trip as the handshake measured it; zero where it did not.
+    /// The path's round trip as the handshake measured it; zero where it was not measured.
     pub round_trip: Duration,
 }
 
 impl Session {
-    /// How packets are made.
+    /// Returns how packets are made.
     pub fn rules(&self) -> PacketRules {
         PacketRules { packet_size: self.packet_size, checksums: !self.has(UNCHECKED) }
     }
 
-    /// Whether both sides have `feature`.
+    /// Returns whether both sides have `feature`.
     pub fn has(&self, feature: &str) -> bool {
         self.features.iter().any(|name| name == feature)
     }
 }
 
-/// What a program can do beyond the protocol's basis, by name.
+/// The capabilities of a program beyond the protocol's basis, by name.
 #[derive(Clone, Copy, Debug)]
 pub struct Features<'a> {
-    /// All that it has.
+    /// All capabilities of the program.
     pub offered: &'a [&'a str],
-    /// Those of them without which it does not go on.
+    /// Those of `offered` that the peer must have too.
     pub required: &'a [&'a str],
 }
 

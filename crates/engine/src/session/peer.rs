@@ -1,4 +1,4 @@
-//! The other side of a migration as a driver knows it: one control channel after another, of which only the last counts.
+//! The other side of a migration as a driver sees it: one control channel after another, of which only the newest counts.
 
 use std::sync::Arc;
 
@@ -6,36 +6,36 @@ use sterna_wire::control::ControlMessage;
 
 use crate::control_link::{ControlEvent, ControlLink, ControlSender, Share};
 
-/// What comes from the control channels of a migration.
+/// An event about the control channels of a migration.
 #[derive(Debug)]
 pub enum PeerNews {
-    /// From the control channel of this incarnation.
+    /// An event of the control channel of this incarnation.
     Control(u32, ControlEvent),
-    /// A control channel of this incarnation has come about.
+    /// A control channel of this incarnation was established.
     Connected(u32, ControlLink),
-    /// An attempt to come back to the destination has failed, and why.
+    /// An attempt to reconnect to the destination has failed, with the reason.
     Unreachable(String),
 }
 
-/// Hands news to the driver.
+/// Passes events about the peer to the driver.
 pub type TellPeer = Arc<dyn Fn(PeerNews) + Send + Sync>;
 
-/// The events of the control channel of `incarnation`, as news.
+/// Returns a closure that passes the events of the control channel of `incarnation` to the driver.
 pub fn link_events(tell: &TellPeer, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
     let tell = Arc::clone(tell);
     move |event| tell(PeerNews::Control(incarnation, event))
 }
 
-/// What news mean to a driver.
+/// An event about the peer that concerns the driver: none of an older control channel.
 #[derive(Debug)]
 pub enum Heard {
-    /// The peer said something. Its share is to be dropped when that has been handled.
+    /// The peer sent a message. The driver drops the share when it has handled the message.
     Said(ControlMessage, Share),
-    /// The control channel is gone, and why.
+    /// The control channel is lost, with the reason.
     Lost(String),
     /// There is a control channel again.
     Connected,
-    /// There is none yet, and why.
+    /// There is no control channel yet, with the reason.
     Unreachable(String),
 }
 
@@ -47,17 +47,17 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// The peer at the other end of the first control channel.
+    /// Makes the peer at the other end of the first control channel.
     pub fn new(link: ControlLink) -> Self {
         Self { link: Some(link), incarnation: 1 }
     }
 
-    /// A peer without a control channel; the next one that this side makes is of a later incarnation than `incarnation`.
+    /// Makes a peer without a control channel. The next control channel of this side has a later incarnation than `incarnation`.
     pub fn unconnected(incarnation: u32) -> Self {
         Self { link: None, incarnation }
     }
 
-    /// Takes news; none if they are of a control channel that does not count any more.
+    /// Records an event. Returns what it means to the driver, or none if it is from an older control channel.
     pub fn hear(&mut self, news: PeerNews) -> Option<Heard> {
         match news {
             PeerNews::Control(incarnation, event) if incarnation == self.incarnation => match event {
@@ -76,44 +76,44 @@ impl Peer {
         }
     }
 
-    /// Says something, if there is a control channel.
+    /// Sends a message, if there is a control channel.
     pub fn say(&self, message: &ControlMessage) {
         let Some(link) = &self.link else { return };
         if let Err(error) = link.send(message) {
             // The link's reading side reports the loss.
-            tracing::info!(%error, "the peer did not take a message");
+            tracing::info!(%error, "a message could not be sent to the peer");
         }
     }
 
-    /// What another thread can say things with, on the control channel that there is now.
+    /// Returns a sender for another thread, on the current control channel.
     pub fn sender(&self) -> Option<ControlSender> {
         self.link.as_ref().map(ControlLink::sender)
     }
 
-    /// Whether there is a control channel.
+    /// Returns whether there is a control channel.
     pub fn is_connected(&self) -> bool {
         self.link.is_some()
     }
 
-    /// Of the control channel that counts.
+    /// Returns the incarnation of the newest control channel.
     pub fn incarnation(&self) -> u32 {
         self.incarnation
     }
 
-    /// Closes the control channel, if there is one; that it is lost will be heard.
+    /// Closes the control channel, if there is one. [`Heard::Lost`] follows.
     pub fn close(&self) {
         if let Some(link) = &self.link {
             link.close();
         }
     }
 
-    /// Lets go of the control channel.
+    /// Drops the control channel.
     pub fn hang_up(&mut self) {
         self.link = None;
     }
 
-    /// Lets go of the control channel and hears nothing of it any more: the next will be of the incarnation that is given
-    /// here. Each attempt has its own, since one that failed here may have been accepted there, and none is accepted twice.
+    /// Drops the control channel and ignores its events from now on. Returns the incarnation of the next control channel. Each attempt to
+    /// connect has its own: the destination accepts none twice, and may have accepted one that failed at this side.
     pub fn begin_anew(&mut self) -> u32 {
         self.link = None;
         self.incarnation += 1;

@@ -1,4 +1,4 @@
-//! What a destination reports while pages come in, a few times a second.
+//! The progress that a destination reports while pages arrive, a few times a second.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use sterna_memory::PAGE_SIZE;
 use super::PagesPlaced;
 use crate::report::{Observer, ReceiveProgress};
 
-/// How often.
+/// How often progress is reported.
 const TICK: Duration = Duration::from_millis(250);
 
 /// The progress of one destination.
@@ -19,18 +19,18 @@ pub struct Placing {
 }
 
 impl Placing {
-    /// Of a guest whose source says that it has `total_bytes` of RAM; 0: it does not say.
+    /// Starts the progress of a guest with `total_bytes` of RAM; 0 where the source has not sent how many.
     pub fn new(total_bytes: u64) -> Self {
         let started = Instant::now();
         Self { started, next: started + TICK, progress: ReceiveProgress { total_bytes, ..ReceiveProgress::default() } }
     }
 
-    /// How long until there is something to report.
+    /// Returns the time until the next report.
     pub fn left(&self) -> Duration {
         self.next.saturating_duration_since(Instant::now())
     }
 
-    /// Whether it is time to report; the next time is later then.
+    /// Returns whether it is time to report, and if so sets the time of the next report.
     pub fn is_due(&mut self) -> bool {
         let due = self.left().is_zero();
         if due {
@@ -39,7 +39,7 @@ impl Placing {
         due
     }
 
-    /// Reports a word for the phase, what was placed so far, and in post-copy how many bytes are still missing.
+    /// Reports the phase, how many pages were placed so far, and in post-copy how many bytes are still missing.
     pub fn report(&mut self, observer: &dyn Observer, phase: &str, placed: PagesPlaced, missing_bytes: u64) {
         let elapsed_ms = self.started.elapsed().as_millis() as u64;
         let interval = elapsed_ms.saturating_sub(self.progress.elapsed_ms).max(1) as f64 / 1e3;

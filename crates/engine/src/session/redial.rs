@@ -1,7 +1,7 @@
-//! The way back to a destination that was lost: one attempt after the other, with exponential back-off between them.
+//! Reconnects to a destination that was lost: one attempt after the other, with exponential back-off between them.
 //!
-//! A destination, or something in front of it, may accept each connection and end it at once. So it is not the failed attempt alone
-//! that is followed by a pause, but every one that did not lead to a connection that lasted.
+//! A destination, or something in front of it, may accept each connection and end it at once. So a pause follows every attempt that did
+//! not lead to a lasting connection, not only a failed one.
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
@@ -21,30 +21,30 @@ use crate::transport::{Address, Connection, Security, open_channel};
 
 /// The pause before the second attempt in a row to reach a destination that was lost; the first is made at once.
 pub const DIAL_PAUSE: Duration = Duration::from_millis(100);
-/// Longest pause between two attempts. A connection that has lasted for so long is followed by an attempt without a pause again.
+/// Longest pause between two attempts. After a connection that has lasted for so long, the next attempt is made at once.
 pub const MAX_DIAL_PAUSE: Duration = Duration::from_secs(5);
 
-/// Exponential back-off: no pause before the first attempt, then pauses that double up to a longest one, each shortened at random by up to
-/// half, so that sources that have lost the same destination do not all come back at the same moments.
+/// Exponential back-off: no pause before the first attempt, then pauses that double up to a longest one. Each is shortened at random by up
+/// to half, so that sources that have lost the same destination do not all reconnect at the same moment.
 #[derive(Clone, Debug)]
 pub struct Backoff {
     first: Duration,
     longest: Duration,
     /// Attempts in a row.
     attempts: u32,
-    /// Since when there is a connection, where the last attempt led to one.
+    /// When the connection was established, where the last attempt led to one.
     connected: Option<Instant>,
     random: u64,
 }
 
 impl Backoff {
-    /// Back-off whose first pause is `first`, and whose longest is [`MAX_DIAL_PAUSE`], or `first` where that is longer.
+    /// Makes a back-off whose first pause is `first`, and whose longest is [`MAX_DIAL_PAUSE`], or `first` where that is longer.
     pub fn new(first: Duration) -> Self {
-        // Its keys are random, other ones for each.
+        // A `RandomState` has random keys, different ones each time.
         Self::seeded(first, RandomState::new().hash_one(()))
     }
 
-    /// The same with another longest pause.
+    /// Sets the longest pause.
     #[must_use]
     pub fn up_to(self, longest: Duration) -> Self {
         Self { longest: self.first.max(longest), ..self }
@@ -67,12 +67,12 @@ impl Backoff {
         pause - (pause / 2).mul_f64(self.fraction())
     }
 
-    /// The attempt has led to a connection.
+    /// Records that the attempt has led to a connection.
     pub fn connected(&mut self, now: Instant) {
         self.connected = Some(now);
     }
 
-    /// The next random number, from 0 to 1 (splitmix64).
+    /// Returns the next random number, from 0 to 1 (splitmix64).
     fn fraction(&mut self) -> f64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -81,28 +81,28 @@ impl Backoff {
     }
 }
 
-/// A source's attempts to come back to its destination. At most one is under way; dropping this gives it up, also while it waits.
+/// A source's attempts to reconnect to its destination. At most one is under way; dropping this abandons it, also during its pause.
 #[derive(Debug)]
 pub struct Redial {
     backoff: Backoff,
-    /// Keeps the attempt going.
+    /// Dropping it abandons the attempt.
     attempt: Option<Sender<Infallible>>,
 }
 
 impl Redial {
-    /// No attempt yet. `first` is the pause before the second one in a row.
+    /// Starts without an attempt. `first` is the pause before the second attempt in a row.
     pub fn new(first: Duration) -> Self {
         Self::with(Backoff::new(first))
     }
 
-    /// No attempt yet. The pauses are those of `backoff`.
+    /// Starts without an attempt. The pauses are those of `backoff`.
     pub fn with(backoff: Backoff) -> Self {
         Self { backoff, attempt: None }
     }
 
-    /// Makes an attempt after the pause that is due, on a thread of its own, instead of one that is under way. It is for a control channel
-    /// of the incarnation that `session` has, on which the destination speaks first. `tell` is given the outcome before anything that the
-    /// destination says.
+    /// Starts a thread that makes an attempt after the pause that is due, and abandons the attempt under way. The attempt opens a control
+    /// channel of `session.incarnation`, on which the destination sends the first message. `tell` receives the outcome before any message
+    /// of the destination.
     pub fn dial(&mut self, to: Address, security: Security, session: Session, tell: TellPeer) {
         let pause = self.backoff.next_pause(Instant::now());
         let (keep, given_up) = channel();
@@ -111,13 +111,13 @@ impl Redial {
         let tell = Arc::clone(&attempt.tell);
         let thread = Builder::new().name("redial".into());
         if let Err(error) = cpu_time::spawn(thread, move || attempt.make(pause)) {
-            // The driver dials again as soon as it hears that, so the pause is made here; a short one, since the driver waits for it.
+            // The driver dials again as soon as it receives this event, so the pause is made here; a short one, since it blocks the driver.
             std::thread::sleep(pause.min(DIAL_PAUSE));
             tell(PeerNews::Unreachable(format!("no thread to dial on: {error}")));
         }
     }
 
-    /// The attempt has led to a control channel.
+    /// Records that the attempt has led to a control channel.
     pub fn connected(&mut self) {
         self.backoff.connected(Instant::now());
         self.attempt = None;
@@ -130,7 +130,7 @@ struct Attempt {
     security: Security,
     session: Session,
     tell: TellPeer,
-    /// Disconnected once nobody wants the attempt any more.
+    /// Disconnected once the attempt is abandoned.
     given_up: Receiver<Infallible>,
 }
 
@@ -186,7 +186,7 @@ mod tests {
                 assert!(pause <= whole * MS && pause >= whole * MS / 2, "seed {seed}, pause {number}: {pause:?}");
             }
         }
-        assert_ne!(pauses(1), pauses(2), "sources do not come back at the same moments");
+        assert_ne!(pauses(1), pauses(2), "sources do not reconnect at the same moments");
     }
 
     #[test]
@@ -203,7 +203,7 @@ mod tests {
         backoff.connected(now);
         now += MAX_DIAL_PAUSE;
         assert_eq!(backoff.next_pause(now), Duration::ZERO);
-        assert!(backoff.next_pause(now) >= 50 * MS, "and it is begun anew only once");
+        assert!(backoff.next_pause(now) >= 50 * MS, "only one attempt is made without a pause");
     }
 
     #[test]
@@ -220,8 +220,8 @@ mod tests {
     fn an_attempt_that_waits_is_given_up_with_its_owner_and_never_made() {
         let network = Network::new(1);
         let port = network.port("there");
-        let (told, news) = channel();
-        let tell: TellPeer = Arc::new(move |news| drop(told.send(news)));
+        let (sender, news) = channel();
+        let tell: TellPeer = Arc::new(move |news| drop(sender.send(news)));
         let session = Session {
             id: MigrationId::from_bytes([1; 16]),
             key: MigrationKey::from_bytes([2; 32]),
@@ -233,12 +233,12 @@ mod tests {
             round_trip: Duration::ZERO,
         };
         let mut redial = Redial::new(Duration::from_secs(3600));
-        // Nobody listens: the first attempt fails at once, the second waits.
+        // No process listens: the first attempt fails at once, the second waits.
         redial.dial((&port).into(), Security::Insecure, session.clone(), Arc::clone(&tell));
         assert!(matches!(news.recv(), Ok(PeerNews::Unreachable(_))));
         redial.dial((&port).into(), Security::Insecure, session, tell);
         drop(redial);
-        // Its thread has let go of what it would have told with.
-        assert!(news.recv().is_err(), "it was made all the same");
+        // The thread of the attempt has dropped its sender.
+        assert!(news.recv().is_err(), "the attempt was made all the same");
     }
 }

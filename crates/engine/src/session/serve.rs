@@ -1,8 +1,8 @@
-//! A destination that takes any number of migrations, one after the other and at the same time.
+//! A destination that accepts any number of migrations, one after the other and at the same time.
 //!
-//! Every connection says of which migration it is. One whose migration is under way is let in, or not, by that migration's own
-//! [`Doorman`]; a control channel of a new migration is greeted on a thread of its own, which then serves the migration to its
-//! end. So migrations have nothing in common but the listener, and none can break another.
+//! The header of every connection names its migration. Where that migration is under way, its own [`Doorman`] admits or refuses the
+//! connection. The handshake of a new migration runs on a thread of its own, which then serves the migration to its end. So migrations
+//! have nothing in common but the listener, and none can break another.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -12,42 +12,42 @@ use std::thread::Builder;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::identity::MigrationId;
 
-use super::greet::{Greeters, Greeting, MAX_PENDING};
+use super::greet::{Greeting, MAX_PENDING, PendingHandshakes};
 use super::{Doorman, Greeted};
 use crate::transport::{Connection, Incoming, Stop, postpone_channel, refuse_channel};
 
-/// Migrations that are under way at once, at most. Each costs a few threads and connections.
+/// Maximum number of migrations under way at once. Each costs a few threads and connections.
 pub const MAX_SESSIONS: usize = 256;
 
-/// What a connection of a new migration is answered once the destination is being stopped.
-const STOPPING: &str = "this receiver is being stopped and takes nothing new";
-/// What a connection of a new migration is answered while there is no room for it.
-const FULL: &str = "as many migrations as can be are under way here; try again in a moment";
+/// The answer to a new migration once the destination is being stopped.
+const STOPPING: &str = "this receiver is being stopped and accepts no new migrations";
+/// The answer to a new migration while [`MAX_SESSIONS`] are under way.
+const FULL: &str = "the maximum number of migrations is under way here; try again in a moment";
 
 /// The migrations that are under way at a destination.
 pub struct Sessions {
     state: Mutex<State>,
-    greeters: Arc<Greeters>,
+    pending: Arc<PendingHandshakes>,
     listening: Stop,
 }
 
 #[derive(Default)]
 struct State {
-    doormen: HashMap<MigrationId, Arc<Doorman>>,
-    /// Greeted ones included, whose doorman is not known yet.
+    acceptors: HashMap<MigrationId, Arc<Doorman>>,
+    /// Number of [`Slot`]s in use: migrations under way, and connections whose handshake is pending.
     under_way: usize,
     stopping: bool,
 }
 
-/// One migration's entry among the sessions, until it is dropped.
+/// One migration's entry among the sessions. Dropping it removes the entry.
 #[derive(Debug)]
 pub struct Entered<'a> {
     sessions: &'a Sessions,
     id: MigrationId,
 }
 
-/// One of the [`MAX_SESSIONS`], until it is dropped.
-struct Room<'a>(&'a Sessions);
+/// One of the [`MAX_SESSIONS`] slots. Dropping it frees the slot.
+struct Slot<'a>(&'a Sessions);
 
 impl fmt::Debug for Sessions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -56,35 +56,35 @@ impl fmt::Debug for Sessions {
 }
 
 impl Sessions {
-    /// No migration yet, of those that will come by `incoming`.
+    /// Starts without a migration. `incoming` is where connections arrive.
     pub fn new(incoming: &Incoming) -> Self {
-        Self { state: Mutex::default(), greeters: Arc::default(), listening: incoming.stop_handle() }
+        Self { state: Mutex::default(), pending: Arc::default(), listening: incoming.stop_handle() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no thread panics with the sessions locked")
     }
 
-    /// Takes nothing new from now on. Migrations that are under way still get their channels; with the last of them
-    /// [`Sessions::serve`] returns.
+    /// Accepts no new migration from now on. Migrations under way still get their channels; [`Sessions::serve`] returns when the last of
+    /// them has ended.
     pub fn stop(&self) {
         let mut state = self.state();
         state.stopping = true;
-        self.greeters.close_all();
+        self.pending.close_all();
         if state.under_way == 0 {
             self.listening.stop();
         }
     }
 
-    /// Lets the channels of the doorman's migration in, until the entry is dropped.
-    pub fn enter(&self, doorman: &Arc<Doorman>) -> Entered<'_> {
-        let id = doorman.session().id;
-        self.state().doormen.insert(id, Arc::clone(doorman));
+    /// Passes the channels of the acceptor's migration to `acceptor`, until the entry is dropped.
+    pub fn enter(&self, acceptor: &Arc<Doorman>) -> Entered<'_> {
+        let id = acceptor.session().id;
+        self.state().acceptors.insert(id, Arc::clone(acceptor));
         Entered { sessions: self, id }
     }
 
-    /// Greets sources until [`Sessions::stop`], and has each migration served by `serve`, on a thread of its own. Returns when the
-    /// last of them has ended. `refused` is called with the reason for each source that is turned away.
+    /// Accepts sources until [`Sessions::stop`], and calls `serve` for each migration, on a thread of its own. Returns when the last
+    /// migration has ended. Calls `refused` with the reason for each source that is refused.
     pub fn serve(
         &self,
         incoming: &Incoming,
@@ -94,22 +94,22 @@ impl Sessions {
     ) {
         std::thread::scope(|scope| {
             while let Some((connection, header)) = incoming.next() {
-                let doorman = self.state().doormen.get(&header.id).cloned();
-                if let Some(doorman) = doorman {
-                    doorman.admit(connection, &header);
+                let acceptor = self.state().acceptors.get(&header.id).cloned();
+                if let Some(acceptor) = acceptor {
+                    acceptor.admit(connection, &header);
                     continue;
                 }
-                let Some((connection, room)) = self.room(connection, &header) else { continue };
-                let greeter = self.greeters.add(connection.closer());
+                let Some((connection, slot)) = self.slot(connection, &header) else { continue };
+                let handshake = self.pending.add(connection.closer());
                 let (refused, serve) = (&refused, &serve);
                 let session = move || {
-                    let _room = room;
-                    match greeting.accept(connection, &header, greeter) {
+                    let _slot = slot;
+                    match greeting.accept(connection, &header, handshake) {
                         Ok(greeted) => serve(greeted),
                         Err(reason) => refused(&reason),
                     }
                 };
-                // The connection is closed with the closure.
+                // Dropping the closure closes the connection.
                 if let Err(error) = Builder::new().name("session".into()).spawn_scoped(scope, session) {
                     refused(&format!("no thread for a connection: {error}"));
                 }
@@ -117,8 +117,8 @@ impl Sessions {
         });
     }
 
-    /// Room for one more migration; else the connection has been answered.
-    fn room(&self, connection: Connection, header: &ChannelHeader) -> Option<(Connection, Room<'_>)> {
+    /// Returns the connection with a slot for one more migration; none where the connection was refused.
+    fn slot(&self, connection: Connection, header: &ChannelHeader) -> Option<(Connection, Slot<'_>)> {
         let mut state = self.state();
         let begins = header.kind == ChannelKind::Control && header.incarnation == 1;
         if state.stopping && begins {
@@ -133,13 +133,13 @@ impl Sessions {
         }
         state.under_way += 1;
         drop(state);
-        // A source says its hello at once, so the one that has been silent for longest makes room.
-        self.greeters.close_beyond(MAX_PENDING - 1);
-        Some((connection, Room(self)))
+        // A source sends its hello at once, so the connection that has been silent for longest makes room.
+        self.pending.close_beyond(MAX_PENDING - 1);
+        Some((connection, Slot(self)))
     }
 }
 
-impl Drop for Room<'_> {
+impl Drop for Slot<'_> {
     fn drop(&mut self) {
         let mut state = self.0.state();
         state.under_way -= 1;
@@ -151,7 +151,7 @@ impl Drop for Room<'_> {
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        self.sessions.state().doormen.remove(&self.id);
+        self.sessions.state().acceptors.remove(&self.id);
     }
 }
 
@@ -212,17 +212,17 @@ mod tests {
         let greeting = Greeting { takes: &[(Mode::Proxy, FEATURES)], refusal: &|_| None };
         let (end, ended) = channel::<()>();
         let ended = Mutex::new(ended);
-        // Each is served until the test lets one end.
+        // Each migration is served until the test lets one end.
         let serve = |greeted: Greeted| {
             let Greeted { session, mut writer, reader: _reader, welcome, .. } = greeted;
             let abort = Arc::new(Abort::default());
-            let doorman = Arc::new(Doorman::new(session, Box::new(Nothing), &abort, None, Arc::new(|_| ())));
-            let _entered = sessions.enter(&doorman);
-            doorman.open();
+            let acceptor = Arc::new(Doorman::new(session, Box::new(Nothing), &abort, None, Arc::new(|_| ())));
+            let _entered = sessions.enter(&acceptor);
+            acceptor.open();
             say(&mut writer, &ControlMessage::Welcome(welcome)).unwrap();
             ended.lock().unwrap().recv().unwrap();
             abort.finish();
-            doorman.join();
+            acceptor.join();
         };
         std::thread::scope(|scope| {
             let (sessions, greeting) = (&sessions, &greeting);
@@ -243,6 +243,6 @@ mod tests {
             serving.join().unwrap();
             drop((first, second, channels));
         });
-        assert!(begin(&to).is_err(), "nothing listens any more");
+        assert!(begin(&to).is_err(), "no process listens any more");
     }
 }

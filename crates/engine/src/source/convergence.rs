@@ -1,9 +1,9 @@
-//! Whether the rounds come to an end: the downtime predicted, the switchover when it fits, and what to do when it never will.
+//! Whether the rounds converge: the predicted downtime, the switchover when it fits the target, and what to do when it never will.
 //!
-//! A round sends what was dirty when it began; meanwhile the guest dirties more. Rounds shrink as long as pages leave
-//! faster than the guest dirties them, and when what is left fits the downtime the guest is stopped for it. Where rounds do
-//! not shrink, more of them are only network and CPU thrown away: so that is said early, with the figures, and acted upon. Where they
-//! shrink fast, a rest that fits is shrunk further, as long as that takes more off the downtime than it adds to the total time.
+//! A round sends the pages that were dirty when it began; meanwhile the guest dirties more. Rounds shrink as long as pages leave
+//! faster than the guest dirties them. When the rest fits the downtime, the guest is stopped. Where rounds do
+//! not shrink, more rounds only waste network and CPU: so that is reported early, with the figures, and acted upon. Where they
+//! shrink fast, a rest that fits is shrunk further, as long as that saves more downtime than it adds to the total time.
 //!
 //! Arithmetic only: times and counts are passed in.
 
@@ -12,50 +12,49 @@ mod model;
 
 use std::time::Duration;
 
-/// What commit and start take besides loading: two records made durable on each side, and starting vCPUs.
+/// Estimated time of commit and start besides loading: two records made durable on each side, and starting vCPUs.
 const COMMIT_ESTIMATE: Duration = Duration::from_millis(10);
-/// A round that found next to nothing is followed by the next after this long: without a pause the rounds of an idle guest
-/// that may not be stopped yet would keep a CPU busy.
+/// Pause after a round that found next to nothing: without it the rounds of an idle guest that may not be stopped yet would keep a CPU
+/// busy.
 const IDLE_PAUSE: Duration = Duration::from_millis(10);
-/// And while its last pages are on their way, after this long at the earliest.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(2);
-/// Rates are measured over at least this long.
-const SHORTEST_MEASURE: Duration = Duration::from_millis(50);
-/// And over so many packets: what is acknowledged comes a packet, or one of each channel, at a time.
-const FEWEST_PACKETS: u64 = 8;
-/// After so long fewer must do.
-const LONGEST_MEASURE: Duration = Duration::from_millis(500);
+/// Minimum of that pause while the last pages are on their way.
+const MIN_PAUSE: Duration = Duration::from_millis(2);
+/// Minimum time over which rates are measured.
+const MIN_MEASURE: Duration = Duration::from_millis(50);
+/// Minimum number of packets over which rates are measured: acknowledgements arrive for a packet, or one of each channel, at a time.
+const MIN_PACKETS: u64 = 8;
+/// Time after which fewer packets suffice.
+const MAX_MEASURE: Duration = Duration::from_millis(500);
 /// Longer than any prediction.
-const LONGEST: Duration = Duration::from_secs(u32::MAX as u64);
-/// Where pages shrink to less than this part on the wire, it is not the network that bounds how fast they leave, and the
-/// bytes per second on it say nothing about how fast a state would go, which does not shrink.
-const MOST_SHRUNK: f64 = 1.0 / 16.0;
-/// Channels that had less to send than this, or than takes so many seconds, may have done all that there was to do.
-const LEAST_BACKLOG: (u64, f64) = (256 << 10, 0.005);
-/// Shortest time in which a few pages are taken to have gone: shorter ones are the clock's, or a buffer's.
-const SHORTEST_TRIP: f64 = 0.000_2;
-/// A state that takes no longer than this is no reason to leave a guest where it is, whatever the downtime: no round makes it
-/// smaller.
+const MAX_DURATION: Duration = Duration::from_secs(u32::MAX as u64);
+/// Where pages shrink to less than this part on the wire, the network does not bound how fast they leave. Then the bytes per second on the
+/// wire do not show how fast a state would be sent, which does not shrink.
+const MIN_WIRE_RATIO: f64 = 1.0 / 16.0;
+/// Channels with less to send than these bytes, or than these seconds take, may have been idle.
+const MIN_BACKLOG: (u64, f64) = (256 << 10, 0.005);
+/// Minimum seconds in which a few pages count as sent: shorter times come from the clock, or from a buffer.
+const MIN_TRIP: f64 = 0.000_2;
+/// A state that takes no longer than this does not keep a guest from being moved, whatever the downtime: no round makes it smaller.
 const SMALL_STATE: Duration = Duration::from_millis(50);
-/// A round is progress when it brings the predicted downtime to this part of the best so far, or less.
+/// A round is progress when it reduces the predicted downtime to this part of the best so far, or less.
 const PROGRESS: f64 = 0.9;
-/// Whether what the destination's devices have to load becomes less shows after this long: they say so every few MiB.
+/// Time after which it shows whether the destination's devices have less to load: they report every few MiB.
 const LOADING_SHOWS: Duration = Duration::from_secs(1);
 /// Rounds without progress after which the migration counts as not converging.
 const ROUNDS_WITHOUT_PROGRESS: u32 = 2;
 /// A rest that is sent within this time is small beside the other parts of a switchover: no further round is made to shrink it.
 const SHORT_REST: Duration = Duration::from_millis(5);
-/// A further round, or waiting, is worth while where it leaves this part of the rest, or less: then it takes more off the downtime than
-/// it adds to the total.
+/// A further round, or waiting, pays where it leaves this part of the rest, or less: then it saves more downtime than
+/// it adds to the total time.
 const WORTH_WHILE: f64 = 0.5;
-/// A target downtime that is this much longer than what is predicted ends the rounds: the prediction goes up and down a little.
+/// A target downtime that is this many times the prediction ends the rounds: the prediction varies a little.
 const MARGIN: f64 = 1.1;
 
 /// What is done when rounds do not shrink.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NotConverging {
-    /// Say so and go on, for as long as is allowed.
+    /// Report it and go on, for as long as is allowed.
     #[default]
     GoOn,
     /// Slow the guest down, in steps, until it converges.
@@ -71,11 +70,11 @@ pub enum NotConverging {
 /// How a guest is slowed down, in percent of the time in which its vCPUs are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Throttle {
-    /// At first.
+    /// Percent of the first step.
     pub initial: u8,
-    /// More with each further step.
+    /// Percent that each further step adds.
     pub step: u8,
-    /// At most, up to 99.
+    /// Maximum percent, up to 99.
     pub most: u8,
 }
 
@@ -86,55 +85,55 @@ impl Default for Throttle {
     }
 }
 
-/// What has arrived by an acknowledgement. What was only written fills buffers, at a speed that is theirs.
+/// What has arrived by an acknowledgement. Bytes that were only written do not count: they fill buffers, at the buffers' speed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Arrived {
-    /// When it came, since the migration began.
+    /// When the acknowledgement came, since the migration began.
     pub(super) at: Duration,
     /// Bytes of pages so far, zero pages included.
     pub(super) pages: u64,
-    /// Those of them that were not zero.
+    /// Bytes of pages that were not zero.
     pub(super) normal: u64,
-    /// Bytes of the packets that they went in.
+    /// Bytes of their packets.
     pub(super) wire: u64,
-    /// These packets.
+    /// Number of their packets.
     pub(super) packets: u64,
 }
 
-/// The state of things when a round has been handed to the channels and the log was collected.
+/// The measurements when a round has been handed to the channels and the log was collected.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Measure {
-    /// Since the migration began.
+    /// Time since the migration began.
     pub(super) now: Duration,
     /// Bytes of pages that are known to be dirty and not handed over yet.
     pub(super) dirtied: u64,
     /// Bytes of pages that the log has named since the round before.
     pub(super) logged: u64,
-    /// By the first acknowledgement of all.
+    /// What had arrived by the first acknowledgement.
     pub(super) first: Arrived,
-    /// By the last one.
+    /// What has arrived by the last acknowledgement.
     pub(super) arrived: Arrived,
-    /// Bytes of pages that still have to leave: dirty, waiting in queues, or on their way.
+    /// Bytes of pages that have not arrived: dirty, queued, or on their way.
     pub(super) remaining: u64,
     /// Bytes of state to be saved.
     pub(super) state: u64,
-    /// Bytes of it per second, where that is known besides by the pages; 0 where it is not.
+    /// Bytes of state per second, where devices have measured it; 0 where they have not.
     pub(super) state_rate: f64,
-    /// How long the destination will take to load what of it was sent already.
+    /// How long the destination will take to load the state that was sent already.
     pub(super) loading: Duration,
-    /// How long, all together, as much was on its way as may be.
+    /// How long the window has been full, all together.
     pub(super) full: Duration,
-    /// The path's, the shortest that was measured.
+    /// The shortest round trip that was measured.
     pub(super) round_trip: Duration,
 }
 
 impl Measure {
-    /// Bytes of pages that were handed to the channels and have not arrived.
+    /// Returns the bytes of pages that were handed to the channels and have not arrived.
     pub(super) fn on_the_way(&self) -> u64 {
         self.remaining.saturating_sub(self.dirtied)
     }
 
-    /// Bytes of pages that were ever handed to the channels.
+    /// Returns the bytes of pages that were ever handed to the channels.
     fn handed_over(&self) -> u64 {
         self.arrived.pages + self.on_the_way()
     }
@@ -151,13 +150,13 @@ struct Since {
 /// What to do after a round.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Decision {
-    /// Another round.
+    /// Make another round.
     Next,
-    /// Look again once more of what is on its way has arrived, before another round.
+    /// Wait until more of the sent pages have arrived, before another round.
     Wait,
     /// Stop the guest and send the rest.
     SwitchOver,
-    /// Another round, with the guest slowed down so much.
+    /// Make another round, with the guest slowed down so much, in percent.
     Throttle(u8),
     /// Stop the guest and let it go on at the destination.
     PostCopy,
@@ -165,65 +164,65 @@ pub(super) enum Decision {
     GiveUp,
 }
 
-/// What the rounds have shown so far.
+/// The measurements and decisions of the rounds so far.
 #[derive(Clone, Debug)]
 pub(super) struct Convergence {
     downtime: Duration,
     answer: NotConverging,
     give_up_after: Option<Duration>,
-    /// What has been dirtied, and since when.
+    /// Bytes that were dirtied since `dirtied_since`.
     dirtied: u64,
     dirtied_since: Duration,
     since: Option<Since>,
-    /// Whether the channels have had more to send since than they could, whenever somebody looked.
+    /// Whether the channels have had a backlog at every measurement since `since`.
     busy: bool,
     /// The last moment at which nothing was on its way, and what had arrived by then.
     free: (Duration, Arrived),
-    /// The last time that everything which was handed over had left soon after: so many bytes, and how many a second.
+    /// Bytes, and bytes per second, of the last pages that arrived with nothing left on its way.
     kept_up: Option<(u64, f64)>,
-    /// What was handed over in the first round, in which zero pages say nothing of those that the guest writes.
+    /// Bytes that were handed over in the first round. The speed of its zero pages does not show how fast written pages leave.
     first: Option<u64>,
     rates: Rates,
-    /// Whether there was ever so much on the network that its rate says how fast a state would go.
+    /// Whether enough was ever sent that the network's rate shows how fast a state would be sent.
     wire_is_known: bool,
     /// The shortest downtime predicted so far.
     best: Duration,
-    /// When that was judged last, and what had been handed over by then.
+    /// When progress was judged last, and the bytes that had been handed over by then.
     judged: (Duration, u64),
-    /// How long the destination's devices were to load, by then.
+    /// How long the destination's devices would have loaded, by then.
     loading: Duration,
-    /// What keeps the guest here is its pages, not its state or devices.
+    /// Whether the guest's pages keep it here, and not its state or devices.
     is_of_pages: bool,
     rounds: u32,
-    /// The last decision was to wait, so that no round was made since.
+    /// Whether the last decision was to wait, so that no round was made since.
     waits: bool,
     /// How long the rest would have taken when a further round was made although it fitted.
     shrunk_from: Option<Duration>,
     without_progress: u32,
     throttle: u8,
-    /// Throttling has done what it can, and it was not enough.
+    /// Whether the guest is slowed down as much as it may be, and that is not enough.
     throttled_in_vain: bool,
     verdict: Option<String>,
 }
 
-/// Bytes per second.
+/// Rates, in bytes per second.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Rates {
-    /// That the guest dirties.
+    /// Bytes that the guest dirties.
     pub(super) dirty: f64,
-    /// Of pages that leave.
+    /// Bytes of pages that leave.
     pub(super) drain: f64,
-    /// That the network has carried: less than it can where it was not the limit.
+    /// Bytes that the network has carried: less than it can where it was not the limit.
     pub(super) wire: f64,
 }
 
-/// Whether the channels have enough to do for a while: more than is on its way by itself, the path being as long as it is.
+/// Returns whether the channels have a backlog: more than is on its way because of the path's length.
 fn is_backlog(at: &Measure, drain: f64) -> bool {
-    let (bytes, time) = LEAST_BACKLOG;
+    let (bytes, time) = MIN_BACKLOG;
     at.on_the_way() as f64 > (bytes as f64).max(drain * (at.round_trip.as_secs_f64() + time))
 }
 
-/// A target downtime, in ms, that is long enough where `predicted` is what it would be.
+/// Returns a target downtime, in ms, that is long enough for the `predicted` one.
 fn enough(predicted: Duration) -> u64 {
     ((predicted.mul_f64(MARGIN).as_millis() as u64) / 10 + 1) * 10
 }
@@ -247,7 +246,7 @@ impl Convergence {
             first: None,
             rates: Rates::default(),
             wire_is_known: false,
-            best: LONGEST,
+            best: MAX_DURATION,
             judged: (Duration::ZERO, 0),
             loading: Duration::ZERO,
             is_of_pages: true,
@@ -261,17 +260,17 @@ impl Convergence {
         }
     }
 
-    /// The rates as they were last measured.
+    /// Returns the rates of the last measurement.
     pub(super) fn rates(&self) -> Rates {
         self.rates
     }
 
-    /// Why the rounds do not converge, in words, once that is known.
+    /// Returns why the rounds do not converge, once that is known.
     pub(super) fn verdict(&self) -> Option<&str> {
         self.verdict.as_deref()
     }
 
-    /// What is done about rounds that do not converge, in words.
+    /// Describes what is done about rounds that do not converge.
     pub(super) fn consequence(&self) -> String {
         match (self.answer, self.give_up_after) {
             (NotConverging::GiveUp, _) => "the migration ends".into(),
@@ -288,43 +287,43 @@ impl Convergence {
         }
     }
 
-    /// The monitor does not slow its guest down: the rounds go on as if nothing had been chosen.
+    /// Goes on as if no throttling had been chosen: the monitor does not slow its guest down.
     pub(super) fn throttling_failed(&mut self) {
         (self.answer, self.throttle, self.throttled_in_vain) = (NotConverging::GoOn, 0, false);
-        // Each round is compared with those of a guest at full speed.
-        (self.best, self.without_progress) = (LONGEST, 0);
+        // From now on rounds are compared with those of a guest at full speed.
+        (self.best, self.without_progress) = (MAX_DURATION, 0);
     }
 
-    /// Whether the guest is slowed down as much as it may be, and that is not enough.
+    /// Returns whether the guest is slowed down as much as it may be, and that is not enough.
     pub(super) fn throttled_in_vain(&self) -> bool {
         self.throttled_in_vain
     }
 
-    /// Within a round: the rate at which the guest dirties, and the downtime if it were stopped now. What is decided after the round does not
-    /// depend on when somebody looked.
-    pub(super) fn glance(&self, at: &Measure) -> (f64, Option<Duration>) {
+    /// Returns, within a round, the rate at which the guest dirties memory, and the downtime if it were stopped now. Changes nothing, so the
+    /// decision after the round does not depend on when this was called.
+    pub(super) fn estimate(&self, at: &Measure) -> (f64, Option<Duration>) {
         let mut now = self.clone();
-        now.look_at_rates(at);
+        now.measure_rates(at);
         (now.rates.dirty, now.predicted(at))
     }
 
-    /// How much the guest is slowed down, in percent.
+    /// Returns how much the guest is slowed down, in percent.
     pub(super) fn throttled(&self) -> u8 {
         self.throttle
     }
 
-    /// The downtime if the guest were stopped now; none before anything was measured.
+    /// Predicts the downtime if the guest were stopped now; none before anything was measured.
     pub(super) fn predicted(&self, at: &Measure) -> Option<Duration> {
         Some(self.sending(at)? + self.least(at))
     }
 
-    /// Why the guest is likely to stand for longer than was wanted although nothing else is left, in words, where that is so.
+    /// Describes why the downtime will probably exceed its target although no pages are left, where that is so.
     pub(super) fn out_of_reach(&self, at: &Measure) -> Option<String> {
         let least = self.least(at);
         (least > self.downtime).then(|| {
             format!(
-                "it was to be expected that the guest stands for longer than {} ms: about {} ms is what a switchover takes here, of them {} \
-                 ms for the guest's state and the rest for the way there and back and for records on disk",
+                "a downtime of more than {} ms was to be expected: a switchover takes about {} ms here, of them {} ms for the guest's state \
+                 and the rest for round trips and for records on disk",
                 self.downtime.as_millis(),
                 least.as_millis(),
                 self.state(at).as_millis()
@@ -332,32 +331,32 @@ impl Convergence {
         })
     }
 
-    /// What every switchover takes, besides the pages: the last one's way there and its acknowledgement, prepare and prepared,
-    /// commit, and the state.
+    /// Returns the time of a switchover besides sending pages: the last page's round trip, prepare and prepared, commit, and the state.
     fn least(&self, at: &Measure) -> Duration {
         at.round_trip * 5 / 2 + COMMIT_ESTIMATE + self.state(at) + at.loading
     }
 
-    /// How long the state takes, which goes as it is. While little was sent, or next to nothing of each page, that says nothing of it.
+    /// Returns how long the state takes, which is sent uncompressed. While little was sent, or pages shrink a lot, the rate on the wire
+    /// does not show that.
     fn state(&self, at: &Measure) -> Duration {
-        let wire = self.rates.wire.max(self.rates.drain * MOST_SHRUNK);
+        let wire = self.rates.wire.max(self.rates.drain * MIN_WIRE_RATIO);
         let (rate, most) = match (self.wire_is_known, at.state_rate > 0.0) {
-            (true, _) => (wire.max(at.state_rate), LONGEST),
-            (false, true) => (at.state_rate, LONGEST),
+            (true, _) => (wire.max(at.state_rate), MAX_DURATION),
+            (false, true) => (at.state_rate, MAX_DURATION),
             (false, false) => (wire, SMALL_STATE),
         };
         if rate > 0.0 { seconds(at.state as f64 / rate).min(most) } else { Duration::ZERO }
     }
 
-    /// Whether the guest may be stopped.
+    /// Returns whether the rest fits the downtime, so that the guest may be stopped.
     pub(super) fn fits(&self, at: &Measure) -> bool {
         self.sending(at).is_some_and(|sending| self.budget(at).is_some_and(|budget| sending <= budget))
     }
 
-    /// The part of the downtime that sending what is left may take. What no round can change is not waited for: at least part of the
-    /// downtime is left for what they can. But that a state is too large is known before anybody stops: then there is none.
+    /// Returns the part of the downtime that sending the rest may take. Rounds do not wait for what they cannot change: at least a quarter
+    /// of the downtime is left for the pages. None where the state is too large, which is known before the guest is stopped.
     fn budget(&self, at: &Measure) -> Option<Duration> {
-        // What is still being loaded becomes less by itself: that is waited for.
+        // State that is still being loaded becomes less by itself, so the rounds wait for it.
         let most = self.downtime.checked_sub(at.loading)?;
         let left = self.downtime.saturating_sub(self.least(at)).max(self.downtime / 4).min(most);
         match self.state(at) {
@@ -366,74 +365,75 @@ impl Convergence {
         }
     }
 
-    /// Whether the guest, which has been stopped since, may stay stopped: what it dirtied until then is in `at`.
+    /// Returns whether the guest, which has been stopped since, may stay stopped. `at` has the pages that it dirtied until then.
     pub(super) fn still_fits(&self, at: &Measure) -> bool {
         self.sending(at).is_some_and(|sending| self.budget(at).is_some_and(|budget| sending <= budget * 3 / 2))
     }
 
-    /// How long to wait before looking again, where the guest has written nothing: until what is on its way may have arrived.
+    /// Returns the pause before the next round, where the guest has written nothing: until the sent pages may have arrived.
     pub(super) fn pause(&self, at: &Measure) -> Duration {
         match at.on_the_way() {
             0 => IDLE_PAUSE,
-            _ => self.sending(at).unwrap_or_default().clamp(SHORTEST_PAUSE, IDLE_PAUSE),
+            _ => self.sending(at).unwrap_or_default().clamp(MIN_PAUSE, IDLE_PAUSE),
         }
     }
 
-    /// How long what is left of the pages takes to be sent.
+    /// Returns how long sending the remaining pages takes; none before anything was measured.
     fn sending(&self, at: &Measure) -> Option<Duration> {
         if at.remaining == 0 {
             return Some(Duration::ZERO);
         }
-        // A few pages are no slower than as few have been before.
+        // A few pages leave at least as fast as a few have before.
         let few = self.kept_up.filter(|(bytes, _)| at.remaining <= 2 * bytes).map_or(0.0, |(_, rate)| rate);
         let drain = self.rates.drain.max(few);
         (drain > 0.0).then(|| seconds(at.remaining as f64 / drain))
     }
 
-    /// Bytes of pages between `from` and `to` that say how fast what the guest writes will leave.
-    fn telling(&self, from: &Arrived, to: &Arrived) -> u64 {
+    /// Returns the bytes of pages between `from` and `to` by which the rate of written pages is measured.
+    fn rated_bytes(&self, from: &Arrived, to: &Arrived) -> u64 {
         if from.pages < self.first.unwrap_or(0) { to.normal - from.normal } else { to.pages - from.pages }
     }
 
     /// Measures how fast pages leave.
-    fn look_at_rates(&mut self, at: &Measure) {
+    fn measure_rates(&mut self, at: &Measure) {
         self.dirtied += at.logged;
         let elapsed = at.now.saturating_sub(self.dirtied_since);
-        if elapsed >= SHORTEST_MEASURE {
+        if elapsed >= MIN_MEASURE {
             self.rates.dirty = self.dirtied as f64 / elapsed.as_secs_f64();
             (self.dirtied, self.dirtied_since) = (0, at.now);
         }
         if at.on_the_way() == 0 {
             let (begun, before) = self.free;
-            let (bytes, time) = (self.telling(&before, &at.arrived), at.arrived.at.saturating_sub(begun).as_secs_f64());
+            let (bytes, time) =
+                (self.rated_bytes(&before, &at.arrived), at.arrived.at.saturating_sub(begun).as_secs_f64());
             if bytes > 0 {
-                self.kept_up = Some((bytes, bytes as f64 / time.max(SHORTEST_TRIP)));
+                self.kept_up = Some((bytes, bytes as f64 / time.max(MIN_TRIP)));
             }
             self.free = (at.now, at.arrived);
         }
-        // For the looks that follow: until the last acknowledgement the channels were busy if they had enough to do before it.
+        // `busy` is for the following measurements: until the last acknowledgement the channels were busy if they had a backlog before it.
         let busy = self.busy;
         self.busy &= is_backlog(at, self.rates.drain);
         if at.arrived.packets == 0 {
             return;
         }
-        // From acknowledgement to acknowledgement: what came before the first is the handshake's time, and what comes after the last
-        // is part of a packet.
+        // From acknowledgement to acknowledgement: the time before the first belongs to the handshake, and after the last only part of a
+        // packet has arrived.
         let first = Since { arrived: at.first, now: at.first.at, full: Duration::ZERO };
         let since = *self.since.get_or_insert(first);
         let (time, packets) = (at.arrived.at - since.arrived.at, at.arrived.packets - since.arrived.packets);
-        let enough = if time < LONGEST_MEASURE { FEWEST_PACKETS } else { 1 };
-        if time < SHORTEST_MEASURE || packets < enough {
+        let enough = if time < MAX_MEASURE { MIN_PACKETS } else { 1 };
+        if time < MIN_MEASURE || packets < enough {
             return;
         }
         let per_second = |bytes: u64| bytes as f64 / time.as_secs_f64();
-        let drain = per_second(self.telling(&since.arrived, &at.arrived));
+        let drain = per_second(self.rated_bytes(&since.arrived, &at.arrived));
         if drain > 0.0 {
-            // Channels that kept up have shown only that they can do as much; and so has a network that was waiting for others.
+            // Channels that kept up have shown only a lower bound of their rate; and so has a network that had to wait.
             let bytes = at.arrived.wire - since.arrived.wire;
             let wire = per_second(bytes);
             let full = at.full.saturating_sub(since.full) * 2 > at.now - since.now;
-            let says = busy && bytes > LEAST_BACKLOG.0 && wire > drain * MOST_SHRUNK;
+            let says = busy && bytes > MIN_BACKLOG.0 && wire > drain * MIN_WIRE_RATIO;
             self.wire_is_known |= says;
             self.rates.drain = if busy { drain } else { drain.max(self.rates.drain) };
             self.rates.wire = if says && full { wire } else { wire.max(self.rates.wire) };
@@ -442,14 +442,14 @@ impl Convergence {
         self.since = Some(Since { arrived: at.arrived, now: at.now, full: at.full });
     }
 
-    /// Takes the state of things after a round; says what to do. `may_stop` is false while the destination holds the
+    /// Records the measurements after a round and decides what to do. `may_stop` is false while the destination holds the
     /// switchover.
     pub(super) fn after_round(&mut self, at: &Measure, may_stop: bool) -> Decision {
         self.first.get_or_insert(at.handed_over());
-        self.look_at_rates(at);
+        self.measure_rates(at);
         let is_late = self.give_up_after.is_some_and(|limit| at.now >= limit);
         if may_stop && self.fits(at) {
-            // While the guest writes nothing, waiting for what is on its way costs no time, and makes the downtime shorter.
+            // While the guest writes nothing, waiting for the sent pages costs no time, and makes the downtime shorter.
             let nothing_new = at.dirtied == 0 && at.remaining > 0 && !is_late;
             return match self.shrinking(at) {
                 _ if nothing_new => Decision::Next,
@@ -473,10 +473,10 @@ impl Convergence {
             self.waits = true;
             return Decision::Wait;
         }
-        // A round has shown what it does when all that it handed over has left.
+        // A round is judged when all that it handed over has arrived.
         let (judged, handed_over) = self.judged;
         let loads_too_long = at.loading > self.downtime;
-        let shows_after = if loads_too_long { LOADING_SHOWS } else { SHORTEST_MEASURE };
+        let shows_after = if loads_too_long { LOADING_SHOWS } else { MIN_MEASURE };
         if self.fits(at) || at.now.saturating_sub(judged) < shows_after || at.arrived.pages < handed_over {
             return Decision::Next;
         }
@@ -484,7 +484,7 @@ impl Convergence {
         self.judged = (at.now, at.handed_over());
         let loading_before = std::mem::replace(&mut self.loading, at.loading);
         if loads_too_long && at.loading < loading_before {
-            // That becomes less by itself.
+            // The loading time becomes less by itself.
             return Decision::Next;
         }
         if expected <= self.best.mul_f64(PROGRESS) {
@@ -500,9 +500,9 @@ impl Convergence {
         if may_stop { self.act() } else { Decision::Next }
     }
 
-    /// How to shrink a rest that fits the downtime, where that takes more off the downtime than it adds to the total: pages leave at
-    /// least twice as fast as the guest dirties them. Where the last such round has not shown that (the guest writes few pages often,
-    /// or in bursts), there is no other: a guest that could be stopped is not kept for long.
+    /// Decides how to shrink a rest that fits the downtime, where that saves more downtime than it adds to the total time: pages leave at
+    /// least twice as fast as the guest dirties them. Where the last such round did not shrink the rest (the guest writes few pages often,
+    /// or in bursts), no other is made: a guest that could be stopped is not kept for long.
     fn shrinking(&mut self, at: &Measure) -> Option<Decision> {
         let sending = self.sending(at)?;
         let Rates { dirty, drain, .. } = self.rates;
@@ -520,14 +520,14 @@ impl Convergence {
         })
     }
 
-    /// Whether the guest could be stopped if only what it has dirtied meanwhile were left to be sent. A round now would put the same
-    /// pages behind what is on its way, and after it as much would be on its way again, however few pages the guest writes.
+    /// Returns whether the guest could be stopped once the pages on their way have arrived. A round now would queue the dirty pages
+    /// behind them, and after it as much would be on its way again, however few pages the guest writes.
     fn waits_for_what_is_on_its_way(&self, at: &Measure) -> bool {
         let without = Measure { remaining: at.dirtied, ..*at };
         at.on_the_way() > 0 && !self.fits(at) && self.fits(&without)
     }
 
-    /// Says why the rounds do not converge, and what would end them.
+    /// Sets the verdict: why the rounds do not converge, and what would end them.
     fn find_verdict(&mut self, at: &Measure, predicted: Duration) {
         let Rates { dirty, drain, .. } = self.rates;
         let mib = |bytes: f64| bytes / f64::from(1 << 20);
@@ -563,20 +563,20 @@ impl Convergence {
         });
     }
 
-    /// What was chosen for rounds that do not converge.
+    /// Decides as was chosen for rounds that do not converge.
     fn act(&mut self) -> Decision {
         match self.answer {
             NotConverging::GoOn => Decision::Next,
             NotConverging::GiveUp => Decision::GiveUp,
             NotConverging::PostCopy | NotConverging::PostCopyAfter(_) => Decision::PostCopy,
-            // What it writes is not what keeps it here.
+            // A slower guest would not help: its pages do not keep it here.
             NotConverging::Throttle(_) if !self.is_of_pages => Decision::Next,
             NotConverging::Throttle(throttle) => {
                 let most = throttle.most.min(99);
                 let wanted =
                     if self.throttle == 0 { throttle.initial } else { self.throttle.saturating_add(throttle.step) };
-                // Each step is given its rounds to show what it does.
-                (self.best, self.without_progress) = (LONGEST, 0);
+                // Each step gets its own rounds to show its effect.
+                (self.best, self.without_progress) = (MAX_DURATION, 0);
                 if self.throttle == most {
                     self.throttled_in_vain = true;
                     return Decision::Next;
@@ -601,7 +601,7 @@ mod tests {
         dirty_rate: f64,
         working_set: u64,
         link: f64,
-        /// How many times smaller pages are on the wire.
+        /// Factor by which pages are smaller on the wire.
         shrink: u64,
     }
 
@@ -614,7 +614,7 @@ mod tests {
             Self { convergence, at, dirty_rate, working_set, link, shrink: 1 }
         }
 
-        /// One round: everything that is left goes out, and the guest dirties meanwhile.
+        /// Makes one round: all remaining pages arrive, and the guest dirties pages meanwhile.
         fn round(&mut self, may_stop: bool) -> Decision {
             let slow = 1.0 - f64::from(self.convergence.throttled()) / 100.0;
             let seconds = (self.at.remaining as f64 / self.link).max(0.001);
@@ -629,7 +629,7 @@ mod tests {
             self.convergence.after_round(&self.at, may_stop)
         }
 
-        /// `bytes` of pages are acknowledged now.
+        /// Acknowledges `bytes` of pages now.
         fn arrives(&mut self, bytes: u64) {
             let arrived = &mut self.at.arrived;
             arrived.pages += bytes;
@@ -792,7 +792,7 @@ mod tests {
                 Decision::Next => {}
                 end => break end,
             }
-            // Told every 300 ms.
+            // Reported every 300 ms.
             let left = 60_000u64.saturating_sub(simulation.at.now.as_millis() as u64 / 300 * 300);
             simulation.at.loading = Duration::from_millis(left);
         };
@@ -819,7 +819,7 @@ mod tests {
         }
     }
 
-    /// By a hair, and for ever: 332 ms where 300 ms are wanted.
+    /// Misses the downtime by a hair, and for ever: 332 ms where 300 ms are wanted.
     fn by_a_hair(answer: NotConverging) -> Simulation {
         Simulation::new(4096 * MIB, 5e9, 36 * MIB, 118e6, answer)
     }
@@ -870,7 +870,7 @@ mod tests {
     fn a_guest_that_cannot_be_slowed_down_enough_is_reported() {
         let throttle = NotConverging::Throttle(Throttle { initial: 20, step: 10, most: 40 });
         let mut simulation = by_a_hair(throttle);
-        // One that no throttling slows down.
+        // A guest that no throttling slows down enough.
         simulation.dirty_rate = 1e12;
         for _ in 0..100 {
             assert_ne!(simulation.round(true), Decision::SwitchOver);
@@ -898,7 +898,7 @@ mod tests {
     }
 
     #[test]
-    fn a_glance_within_a_round_measures_and_changes_nothing() {
+    fn an_estimate_within_a_round_measures_and_changes_nothing() {
         let mut simulation = Simulation::new(4096 * MIB, 50e6, 1024 * MIB, 118e6, NotConverging::GiveUp);
         // The first round is under way: a quarter of it has arrived in a quarter of its time.
         simulation.at.first = Arrived { packets: 1, ..Arrived::default() };
@@ -908,7 +908,7 @@ mod tests {
         (simulation.at.dirtied, simulation.at.logged) = (simulation.at.remaining, 400 * MIB);
         let before = format!("{:?}", simulation.convergence);
 
-        let (dirty, predicted) = simulation.convergence.glance(&simulation.at);
+        let (dirty, predicted) = simulation.convergence.estimate(&simulation.at);
 
         let expected = simulation.at.remaining as f64 / 118e6;
         let predicted = predicted.unwrap().as_secs_f64();

@@ -13,8 +13,8 @@
 //! # Ok(())
 //! # }
 //! ```
-//! `rounds` finds and sends pages on a thread of its own, `convergence` says when the guest may be stopped, `driver` does
-//! what the switchover's state machine says on the caller's thread.
+//! `rounds` finds and sends pages on a thread of its own, `convergence` decides when the guest may be stopped, `driver` performs
+//! the actions of the switchover's state machine on the caller's thread.
 
 mod convergence;
 mod driver;
@@ -43,7 +43,7 @@ use crate::session::DIAL_PAUSE;
 use crate::transport::{Address, Security};
 use crate::vmm::SourceVmm;
 
-/// A migration to be made, at the source. Settings have defaults; [`Source::run`] makes it.
+/// A migration at the source, before it begins. Settings have defaults; [`Source::run`] runs the migration.
 pub struct Source {
     ram: GuestRam,
     log: Box<dyn DirtyLog>,
@@ -51,21 +51,22 @@ pub struct Source {
     settings: Settings,
 }
 
-/// How long a source waits for what, before it takes it for lost.
+/// How long a source waits before it gives up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TimeLimits {
-    /// Without a byte of the guest sent or taken while its memory is sent; none: no limit.
+    /// Time during which no byte of the guest is sent or acknowledged while its memory is sent; none: no limit.
     pub stall: Option<Duration>,
-    /// For each step while the guest stands: the last pages, loading at the destination. Ten times the downtime that is
-    /// aimed at if that is longer.
+    /// Time for each step while the guest is paused: the last pages, loading at the destination. Ten times the target downtime, if that is
+    /// longer.
     pub step: Duration,
-    /// For a destination that was lost after the decision to be told of it; then the error says that it is not confirmed.
+    /// Time for delivering the decision to a destination that was lost after it. When it is over, the error says that the destination has
+    /// not confirmed the decision.
     pub delivery: Duration,
-    /// For a destination that was lost before the decision to be told that the migration has ended, which it presumes anyway.
+    /// Time for informing a destination, lost before the decision, that the migration has ended. The destination presumes it anyway.
     pub telling: Duration,
-    /// The pause before the second attempt in a row to reach a destination that was lost; the first is made at once. It doubles from
-    /// attempt to attempt up to 5 s (or this, where it is longer), each shortened at random by up to half, and begins anew after a
-    /// connection that has lasted for so long.
+    /// The pause before the second attempt in a row to reach a destination that was lost; the first is made at once. The pause doubles from
+    /// attempt to attempt up to 5 s (or `dial_pause`, if longer), each shortened at random by up to half. The back-off begins anew after
+    /// a connection that has lasted for the longest pause.
     pub dial_pause: Duration,
 }
 
@@ -82,16 +83,16 @@ impl Default for TimeLimits {
     }
 }
 
-/// When what an IAA device has compressed is read again at the source ([`Source::iaa_verify`]).
+/// When the output of an IAA device is decoded and compared at the source ([`Source::iaa_verify`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IaaVerify {
-    /// Where packets have no checksums ([`Source::checksums`]): with them a wrong stream is found at the destination, and its pages are
-    /// sent again.
+    /// Only where packets have no checksums ([`Source::checksums`]). With checksums the destination finds a wrong stream, and its pages
+    /// are retransmitted.
     #[default]
     WithoutChecksums,
-    /// Every stream.
+    /// Always.
     Always,
-    /// None. Without checksums either, what a device compresses wrongly is wrong memory at the destination.
+    /// Never. Without checksums either, a stream that a device compresses wrongly becomes wrong memory at the destination.
     Never,
 }
 
@@ -138,7 +139,7 @@ impl std::fmt::Debug for Source {
 }
 
 impl Source {
-    /// A migration of the guest whose RAM is `ram`, and whose writes `log` notes: all of them, of vCPUs, of the monitor's
+    /// Prepares a migration of the guest whose RAM is `ram`. `log` records all writes to it: of vCPUs, of the monitor's
     /// own threads and of devices. The log is not started yet; its blocks are those of `ram`, by number.
     pub fn new(ram: GuestRam, log: Box<dyn DirtyLog>) -> Self {
         let settings = Settings {
@@ -165,166 +166,168 @@ impl Source {
         Self { ram, log, devices: Vec::new(), settings }
     }
 
-    /// RAM channels, 1 … 64; 2 unless said otherwise.
+    /// Sets the number of RAM channels, 1 … 64; 2 by default.
     #[must_use]
     pub fn channels(mut self, channels: u16) -> Self {
         self.settings.channels = channels;
         self
     }
 
-    /// How pages are compressed; `auto` unless said otherwise.
+    /// Sets how pages are compressed; `auto` by default.
     #[must_use]
     pub fn method(mut self, method: MethodChoice) -> Self {
         self.settings.method = method;
         self
     }
 
-    /// Where the method `qatzip` finds its library, and what software may do: any library, and software where no device does it,
-    /// unless said otherwise. Where software is forbidden and there is no device, [`Source::run`] fails before anything is begun.
+    /// Sets where the method `qatzip` finds its library, and whether software may compress where no device can. By default any library is
+    /// used, and software where there is no device. Where software is forbidden and there is no device, [`Source::run`] fails before
+    /// anything is begun.
     #[must_use]
     pub fn qatzip(mut self, qatzip: Qatzip) -> Self {
         self.settings.qatzip = qatzip;
         self
     }
 
-    /// CPUs of this side that the sending threads may use together, where the method is `auto`: beyond them it chooses what costs less,
-    /// down to pages as they are. No limit unless said otherwise.
+    /// Sets how many CPUs of this side the sending threads may use together, where the method is `auto`. Beyond the limit `auto` chooses
+    /// cheaper methods, down to uncompressed pages. No limit by default.
     #[must_use]
     pub fn cpu(mut self, cores: Option<f64>) -> Self {
         self.settings.cpu = cores;
         self
     }
 
-    /// Most bytes per second on the wire; no limit unless said otherwise.
+    /// Sets the maximum bytes per second on the wire; no limit by default.
     #[must_use]
     pub fn bandwidth(mut self, bytes_per_second: Option<u64>) -> Self {
         self.settings.bandwidth = bytes_per_second;
         self
     }
 
-    /// Longest downtime that is aimed at; 300 ms unless said otherwise.
+    /// Sets the target downtime; 300 ms by default.
     #[must_use]
     pub fn downtime(mut self, downtime: Duration) -> Self {
         self.settings.downtime = downtime;
         self
     }
 
-    /// Bytes of content in a packet, whole pages, 4 KiB … 16 MiB; 512 KiB unless said otherwise.
+    /// Sets the bytes of content in a packet: whole pages, 4 KiB … 16 MiB; 512 KiB by default.
     #[must_use]
     pub fn packet_size(mut self, bytes: usize) -> Self {
         self.settings.packet_size = bytes;
         self
     }
 
-    /// Whether the content of packets is checked from end to end; it is unless said otherwise. Without it a wrong codec or
-    /// bad memory goes unnoticed; TCP and TLS still notice what happens between them. Pages that are not compressed, not
-    /// encrypted and not paced by a limit are then sent from where they lie, without a copy.
+    /// Sets whether the content of packets is checked from end to end; it is by default. Without checksums a wrong codec or
+    /// bad memory goes unnoticed; TCP and TLS still notice errors of the network. Pages that are not compressed, not
+    /// encrypted and not paced by a limit are then sent directly from guest RAM, without a copy.
     #[must_use]
     pub fn checksums(mut self, checksums: bool) -> Self {
         self.settings.checksums = checksums;
         self
     }
 
-    /// What is done when the rounds do not converge; it is only said, unless said otherwise.
+    /// Sets what is done when the rounds do not converge; by default that is only reported.
     #[must_use]
     pub fn when_not_converging(mut self, answer: NotConverging) -> Self {
         self.settings.not_converging = answer;
         self
     }
 
-    /// How long the guest's memory is sent before the migration is given up; for ever unless said otherwise.
+    /// Sets how long the guest's memory is sent before the migration is given up; no limit by default.
     #[must_use]
     pub fn give_up_after(mut self, time: Option<Duration>) -> Self {
         self.settings.give_up_after = time;
         self
     }
 
-    /// How long it waits for what.
+    /// Sets how long the source waits before it gives up.
     #[must_use]
     pub fn time_limits(mut self, limits: TimeLimits) -> Self {
         self.settings.limits = limits;
         self
     }
 
-    /// Where the record of the migration is kept on disk, so that a destination can still be told what was decided if this
-    /// process dies; in memory unless said otherwise.
+    /// Sets the directory of the migration's record. With it a destination can still learn the decision if this process dies. By default
+    /// the record is kept in memory.
     #[must_use]
     pub fn state_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.settings.state_dir = Some(dir.into());
         self
     }
 
-    /// Lets accelerators look for zero pages, take snapshots of the others, and compress by the method `iaa`, each where `offload` has
-    /// any that can; without, and whatever they leave undone, the CPU does it. One [`Offload`] serves all migrations of a process.
+    /// Lets accelerators find zero pages, copy the others, and compress by the method `iaa`, each where `offload` has a device that can.
+    /// The CPU does what no device does. One [`Offload`] serves all migrations of a process.
     #[must_use]
     pub fn offload(mut self, offload: Arc<Offload>) -> Self {
         self.settings.offload = Some(offload);
         self
     }
 
-    /// Whether what an IAA device has compressed is read again and compared before it is sent; unless said otherwise, where packets have
-    /// no checksums that would find a wrong stream at the destination.
+    /// Sets when the output of an IAA device is decoded and compared before it is sent; by default where packets have no checksums, by
+    /// which the destination would find a wrong stream.
     #[must_use]
     pub fn iaa_verify(mut self, verify: IaaVerify) -> Self {
         self.settings.iaa_verify = verify;
         self
     }
 
-    /// Sends of pages that were sent before only what has changed in them, where that is less. For that the source keeps what it has
-    /// sent, in at most so many bytes of memory (a page for each 4 KiB); 0, as it is unless said otherwise: it does not.
+    /// Sends pages that were sent before as deltas against their earlier content, where deltas are smaller. For that the source keeps the
+    /// sent content in at most so many bytes of memory (a page for each 4 KiB). With 0, the default, it sends no deltas.
     #[must_use]
     pub fn delta_cache(mut self, bytes: u64) -> Self {
         self.settings.delta_cache = bytes;
         self
     }
 
-    /// How much of an accelerator this guest may have beside others that want it at the same time, 1 … 1000; 1 unless said otherwise.
-    /// It has no unit: of two guests of weights 3 and 1 the one gets three quarters of the device's time, of two of weights 30 and
-    /// 10 likewise. Alone a guest gets all that it wants. It counts among the migrations of one [`Offload`], and where devices are
-    /// shared by a ledger ([`Shares::of_host`](sterna_offload::Shares::of_host)) among those of all processes that keep it.
+    /// Sets this guest's weight among the guests that use an accelerator at the same time, 1 … 1000; 1 by default. Of two guests of weights
+    /// 3 and 1 the first gets three quarters of the device's time, as it does with weights 30 and 10. A guest alone gets all that it wants.
+    /// The weight counts among the migrations of one [`Offload`], and where devices are shared by a ledger
+    /// ([`Shares::of_host`](sterna_offload::Shares::of_host)) among those of all processes that use the ledger.
     #[must_use]
     pub fn accelerator_weight(mut self, weight: u32) -> Self {
         self.settings.accelerator_weight = weight;
         self
     }
 
-    /// For tests and measurements: this share of the zero pages that are looked at, in percent, is sent as if they were not zero; 0 unless
-    /// said otherwise. Pages that the guest never used are not looked at.
+    /// For tests and measurements: sends this share of the zero pages, in percent, as if they were not zero; 0 by default. Pages that the
+    /// guest never used are not examined.
     #[must_use]
     pub fn normal_page_ratio(mut self, percent: u8) -> Self {
         self.settings.normal_page_ratio = percent;
         self
     }
 
-    /// A device whose state travels apart from the monitor's: all such devices are saved, sent and loaded at the same time. The destination
-    /// must have the same ([`Destination::device`](crate::destination::Destination::device)), else nothing is begun. A guest with such devices
-    /// stays stopped once it was stopped for the switchover, however much it dirtied until then: their state cannot be taken back.
+    /// Adds a device whose state is sent separately from the monitor's. All such devices are saved, sent and loaded at the same time. The
+    /// destination must have the same ([`Destination::device`](crate::destination::Destination::device)), else nothing is begun. A guest
+    /// with such devices stays stopped once it was stopped for the switchover, however much it dirtied until then: state that a device has
+    /// saved cannot be returned to it.
     #[must_use]
     pub fn device(mut self, id: DeviceId, device: Box<dyn SaveDevice>) -> Self {
         self.devices.push((id, device));
         self
     }
 
-    /// Which channels the state of such devices takes: those of RAM unless said otherwise.
+    /// Sets which channels the state of such devices takes; the RAM channels by default.
     #[must_use]
     pub fn device_channels(mut self, channels: DeviceChannels) -> Self {
         self.settings.device_channels = channels;
         self
     }
 
-    /// The monitor is not this process, which drives it from outside: what the record says of it, and the destination hears.
-    /// This process embeds it unless said otherwise.
+    /// Sets the record's entries about a monitor that this process drives from outside. The destination receives its mode.
+    /// By default this process embeds the monitor.
     #[must_use]
     pub fn monitor(mut self, monitor: MonitorRecord) -> Self {
         self.settings.monitor = monitor;
         self
     }
 
-    /// Moves the guest to the [`Destination`](crate::destination::Destination) at `to`. Blocks until that has ended; the
-    /// monitor's methods are called on this thread.
+    /// Moves the guest to the [`Destination`](crate::destination::Destination) at `to`. Blocks until the migration has ended, and calls the
+    /// monitor's methods on this thread.
     ///
     /// # Errors
-    /// Every end but the good one: the error says in which phase, why, and where the guest is.
+    /// The migration failed: the error says in which phase, why, and where the guest is.
     pub fn run(
         self,
         to: impl Into<Address>,

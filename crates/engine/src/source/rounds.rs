@@ -1,9 +1,9 @@
 //! The rounds over the dirty pages, on a thread of their own: which pages go, and when the guest may be stopped.
 //!
-//! The order is what makes it right. Tracking is on before holes are searched, so that what is written meanwhile is sent
-//! all the same; the log is collected, and so cleared, before the pages that it names are read; in between the monitor waits until
-//! what was under way has written guest RAM ([`SourceVmm::settle_io`](crate::vmm::SourceVmm::settle_io)); the last collecting comes
-//! after the guest has stopped.
+//! The order makes it right. Tracking is on before holes are searched, so that pages written meanwhile are sent too. The log is
+//! collected, and so cleared, before the pages that it names are read. In between the monitor waits until the input and output under way
+//! has written guest RAM ([`SourceVmm::settle_io`](crate::vmm::SourceVmm::settle_io)). The last collecting comes after the guest has
+//! stopped.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
@@ -27,42 +27,42 @@ use crate::report::Progress;
 use crate::send::{SendAgain, SendChannel, Sent, Way};
 use crate::window::{Delivered, WindowClosed};
 
-/// How often the guest is let run on because it dirtied more, until it stood, than was to be expected. After that it stays
-/// stopped: being stopped again and again is worse than once for longer.
-const MOST_TRIES: u32 = 3;
-/// After this long it is told what alone keeps the guest from being stopped.
+/// Maximum number of times that the guest is resumed because it dirtied more than predicted until it was paused. After that it stays
+/// paused: several pauses are worse than one longer pause.
+const MAX_RETRIES: u32 = 3;
+/// How long devices alone may keep the guest from being stopped before that is reported.
 const HELD_LONG: Duration = Duration::from_secs(1);
-/// Within a round the figures are made anew this often, and whenever a few more pages were handed over.
-const GLANCE: Duration = Duration::from_millis(100);
-/// Pages that are handed over between two looks at the clock.
-const BETWEEN_GLANCES: u64 = REGION / PAGE_SIZE as u64;
-/// Within a round the log is collected for the first time after this long, then after twice as long, and so on: each time costs the guest
-/// a fault for each page that it goes on writing, and so a long round costs it a few faults a page, not many.
+/// How often the estimates are updated within a round.
+const ESTIMATE_INTERVAL: Duration = Duration::from_millis(100);
+/// Pages that are handed over between two checks whether estimates are due.
+const ESTIMATE_PAGES: u64 = REGION / PAGE_SIZE as u64;
+/// Within a round the log is collected for the first time after this long, then after twice as long, and so on. Each collecting costs the
+/// guest a fault for each page that it goes on writing, so a long round costs it a few faults a page, not many.
 const FIRST_COLLECTING: Duration = Duration::from_millis(250);
 
-/// What the driver tells this thread.
+/// An order of the driver to this thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
     /// The destination permits the switchover.
     MayStop,
     /// The monitor does not slow its guest down, or not any more.
     NotThrottled,
-    /// What was under way when it was asked for has written guest RAM.
+    /// The input and output that was under way at [`RoundNews::Settle`] has written guest RAM.
     Settled,
-    /// The guest has stopped: send the rest, or in post-copy say what it is.
+    /// The guest has stopped: send the rest, or in post-copy the list of the rest.
     LastRound,
-    /// In post-copy: the guest belongs to the destination, send the rest after it.
+    /// In post-copy: the guest belongs to the destination, send the rest.
     Stream,
 }
 
-/// What this thread tells the driver.
+/// A message of this thread to the driver.
 #[derive(Debug)]
 pub(super) enum RoundNews {
-    /// The log was collected: let what is under way write guest RAM before the pages are read.
+    /// The log was collected: wait for the input and output that writes guest RAM, before the pages are read.
     Settle,
     /// The rest fits the downtime: stop the guest and order the last round.
     SwitchOver,
-    /// The guest, stopped for the last round, had dirtied so much until then that it would stand far too long: let it run on.
+    /// The guest was stopped for the last round, but had dirtied so much until then that the downtime would be far too long: resume it.
     RunOn,
     /// The guest stays stopped: its state may be sent.
     Stopped,
@@ -71,29 +71,29 @@ pub(super) enum RoundNews {
     /// The rounds do not converge, and all that they sent is acknowledged: let the destination watch for missing pages, then
     /// stop the guest.
     PostCopy,
-    /// It is not possible or not worth while to go on, and why.
+    /// The rounds cannot go on, or are given up, with the reason.
     Failed(String),
     /// A line for people.
     Note(String),
-    /// All of RAM, or in post-copy what is to be given up of it, has been acknowledged, since then; the destination was told.
+    /// All of RAM, or in post-copy the list of missing pages, was acknowledged at this moment; the totals were sent to the destination.
     Drained(Instant),
 }
 
-/// The rounds' state, as others may look at it.
+/// The state of the rounds, for progress and the report.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Told {
+pub(super) struct RoundStats {
     pub(super) round: u64,
-    /// How many pages will have been delivered once all are that are known to be dirty.
+    /// How many pages will have been delivered when all pages that are known to be dirty have been.
     pub(super) to_deliver: u64,
     pub(super) dirty_rate: f64,
     pub(super) predicted: Option<Duration>,
     pub(super) verdict: Option<String>,
-    /// Why the guest stands for longer than was wanted, if it does.
+    /// Why the downtime is longer than its target, where that was to be expected.
     pub(super) out_of_reach: Option<String>,
 }
 
-impl Told {
-    /// `delivered`: pages so far.
+impl RoundStats {
+    /// Copies the state into `progress`. `delivered`: pages so far.
     pub(super) fn fill(&self, progress: &mut Progress, delivered: u64) {
         progress.round = self.round;
         progress.remaining_bytes = self.to_deliver.saturating_sub(delivered) * PAGE_SIZE as u64;
@@ -104,9 +104,9 @@ impl Told {
 
 /// Why the rounds ended before their end.
 enum Ended {
-    /// The migration is being taken down; somebody else has said why.
+    /// The migration is being taken down; the alarm has the reason.
     TakenDown,
-    /// This is why.
+    /// The rounds have failed, with the reason.
     Failed(String),
 }
 
@@ -126,54 +126,55 @@ fn log_failed(error: &DirtyLogError) -> Ended {
     Ended::Failed(format!("the dirty log failed: {error}"))
 }
 
-/// None of the pages of `ram`, by block.
+/// Returns an empty bitmap for each block of `ram`.
 pub(super) fn no_pages(ram: &GuestRam) -> Vec<PageBitmap> {
     ram.blocks().iter().map(|block| PageBitmap::new(block.pages())).collect()
 }
 
-/// That the guest could be stopped, but must not yet.
+/// How long the guest could have been stopped, but must not yet.
 #[derive(Debug, Default)]
 pub(super) struct Held {
     since: Option<Duration>,
-    told: bool,
+    reported: bool,
 }
 
 impl Held {
-    /// Whether that has gone on for so long that it is to be told. Once is enough.
-    fn is_to_be_told(&mut self, now: Duration, held: bool) -> bool {
+    /// Returns whether the guest has been held for so long that it must be reported. Returns true once only.
+    fn is_to_be_reported(&mut self, now: Duration, held: bool) -> bool {
         self.since = held.then(|| self.since.unwrap_or(now));
         let long = self.since.is_some_and(|since| now.saturating_sub(since) >= HELD_LONG);
-        long && !std::mem::replace(&mut self.told, true)
+        long && !std::mem::replace(&mut self.reported, true)
     }
 }
 
-/// What is known within a round.
+/// The state of the round under way.
 #[derive(Debug)]
-pub(super) struct Looks {
-    /// By block, clean but while the log is collected: the pages that it names.
+pub(super) struct CurrentRound {
+    /// By block, the pages that the log names while it is collected; otherwise clean.
     named: Vec<PageBitmap>,
-    /// Pages that the log has named since the round before.
+    /// Number of pages that the log has named since the round before.
     logged: u64,
-    /// Pages that are known to be dirty and not handed over.
+    /// Number of pages that are known to be dirty and not handed over.
     left: u64,
     /// When the round began.
     began: Duration,
-    /// When the figures are made anew, and when the log is collected too; never while the guest is paused.
+    /// When the estimates are updated next; never while the guest is paused.
     next: Duration,
+    /// When the log is collected next within the round; never while the guest is paused.
     next_collecting: Duration,
 }
 
-impl Looks {
+impl CurrentRound {
     pub(super) fn new(ram: &GuestRam) -> Self {
         let (began, next, next_collecting) = (Duration::ZERO, Duration::MAX, Duration::MAX);
         Self { named: no_pages(ram), logged: 0, left: 0, began, next, next_collecting }
     }
 
     fn begin_round(&mut self, now: Duration) {
-        (self.began, self.next, self.next_collecting) = (now, now + GLANCE, now + FIRST_COLLECTING);
+        (self.began, self.next, self.next_collecting) = (now, now + ESTIMATE_INTERVAL, now + FIRST_COLLECTING);
     }
 
-    /// The guest is paused: its log names nothing more, and nobody waits for figures.
+    /// Ends the updates of estimates: the guest is paused, and its log names nothing more.
     fn end(&mut self) {
         (self.next, self.next_collecting) = (Duration::MAX, Duration::MAX);
     }
@@ -190,21 +191,21 @@ pub(super) struct Rounds<N> {
     pub(super) started: Instant,
     pub(super) orders: Receiver<Order>,
     pub(super) news: N,
-    /// Where the totals are said. Not by the driver, which is busy with the state then: the destination reads none of it
-    /// before it has them.
+    /// Sends the totals to the destination. The driver cannot send them: it is busy with the state, of which the destination reads
+    /// nothing before it has the totals.
     pub(super) totals: Option<ControlSender>,
-    pub(super) told: Arc<Mutex<Told>>,
+    pub(super) stats: Arc<Mutex<RoundStats>>,
     pub(super) unsent: Arc<Unsent>,
     pub(super) again: Arc<SendAgain>,
     pub(super) accelerator: Option<Accelerator>,
-    /// Where there is an accelerator, by block: all pages that the log has ever named.
+    /// By block: all pages that the log has ever named. Empty without an accelerator.
     pub(super) written: Vec<PageBitmap>,
-    pub(super) looks: Looks,
+    pub(super) current: CurrentRound,
     pub(super) may_stop: bool,
-    /// How long that has been all that kept the guest from being stopped.
+    /// How long the missing permission alone has kept the guest from being stopped.
     pub(super) held: Held,
-    /// How often the guest was stopped and let run on.
-    pub(super) tried: u32,
+    /// How often the guest was stopped and resumed.
+    pub(super) retries: u32,
     pub(super) abort: Arc<Abort>,
 }
 
@@ -224,15 +225,16 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     fn rounds(&mut self) -> Result<(), Ended> {
         let mut pending = no_pages(&self.ram);
         self.log.start().map_err(|error| Ended::Failed(format!("the dirty log cannot be started: {error}")))?;
-        self.told.lock().expect("nobody panics with it").to_deliver = self.ram.bytes() / PAGE_SIZE as u64;
+        self.stats.lock().expect("no thread panics with the lock held").to_deliver =
+            self.ram.bytes() / PAGE_SIZE as u64;
         self.settle()?;
         self.find_populated(&mut pending)?;
         let (mut round, mut has_pages) = (0, true);
         loop {
-            // Where nothing was written there is nothing to send: that is only a look at what has arrived.
+            // A pass without dirty pages only checks what has arrived, so it does not count as a round.
             round += u64::from(has_pages);
-            self.told.lock().expect("nobody panics with it").round = round;
-            self.looks.begin_round(self.started.elapsed());
+            self.stats.lock().expect("no thread panics with the lock held").round = round;
+            self.current.begin_round(self.started.elapsed());
             self.send(&mut pending)?;
             let (found, decision, pause) = loop {
                 self.devices.look();
@@ -262,31 +264,31 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                     (self.news)(RoundNews::SwitchOver);
                     while self.order()? != Order::LastRound {}
                     let found = self.collect(&mut pending)?;
-                    // What devices have saved ahead is of no use once they were stopped and go on.
-                    let stays = self.tried == MOST_TRIES || !self.devices.is_empty();
+                    // State that devices have saved ahead is of no use once they were stopped and go on.
+                    let stays = self.retries == MAX_RETRIES || !self.devices.is_empty();
                     if stays || self.convergence.still_fits(&self.measure(found)) {
                         break;
                     }
-                    self.tried += 1;
+                    self.retries += 1;
                     has_pages = found > 0;
-                    // Nothing is under way: the guest has been stopped since the log was collected.
+                    // No input or output is under way: the guest has been stopped since the log was collected.
                     (self.news)(RoundNews::RunOn);
                 }
             }
         }
         (self.news)(RoundNews::Stopped);
-        self.looks.end();
+        self.current.end();
         self.send(&mut pending)?;
-        self.say_totals()
+        self.send_totals()
     }
 
-    /// Waits until everything is acknowledged, and says so at both sides.
-    fn say_totals(&mut self) -> Result<(), Ended> {
+    /// Waits until everything is acknowledged, and reports it to the destination and to the driver.
+    fn send_totals(&mut self) -> Result<(), Ended> {
         let ram = loop {
             let ram = self.drain()?;
-            // The guest stands, and all that it wrote before is in the log.
+            // The guest is paused, and all that it wrote before is in the log.
             self.judge(self.doubts());
-            if !self.send_again()? {
+            if !self.retransmit()? {
                 break ram;
             }
             self.announce();
@@ -296,8 +298,8 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         let Sent { normal_pages, zero_pages, .. } = Sent::over(&self.pipeline().channels);
         let totals = ControlMessage::Totals(Totals { ram, normal_pages, zero_pages });
         if let Some(Err(error)) = self.totals.as_ref().map(|destination| destination.send(&totals)) {
-            // The driver hears of the loss.
-            tracing::info!(%error, "the destination did not take the totals");
+            // The link reports the loss to the driver.
+            tracing::info!(%error, "the totals could not be sent to the destination");
         }
         (self.news)(RoundNews::Drained(drained));
         Ok(())
@@ -307,17 +309,17 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         Ok(self.pipeline().channels.iter().map(SendChannel::drained).collect::<Result<_, _>>()?)
     }
 
-    /// The guest goes on at the destination before all of its RAM is there.
+    /// Runs the rest of the migration as post-copy: the guest goes on at the destination before all of its RAM is there.
     fn post_copy(&mut self, mut pending: Vec<PageBitmap>) -> Result<(), Ended> {
         self.drain()?;
-        // What did not arrive as it was read goes with the rest of memory, after the guest.
+        // Pages that did not arrive as they were read are sent with the rest of memory, after the guest.
         self.again.take(|block, run| pending[usize::from(block)].set(run));
-        self.take_disbelieved_into(&mut pending);
+        self.take_suspect_pages_into(&mut pending);
         (self.news)(RoundNews::PostCopy);
         while self.order()? != Order::LastRound {}
         self.collect(&mut pending)?;
-        // What this collecting has shown about a device.
-        self.take_disbelieved_into(&mut pending);
+        // This collecting may have shown that a device errs.
+        self.take_suspect_pages_into(&mut pending);
         (self.news)(RoundNews::Stopped);
         self.unsent.add(&self.ram, &pending);
         drop(pending);
@@ -330,14 +332,14 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         });
         outcome?;
         self.search.flush()?;
-        self.say_totals()?;
+        self.send_totals()?;
         while self.order()? != Order::Stream {}
         Ok(self.unsent.stream(&mut self.search)?)
     }
 
-    fn take_disbelieved_into(&self, pending: &mut [PageBitmap]) {
+    fn take_suspect_pages_into(&self, pending: &mut [PageBitmap]) {
         if let Some(accelerator) = &self.accelerator {
-            accelerator.take_disbelieved(|block, run| pending[usize::from(block)].set(run));
+            accelerator.take_suspect_pages(|block, run| pending[usize::from(block)].set(run));
         }
     }
 
@@ -345,20 +347,20 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         self.search.pipeline()
     }
 
-    /// The first round: everything that was ever populated.
+    /// Finds the pages of the first round: all that were ever populated.
     fn find_populated(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
         let mut map = PageMap::own().map_err(Ended::failed)?;
         for (number, (block, pending)) in self.ram.blocks().iter().zip(pending).enumerate() {
             block.populated(&mut map, |run| pending.set(run)).map_err(Ended::failed)?;
-            // What is given back from here on is known to have been there.
+            // From here on the log knows that memory which the guest releases was populated.
             self.log.found_populated(number, pending).map_err(|error| log_failed(&error))?;
         }
         Ok(())
     }
 
-    /// Hands the pages to the channels that were refused, and those that a device called zero which is not believed any more; whether
+    /// Hands to the channels the pages that the destination has refused, and all suspect pages that devices called zero. Returns whether
     /// there were any.
-    fn send_again(&mut self) -> Result<bool, Ended> {
+    fn retransmit(&mut self) -> Result<bool, Ended> {
         let (search, mut outcome) = (&mut self.search, Ok(()));
         let mut send = |way, block, run| {
             if outcome.is_ok() {
@@ -367,87 +369,87 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         };
         let refused = self.again.take(|block, run| send(Way::Plain, block, run));
         let accelerator = self.accelerator.as_ref();
-        let disbelieved = accelerator.map_or(0, |it| it.take_disbelieved(|block, run| send(Way::ByCpu, block, run)));
+        let suspect = accelerator.map_or(0, |it| it.take_suspect_pages(|block, run| send(Way::ByCpu, block, run)));
         outcome?;
         if refused > 0 {
             let packets = self.again.packets();
             (self.news)(RoundNews::Note(format!(
-                "{refused} pages did not arrive as they were read from the guest ({packets} packets so far): they are sent again, \
+                "{refused} pages did not arrive as they were read from the guest ({packets} packets so far): they are retransmitted, \
                  read by the CPU and uncompressed"
             )));
         }
-        if disbelieved > 0 {
+        if suspect > 0 {
             (self.news)(RoundNews::Note(format!(
-                "an accelerator has given wrong results: {disbelieved} pages that were called zero are read again by the CPU"
+                "an accelerator has given wrong results: {suspect} pages that were called zero are read again by the CPU"
             )));
         }
-        Ok(refused + disbelieved > 0)
+        Ok(refused + suspect > 0)
     }
 
-    /// Hands all pending pages to the channels, and those that were refused. Afterwards only those are pending that the log has named
-    /// meanwhile ([`Rounds::glance`]).
+    /// Hands all pending pages to the channels, and those that were refused. Afterwards only the pages are pending that the log has named
+    /// meanwhile ([`Rounds::update_estimates`]).
     fn send(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
-        self.send_again()?;
-        self.looks.left = pending.iter().map(PageBitmap::count).sum();
+        self.retransmit()?;
+        self.current.left = pending.iter().map(PageBitmap::count).sum();
         self.announce();
         let mut handed_over = 0;
         for number in 0..pending.len() {
             let mut at = 0;
-            while let Some(run) = pending[number].next_run(at, BETWEEN_GLANCES) {
+            while let Some(run) = pending[number].next_run(at, ESTIMATE_PAGES) {
                 at = run.end;
                 handed_over += run.end - run.start;
-                self.looks.left -= run.end - run.start;
+                self.current.left -= run.end - run.start;
                 pending[number].clear(run.clone());
                 self.search.pages(number as u16, run)?;
-                if handed_over >= BETWEEN_GLANCES {
+                if handed_over >= ESTIMATE_PAGES {
                     handed_over = 0;
-                    self.glance(pending)?;
+                    self.update_estimates(pending)?;
                 }
             }
         }
         Ok(self.search.flush()?)
     }
 
-    /// Within a round, now and then: makes the figures anew. What the guest has written of pages whose turn is still to come goes with
-    /// them; what it has written of others is pending for the next round.
-    fn glance(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
+    /// Updates the estimates, if they are due, and collects the log now and then. Pages that the log names and that this round has not
+    /// handed over yet are sent in this round; the others stay pending for the next.
+    fn update_estimates(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
         let now = self.started.elapsed();
-        if now < self.looks.next {
+        if now < self.current.next {
             return Ok(());
         }
-        self.looks.next = now + GLANCE;
-        let collects = now >= self.looks.next_collecting;
+        self.current.next = now + ESTIMATE_INTERVAL;
+        let collects = now >= self.current.next_collecting;
         if collects {
             self.collect(pending)?;
             self.settle()?;
-            self.looks.next_collecting = now + (now - self.looks.began);
+            self.current.next_collecting = now + (now - self.current.began);
         }
-        let measure = self.measure(self.looks.left);
-        let (dirty, predicted) = self.convergence.glance(&measure);
-        let mut told = self.told.lock().expect("nobody panics with it");
+        let measure = self.measure(self.current.left);
+        let (dirty, predicted) = self.convergence.estimate(&measure);
+        let mut stats = self.stats.lock().expect("no thread panics with the lock held");
         if collects {
-            told.dirty_rate = dirty;
+            stats.dirty_rate = dirty;
         }
-        told.predicted = predicted.or(told.predicted);
-        drop(told);
+        stats.predicted = predicted.or(stats.predicted);
+        drop(stats);
         self.announce();
         Ok(())
     }
 
-    /// Says how many pages are known that will have to be delivered, all together.
+    /// Records how many pages must be delivered all together, as far as is known.
     fn announce(&self) {
-        let to_deliver = self.search.handed_over() + self.looks.left;
-        self.told.lock().expect("nobody panics with it").to_deliver = to_deliver;
+        let to_deliver = self.search.handed_over() + self.current.left;
+        self.stats.lock().expect("no thread panics with the lock held").to_deliver = to_deliver;
     }
 
-    /// Adds to `pending` what was written since the log was collected last; gives how many pages are pending.
+    /// Adds to `pending` the pages that were written since the last collecting. Returns how many pages are pending.
     fn collect(&mut self, pending: &mut [PageBitmap]) -> Result<u64, Ended> {
-        // Before the log: what the guest wrote between a device's look and the CPU's is in it, or was in an earlier one.
+        // Before the log: pages that the guest wrote between the device's test and the CPU's are in this log or an earlier one.
         let doubts = self.doubts();
         let mut found = 0;
-        for (number, (pending, named)) in pending.iter_mut().zip(&mut self.looks.named).enumerate() {
+        for (number, (pending, named)) in pending.iter_mut().zip(&mut self.current.named).enumerate() {
             self.log.collect(number, named).map_err(|error| log_failed(&error))?;
-            self.looks.logged += named.count();
+            self.current.logged += named.count();
             pending.merge_words(0, named.words());
             found += pending.count();
             if let Some(written) = self.written.get_mut(number) {
@@ -455,7 +457,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             }
             named.clear(0..named.pages());
         }
-        self.looks.left = found;
+        self.current.left = found;
         self.judge(doubts);
         Ok(found)
     }
@@ -464,17 +466,19 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         self.accelerator.as_ref().map(Accelerator::take_doubts).unwrap_or_default()
     }
 
-    /// Takes out the devices that called pages zero which were not, and which the guest has not written since.
+    /// Takes devices out of service that called pages zero which were not, and which the guest has not written since.
     fn judge(&self, doubts: Vec<Doubt>) {
         let Some(accelerator) = &self.accelerator else { return };
         for Doubt { block, page, maker } in doubts {
             if !self.written[usize::from(block)].contains(page) {
-                accelerator.offload().distrust(maker, "it called a page zero that is not, and nobody has written it");
+                accelerator
+                    .offload()
+                    .distrust(maker, "it called a page zero that is not, and the guest has not written the page");
             }
         }
     }
 
-    /// The state of things with `found` pages pending.
+    /// Returns the measurements with `found` pages pending.
     fn measure(&self, found: u64) -> Measure {
         let pages = |count: u64| count * PAGE_SIZE as u64;
         let window = &self.pipeline().window;
@@ -490,7 +494,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         Measure {
             now: self.started.elapsed(),
             dirtied: pages(found),
-            logged: pages(self.looks.logged),
+            logged: pages(self.current.logged),
             first: arrived(&first),
             arrived: arrived(&delivered),
             remaining: pages(found + on_the_way),
@@ -510,14 +514,14 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         let (verdict_before, may_stop) = (self.convergence.verdict().is_some(), self.may_stop);
         let in_vain_before = self.convergence.throttled_in_vain();
         let decision = self.convergence.after_round(&measure, may_stop);
-        self.looks.logged = 0;
+        self.current.logged = 0;
         self.announce();
-        let mut told = self.told.lock().expect("nobody panics with it");
-        let round = told.round;
-        told.dirty_rate = self.convergence.rates().dirty;
-        told.predicted = self.convergence.predicted(&measure);
-        told.verdict = self.verdict();
-        drop(told);
+        let mut stats = self.stats.lock().expect("no thread panics with the lock held");
+        let round = stats.round;
+        stats.dirty_rate = self.convergence.rates().dirty;
+        stats.predicted = self.convergence.predicted(&measure);
+        stats.verdict = self.verdict();
+        drop(stats);
         if let (false, Some(verdict)) = (verdict_before, self.verdict()) {
             let consequence = self.convergence.consequence();
             (self.news)(RoundNews::Note(format!(
@@ -532,18 +536,19 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             )));
         }
         let held = !may_stop && self.convergence.fits(&measure);
-        if self.held.is_to_be_told(measure.now, held)
+        if self.held.is_to_be_reported(measure.now, held)
             && let Some(devices) = self.devices.waiting_for()
         {
             (self.news)(RoundNews::Note(format!("the guest could be stopped; waiting for {devices}")));
         }
         if decision == Decision::SwitchOver {
-            self.told.lock().expect("nobody panics with it").out_of_reach = self.convergence.out_of_reach(&measure);
+            self.stats.lock().expect("no thread panics with the lock held").out_of_reach =
+                self.convergence.out_of_reach(&measure);
         }
         (decision, self.convergence.pause(&measure))
     }
 
-    /// Why the rounds do not converge, and which devices are waited for, in words.
+    /// Describes why the rounds do not converge, and which devices the source waits for.
     fn verdict(&self) -> Option<String> {
         let verdict = self.convergence.verdict()?;
         Some(match self.devices.waiting_for() {
@@ -552,16 +557,16 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         })
     }
 
-    /// Waits until what was under way has written guest RAM. Afterwards the pages that the log has named may be read.
+    /// Waits until the input and output under way has written guest RAM. Afterwards the pages that the log has named may be read.
     fn settle(&mut self) -> Result<(), Ended> {
         (self.news)(RoundNews::Settle);
         match self.order()? {
             Order::Settled => Ok(()),
-            order => unreachable!("{order:?} was not asked for"),
+            order => unreachable!("{order:?} was not requested"),
         }
     }
 
-    /// The next order that was asked for; the driver is gone when there is none.
+    /// Waits for the next order that this thread has requested. Fails when the driver is gone.
     fn order(&mut self) -> Result<Order, Ended> {
         loop {
             let order = self.orders.recv().map_err(|_| Ended::TakenDown)?;
@@ -571,7 +576,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         }
     }
 
-    /// Obeys an order that comes unasked, and returns any other.
+    /// Obeys an order that was not requested, and returns any other.
     fn heed(&mut self, order: Order) -> Option<Order> {
         match order {
             Order::MayStop => self.may_stop = true,
@@ -585,7 +590,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         if self.abort.is_over() { Err(Ended::TakenDown) } else { Ok(()) }
     }
 
-    /// Waits for an order, or for so long.
+    /// Waits for an order, for `pause` at most.
     fn wait(&mut self, pause: Duration) -> Result<(), Ended> {
         self.go_on()?;
         match self.orders.recv_timeout(pause) {

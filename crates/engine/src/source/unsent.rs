@@ -1,7 +1,8 @@
-//! In post-copy: which pages the destination still lacks, the thread that answers its requests, and the streaming of the rest.
+//! Post-copy at the source: the list of pages that the destination still lacks, the thread that answers its requests, and the streaming
+//! of the rest.
 //!
-//! The guest has stopped here, so memory is at rest. A page is taken off the list when it is handed to a channel; the
-//! destination keeps the list that counts, and tells it again when a connection was lost.
+//! The guest is paused here, so its memory does not change. A page leaves the list when it is handed to a channel. The destination keeps
+//! the list that counts, and sends it again after a connection was lost.
 
 use std::io;
 use std::ops::Range;
@@ -22,8 +23,8 @@ use crate::send::Way;
 use crate::transport::{Reader, Writer};
 use crate::window::WindowClosed;
 
-/// The guest runs at the destination: a page that was wrongly called zero could not be taken back.
-const WAY: Way = Way::ByCpu;
+/// Pages are read by the CPU: the guest runs at the destination, so a page that a device wrongly called zero could not be corrected.
+const MODE: Way = Way::ByCpu;
 const REGION_PAGES: u64 = REGION / PAGE_SIZE as u64;
 /// Regions that are streamed ahead of the rest after a request: the guest works near where it faulted.
 const FOLLOWED: u64 = 4;
@@ -34,22 +35,22 @@ pub(super) struct Unsent {
     blocks: Vec<AtomicPageBitmap>,
     /// By block: whether its pages are huge, so that only whole ones can be placed.
     huge: Vec<bool>,
-    /// What was sent because it was asked for.
+    /// Pages that were sent because the destination requested them.
     answered: Arc<Overtaken>,
     /// Where the guest faulted last.
     fault: Mutex<Option<(u16, u64)>>,
 }
 
 impl Unsent {
-    /// None of `ram`.
+    /// Makes an empty list of pages of `ram`.
     pub(super) fn none_of(ram: &GuestRam) -> Self {
         let blocks = ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect();
         let huge = ram.blocks().iter().map(|block| block.page_size() > PAGE_SIZE).collect();
         Self { blocks, huge, answered: Arc::new(Overtaken::none_of(ram)), fault: Mutex::default() }
     }
 
-    /// Adds the pages of `pending`, block by block, widened to whole pages of each block's backing: the destination can
-    /// only lack those.
+    /// Adds the pages of `pending`, block by block, widened to whole pages of each block's backing: the destination lacks only whole
+    /// ones.
     pub(super) fn add(&self, ram: &GuestRam, pending: &[PageBitmap]) {
         for ((unsent, pending), block) in self.blocks.iter().zip(pending).zip(ram.blocks()) {
             let whole = (block.page_size() / PAGE_SIZE) as u64;
@@ -57,7 +58,7 @@ impl Unsent {
         }
     }
 
-    /// How many pages it lacks that were not handed to a channel yet.
+    /// Returns how many pages were not handed to a channel yet.
     pub(super) fn pages(&self) -> u64 {
         self.blocks.iter().map(AtomicPageBitmap::count).sum()
     }
@@ -69,7 +70,7 @@ impl Unsent {
         }
     }
 
-    /// Hands all of them to the channels, near the last fault first.
+    /// Hands all pages of the list to the channels, those near the last fault first.
     pub(super) fn stream(&self, search: &mut PageSearch) -> Result<(), WindowClosed> {
         search.may_be_overtaken(&self.answered);
         for (number, block) in self.blocks.iter().enumerate() {
@@ -88,7 +89,7 @@ impl Unsent {
     }
 
     fn take_fault(&self) -> Option<(u16, u64)> {
-        self.fault.lock().expect("nobody panics with it").take()
+        self.fault.lock().expect("no thread panics with the lock held").take()
     }
 
     fn stream_region(&self, search: &mut PageSearch, number: u16, region: u64) -> Result<(), WindowClosed> {
@@ -98,12 +99,12 @@ impl Unsent {
         block.take_runs(pages.clone(), |run| {
             any = true;
             if outcome.is_ok() && !self.huge[usize::from(number)] {
-                outcome = search.pages_by(WAY, number, run);
+                outcome = search.pages_by(MODE, number, run);
             }
         });
         if any && self.huge[usize::from(number)] {
-            // Whole, even if a request takes part of it off the list right now: what comes twice is dropped.
-            outcome = search.pages_by(WAY, number, pages);
+            // The whole page, even if a request removes part of it from the list right now: the destination drops a second copy.
+            outcome = search.pages_by(MODE, number, pages);
         }
         outcome
     }
@@ -136,14 +137,14 @@ impl PageServer {
         let (reading, packet_size) = (Reading::new(rules), rules.packet_size);
         let (sequence, table) = (SendSequence::default(), Vec::new());
         let mut server = Self { ram, shapes, unsent, reader, writer, packet_size, sequence, reading, table, pacer };
-        // A guest that has all that it works with asks for nothing; that the peer lives, the control channel tells.
+        // A guest that has all pages that it uses causes no requests. The control channel detects a lost peer.
         server.reader.set_timeout(None)?;
         Ok(server)
     }
 
-    /// Takes the list of what the destination lacks, which it says first on a new connection.
-    pub(super) fn hear_list(&mut self) -> io::Result<()> {
-        // What was sent before may have been lost.
+    /// Receives the list of missing pages, which the destination sends first on a new connection.
+    pub(super) fn receive_list(&mut self) -> io::Result<()> {
+        // Pages that were sent before may have been lost.
         self.unsent.answered.forget();
         while let Some(request) = self.next_request()? {
             if request.count == 0 {
@@ -158,7 +159,7 @@ impl PageServer {
     pub(super) fn serve(mut self) -> io::Result<()> {
         while let Some(request) = self.next_request()? {
             let end = request.first + u64::from(request.count);
-            // What waits for its turn in a channel's queue is not sent from there as well.
+            // Copies of these pages that wait in a channel's queue are not sent from there as well.
             self.unsent.answered.add(request.block, request.first..end);
             self.unsent.blocks[usize::from(request.block)].clear(request.first..end);
             let mut at = request.first;
@@ -167,7 +168,8 @@ impl PageServer {
                 self.send(request.block, at, count as u32)?;
                 at += count;
             }
-            *self.unsent.fault.lock().expect("nobody panics with it") = Some((request.block, request.first));
+            *self.unsent.fault.lock().expect("no thread panics with the lock held") =
+                Some((request.block, request.first));
         }
         Ok(())
     }
@@ -181,7 +183,7 @@ impl PageServer {
         request.map(Some).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
     }
 
-    /// Sends pages as they are: compressing takes longer than one page's way.
+    /// Sends pages uncompressed: compressing takes longer than sending one page.
     fn send(&mut self, block: u16, first: u64, count: u32) -> io::Result<()> {
         self.reading.begin(block);
         let read = self.reading.read(&self.ram, &[Run { kind: RunKind::Normal, first, count }]);
@@ -202,7 +204,7 @@ impl PageServer {
             detail: 0,
         };
         let header = header.encode(&self.table);
-        // A guest waits for these: they go at once, and what is streamed beside them waits the longer.
+        // The guest waits for these pages, so they are sent at once; the pacer delays the streamed pages for it.
         self.pacer.charge(header.len() + self.table.len() + content.len());
         self.writer.write_all_vectored(&[&header, &self.table, content])
     }

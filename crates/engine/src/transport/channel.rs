@@ -1,4 +1,4 @@
-//! The first exchange on a connection: the channel header one way, acceptance or a refusal in words the other way.
+//! The first exchange on a connection: the channel header, and the answer: acceptance or a refusal with a reason.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -12,12 +12,12 @@ use super::{Connection, Reader, TransportError, Writer};
 
 /// How a TLS connection begins: a handshake record, major version 3 (RFC 8446, section 5.1).
 const TLS_HANDSHAKE: [u8; 2] = [22, 3];
-/// What a sender with TLS is told where there is none; it gets to see it because it came before any other answer.
+/// The answer to a sender with TLS where there is none. The sender can show it, because it arrives before any other answer.
 const NO_TLS: &str =
     "this receiver does not take TLS: start it with --tls, or the sender with --insecure instead of --tls";
 
-/// Opens a channel on a connection made by [`Connection::connect`]: says what it is, proves that it belongs to the
-/// migration, and waits for the answer. The duration is the round trip from the header to the answer.
+/// Opens a channel on a connection made by [`Connection::connect`]: sends the channel header, which proves that the channel belongs to the
+/// migration, and waits for the answer. Returns the halves, and the round trip from the header to the answer.
 ///
 /// # Errors
 /// [`TransportError::Refused`] with the receiver's reason, [`TransportError::Busy`] where it has no room now; TLS's reason if the receiver did not accept the
@@ -41,8 +41,8 @@ pub fn open_channel(
         (Ok(ChannelReply::Accepted), Ok(())) => Ok((connection.writer, connection.reader, asked.elapsed())),
         (Ok(ChannelReply::Refused(reason)), _) => Err(TransportError::Refused { peer, reason }),
         (Ok(ChannelReply::Busy(reason)), _) => Err(TransportError::Busy { peer, reason }),
-        // A receiver that refuses may close before it has read; what it said is then still there to be read, and says
-        // more than the failure to write.
+        // A receiver that refuses may close before it has read the header. Its reason can still be read, and explains more than the
+        // failure to write.
         (Err(error @ (TransportError::Tls { .. } | TransportError::Reply { .. })), _) => Err(error),
         (_, Err(error)) => Err(classify(peer, error, "taking the channel header", &limits)),
         (Err(error), Ok(())) => Err(error),
@@ -66,11 +66,11 @@ fn read_reply(
     Ok(ChannelReply::decode(prefix, reason))
 }
 
-/// Reads the header of an accepted connection, within what is left of its time. It is well-formed, but not yet proved:
-/// see [`ChannelHeader::belongs`]. A peer that says anything else has been told so when this returns.
+/// Reads the header of an accepted connection, within the rest of its time. The header is well-formed, but its proof is not checked yet:
+/// see [`ChannelHeader::belongs`]. A peer that sends anything else has been sent a refusal when this returns.
 ///
 /// # Errors
-/// No header in time, or something that is none.
+/// No header arrives in time, or something else does.
 pub fn read_header(connection: &mut Connection) -> Result<ChannelHeader, TransportError> {
     let peer = connection.peer();
     let mut bytes = [0; CHANNEL_HEADER_LENGTH];

@@ -14,31 +14,31 @@ use super::stream::{Closer, Reader, Writer, halves};
 use super::{Address, Limits, Security, Socket, TransportError, channel, dial};
 use crate::tls::{self, EXPORTER_LABEL, Side};
 
-/// How long a refused peer is listened to after the refusal, so that it is not lost to a reset.
+/// How long this side reads on after a refusal, so that a reset of the connection does not destroy the refusal.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// The longest answer to a channel header, in bytes.
-const LONGEST_REPLY: usize = REPLY_PREFIX_LENGTH + MAX_TEXT;
+/// Maximum bytes of an answer to a channel header.
+const MAX_REPLY: usize = REPLY_PREFIX_LENGTH + MAX_TEXT;
 
-/// An established connection: the TLS handshake, if there is one, is finished, and the peer is who it says it is.
+/// An established connection: the TLS handshake, if there is one, is finished, and has proved the peer's identity.
 #[derive(Debug)]
 pub struct Connection {
     pub(super) writer: Writer,
     pub(super) reader: Reader,
     pub(super) limits: Limits,
-    /// Until when the channel must have been opened.
+    /// When the channel must have been opened.
     pub(super) deadline: Instant,
     exporter: Vec<u8>,
     address: String,
     certificate: Option<String>,
 }
 
-/// What is at hand while the handshake runs.
+/// A handshake that is running.
 struct Handshake<'a> {
     socket: &'a Socket,
     tls: Session,
     arrived: Arrived,
-    /// What arrived first: a peer without TLS says in it what is wrong.
+    /// The first bytes that arrived: those of a peer without TLS have its refusal.
     heard: Vec<u8>,
     deadline: Instant,
     read: u64,
@@ -50,7 +50,7 @@ impl Connection {
     /// address in the peer's certificate; a Unix socket has no such name and is refused with TLS.
     ///
     /// # Errors
-    /// Nobody answers within 10 s, or TLS fails. That the *peer* does not accept this side's certificate shows only
+    /// No host answers within 10 s, or TLS fails. That the *peer* does not accept this side's certificate shows only
     /// when the channel is opened: TLS 1.3 lets a client finish first.
     pub fn connect(to: impl Into<Address>, security: &Security) -> Result<Self, TransportError> {
         Self::connect_within(to, security, &Limits::default())
@@ -96,10 +96,10 @@ impl Connection {
         Ok(Self::finished(socket, Some(handshake), peer, limits, deadline))
     }
 
-    /// Takes an incoming connection through the TLS handshake and looks whether its certificate may send here.
+    /// Runs the TLS handshake of an incoming connection and checks whether its certificate may send here.
     ///
     /// # Errors
-    /// TLS fails, the certificate is not on the list (the peer is told in words), or all of it takes more than 10 s.
+    /// TLS fails, the certificate is not on the list (the peer receives the reason), or all of it takes more than 10 s.
     pub fn accept(socket: impl Into<Socket>, security: &Security) -> Result<Self, TransportError> {
         Self::accept_within(socket, security, &Limits::default())
     }
@@ -231,7 +231,7 @@ impl<'a> Handshake<'a> {
         let count = self.socket.read(self.arrived.room().into(), Wait::Until(self.deadline), 1)?;
         self.read += count as u64;
         let came = self.arrived.came(count);
-        self.heard.extend(came.iter().take(LONGEST_REPLY - self.heard.len()));
+        self.heard.extend(came.iter().take(MAX_REPLY - self.heard.len()));
         Ok(count)
     }
 
@@ -263,7 +263,7 @@ impl<'a> Handshake<'a> {
         // TLS gives up after a few bytes, which need not be all of the magic.
         let compared = self.heard.len().min(MAGIC.len());
         let without_tls = compared > 0 && self.heard[..compared] == MAGIC[..compared];
-        // Somebody who is gone need not be told.
+        // Fails where the peer is gone, which needs no reason.
         let _ = if without_tls {
             let reason = "this receiver takes TLS only: start the sender with --tls instead of --insecure";
             let reply = ChannelReply::Refused(reason.to_owned()).encode();

@@ -1,4 +1,4 @@
-//! Many incoming connections at once, each bounded in time, all bounded in number, until they have said what they are.
+//! Accepts many connections at once, bounded in time and in number until each has sent its channel header.
 
 use std::io::{self, IoSlice};
 use std::net::{Shutdown, TcpListener};
@@ -16,11 +16,11 @@ use super::socket::{Host, Sending};
 use super::unix::SocketFile;
 use super::{Address, Connection, Limits, Security, Socket, TransportError, channel, simulated, unix};
 
-/// The handshake is not deep, and there may be many at once.
+/// Stack of a handshake's thread, in bytes: handshakes are not deep, and there may be many at once.
 const HANDSHAKE_STACK: usize = 512 << 10;
 /// Pause after a failed accept (out of file descriptors), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// What is said to a connection for which there is no place.
+/// The answer to a connection for which there is no place.
 const TOO_MANY: &str = "too many connections are being opened at once; try again in a moment";
 
 /// A bound address.
@@ -30,7 +30,7 @@ pub struct Listener {
     address: Address,
 }
 
-/// What is listened on.
+/// A listening socket.
 #[derive(Debug)]
 pub(super) enum Bound {
     Tcp(TcpListener),
@@ -64,7 +64,7 @@ impl Bound {
         }
     }
 
-    /// Wakes whoever waits in [`Bound::accept`]; nobody can connect any more.
+    /// Wakes the thread that waits in [`Bound::accept`], and refuses all later connections.
     fn stop(&self) {
         // Linux takes the socket out of the listening state, and a blocked accept fails with EINVAL.
         let _ = match self {
@@ -82,7 +82,7 @@ impl Bound {
     }
 }
 
-/// Ends the accepting. What it has already handed out goes on.
+/// Ends the accepting of connections. Connections that were handed out stay open.
 #[derive(Clone, Debug)]
 pub struct Stop {
     bound: Arc<Bound>,
@@ -91,14 +91,14 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Stops accepting and wakes the thread that does it; [`Incoming::next`] then ends, once the handshakes under way have, which go on.
-    /// A Unix socket's file is removed.
+    /// Stops accepting and wakes the thread that accepts. Handshakes under way go on; when they have ended, so does [`Incoming::next`].
+    /// Removes a Unix socket's file.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.bound.stop();
     }
 
-    /// As [`Stop::stop`], and closes what has not been taken from [`Incoming`]: handshakes under way end, and their threads.
+    /// As [`Stop::stop`], and closes all connections that were not taken from [`Incoming`]: handshakes under way and their threads end.
     pub fn end(&self) {
         self.stop();
         for place in lock(&self.places).iter() {
@@ -108,7 +108,7 @@ impl Stop {
     }
 }
 
-/// The connections that have said what they are for. Dropping it stops the listener and ends the handshakes under way.
+/// The connections that have sent their channel header. Dropping it stops the listener and ends the handshakes under way.
 #[derive(Debug)]
 pub struct Incoming {
     arrived: Receiver<(Connection, ChannelHeader)>,
@@ -130,17 +130,17 @@ impl Listener {
         Ok(Self { bound, address })
     }
 
-    /// The address, with TCP's real port, or a Unix socket's absolute path.
+    /// Returns the address, with TCP's real port, or a Unix socket's absolute path.
     pub fn local_address(&self) -> Address {
         self.address.clone()
     }
 
-    /// Starts accepting on a thread of its own. Each connection is shaken hands with on another one, within
-    /// `limits.handshake`; at most `limits.pending` at once, counted until they have been taken from [`Incoming`].
+    /// Starts accepting on a thread of its own. Each connection's handshake runs on another thread, within
+    /// `limits.handshake`; at most `limits.pending` at once, counted until the connections were taken from [`Incoming`].
     ///
-    /// A further one takes the place of one that has not said yet what it is for: of those from the host that has the
-    /// most, the oldest. So strangers who connect and are silent keep nobody out. It is told so in words, and so is the
-    /// new one where none can make room.
+    /// A further connection replaces one that has not sent its channel header yet: of those from the host that has the
+    /// most, the oldest. So silent strangers keep no source out. The replaced connection receives the reason, and so does the
+    /// new one where there is no such connection.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -151,28 +151,28 @@ impl Listener {
         let stop = Stop { bound: Arc::clone(&bound), stopped: Arc::clone(&stopped), places: Arc::clone(&places) };
         // A rendezvous: a handshake's thread keeps its place until the connection has been taken.
         let (arrive, arrived) = sync_channel(0);
-        let doorman = Doorman { security: Arc::new(security), limits, arrive, stopped, places };
+        let acceptor = Acceptor { security: Arc::new(security), limits, arrive, stopped, places };
         let thread =
-            thread::Builder::new().name("listener".to_owned()).spawn(move || doorman.run(&bound)).map_err(failed)?;
+            thread::Builder::new().name("listener".to_owned()).spawn(move || acceptor.run(&bound)).map_err(failed)?;
         Ok(Incoming { arrived, stop, thread: Some(thread) })
     }
 }
 
 impl Incoming {
-    /// The next connection and its (not yet proved) header; waits for it. `None` once the listener has been stopped.
+    /// Waits for the next connection and its (not yet proved) header. `None` once the listener has been stopped.
     pub fn next(&self) -> Option<(Connection, ChannelHeader)> {
         self.arrived.recv().ok()
     }
 
-    /// [`Incoming::next`] that waits at most `timeout`.
+    /// As [`Incoming::next`], but waits at most `timeout`.
     ///
     /// # Errors
-    /// Nothing came in that time, or the listener has been stopped.
+    /// No connection came in that time, or the listener has been stopped.
     pub fn next_within(&self, timeout: Duration) -> Result<(Connection, ChannelHeader), RecvTimeoutError> {
         self.arrived.recv_timeout(timeout)
     }
 
-    /// A handle that stops the listener from another thread.
+    /// Returns a handle that stops the listener from another thread.
     pub fn stop_handle(&self) -> Stop {
         self.stop.clone()
     }
@@ -182,13 +182,14 @@ impl Drop for Incoming {
     fn drop(&mut self) {
         self.stop.end();
         if let Some(thread) = self.thread.take() {
-            // It only accepts; a panic there has already been reported by the panic hook.
+            // The thread only accepts; the panic hook has already reported a panic.
             let _ = thread.join();
         }
     }
 }
 
-struct Doorman {
+/// The thread that accepts connections.
+struct Acceptor {
     security: Arc<Security>,
     limits: Limits,
     arrive: SyncSender<(Connection, ChannelHeader)>,
@@ -196,7 +197,7 @@ struct Doorman {
     places: Arc<Mutex<Vec<Place>>>,
 }
 
-/// What is kept of a connection whose thread has not ended, oldest first.
+/// A connection whose thread has not ended. Places are kept oldest first.
 #[derive(Debug)]
 struct Place {
     socket: Arc<Socket>,
@@ -206,22 +207,22 @@ struct Place {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// It has not said yet what it is for.
+    /// The channel header has not arrived.
     Silent,
-    /// It has, and waits to be taken.
+    /// The channel header has arrived, and the connection waits in [`Incoming`].
     Arrived,
-    /// It was closed to make room.
+    /// The connection was closed to make room.
     Closed,
 }
 
-/// A thread's hold on its place, given back when dropped.
+/// A thread's hold on its place. Dropping it releases the place.
 struct Hold {
     socket: Arc<Socket>,
     places: Arc<Mutex<Vec<Place>>>,
 }
 
 impl Hold {
-    /// The connection has said what it is for.
+    /// Records that the channel header has arrived.
     fn arrived(&self) {
         let mut places = lock(&self.places);
         if let Some(place) = places.iter_mut().find(|place| Arc::ptr_eq(&place.socket, &self.socket))
@@ -239,10 +240,10 @@ impl Drop for Hold {
 }
 
 fn lock(places: &Mutex<Vec<Place>>) -> MutexGuard<'_, Vec<Place>> {
-    places.lock().expect("nothing panics with the places in hand")
+    places.lock().expect("no thread panics with the lock held")
 }
 
-/// Closes the connection that makes room for another one; `false` if there is none.
+/// Closes the connection that makes room for another one. Returns `false` if there is none.
 fn make_room(places: &mut [Place]) -> bool {
     let silent = |place: &&Place| place.stage == Stage::Silent;
     let from = |host: Host| places.iter().filter(silent).filter(|place| place.host == host).count();
@@ -251,13 +252,13 @@ fn make_room(places: &mut [Place]) -> bool {
     let chosen = places.iter().position(|place| silent(&place) && Some(from(place.host)) == most);
     let Some(chosen) = chosen else { return false };
     postpone_unread(&places[chosen].socket, TOO_MANY);
-    // Its thread, which waits for it to say something, is woken by the end.
+    // The shutdown wakes its thread, which waits for the channel header.
     let _ = places[chosen].socket.shutdown(Shutdown::Both);
     places[chosen].stage = Stage::Closed;
     true
 }
 
-impl Doorman {
+impl Acceptor {
     fn run(&self, bound: &Bound) {
         loop {
             let accepted = bound.accept();
@@ -288,7 +289,7 @@ impl Doorman {
         let (security, limits, arrive) = (Arc::clone(&self.security), self.limits, self.arrive.clone());
         let serve = move || {
             match serve(socket, &security, &limits) {
-                // The receiver is gone if the listener's owner is; the connection is then dropped, which ends it.
+                // Sending fails if the listener's owner is gone; then the connection is dropped, which ends it.
                 Ok(arrival) => {
                     hold.arrived();
                     drop(arrive.send(arrival));
@@ -302,15 +303,15 @@ impl Doorman {
         }
     }
 
-    /// A place for a connection, where there is one or can be made one.
+    /// Returns a place for a connection, if there is one or room can be made.
     fn place(&self, socket: &Socket) -> Option<Hold> {
         let mut places = lock(&self.places);
-        // What closes those that have places has been here, or will come after this one has its own.
+        // `Stop::end` has closed the connections with places before this lock, or will do so after this one has its place.
         if self.stopped.load(Ordering::Acquire) {
             return None;
         }
         let open = places.iter().filter(|place| place.stage != Stage::Closed).count();
-        // The threads of closed ones end at once, but not before the processor is free for them.
+        // The threads of closed connections end as soon as they get a CPU, so there is room for as many more.
         let room = places.len() < 2 * self.limits.pending && (open < self.limits.pending || make_room(&mut places));
         let clone = Arc::new(room.then(|| socket.try_clone().ok()).flatten()?);
         places.push(Place { socket: Arc::clone(&clone), host: socket.host(), stage: Stage::Silent });
@@ -324,7 +325,8 @@ fn serve(socket: Socket, security: &Security, limits: &Limits) -> Result<(Connec
     Ok((connection, header))
 }
 
-/// Postpones where nothing has been read, in clear text also where TLS is expected (the sender understands it), without waiting.
+/// Answers that there is no room before anything was read, without waiting; in clear text also where TLS is expected, because the sender
+/// understands it.
 fn postpone_unread(socket: &Socket, reason: &str) {
     let reply = ChannelReply::Busy(reason.to_owned()).encode();
     let _ = socket.send_all(&mut [IoSlice::new(&reply)], Sending::DoesNotWait);

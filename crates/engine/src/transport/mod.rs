@@ -1,12 +1,12 @@
-//! Connections between two hosts: TCP, with mutual TLS 1.3 or, if the person insists, without. Also Unix sockets, to a
+//! Connections between two hosts: TCP, with mutual TLS 1.3 or, where the user insists, without. Also Unix sockets, to a
 //! monitor or a relay on the same host, and a network in memory for tests ([`simulated`]).
 //!
-//! Threads block on them; there is no event loop. A connection is opened ([`Connection::connect`]) or accepted
-//! ([`Listener`]), says what it is for (the channel header), is answered, and then splits into a [`Writer`] and a
-//! [`Reader`] that two threads use at the same time. A [`Closer`] ends it from a third.
+//! Threads block on connections; there is no event loop. A connection is opened ([`Connection::connect`]) or accepted
+//! ([`Listener`]). The opening side sends the channel header, the other side answers it, and the connection splits into a
+//! [`Writer`] and a [`Reader`] that two threads use at the same time. A [`Closer`] ends it from a third thread.
 //!
-//! * `address`, `dial`, `unix`: where to, and how a socket gets there;
-//! * `socket`: what is below, its options, and waiting with a time limit; `session`: TLS without a socket; `stream`: the
+//! * `address`, `dial`, `unix`: addresses, and connecting a socket to one;
+//! * `socket`: the socket below, its options, and waiting with a time limit; `session`: TLS without a socket; `stream`: the
 //!   two halves over both;
 //! * `connection`: connecting and accepting; `channel`: header and reply; `listener`: many at once, bounded.
 
@@ -44,7 +44,7 @@ use crate::tls::TlsSettings;
 /// Whether one side uses TLS.
 #[derive(Clone, Debug)]
 pub enum Security {
-    /// Plain: everybody on the path reads and changes the guest.
+    /// Without TLS: anybody on the path can read and change the guest.
     Insecure,
     /// Mutual TLS 1.3.
     Tls(TlsSettings),
@@ -53,13 +53,13 @@ pub enum Security {
 /// How long and how much a connection may take; the defaults are the protocol's limits.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// For the connection to be made, all addresses of a host together.
+    /// Time for connecting, all addresses of a host together.
     pub connect: Duration,
-    /// From then until the TLS handshake is finished and the channel header (or the answer to it) has arrived.
+    /// Time from then until the TLS handshake is finished and the channel header (or the answer to it) has arrived.
     pub handshake: Duration,
-    /// Without a byte inside of a packet, the peer is taken for lost.
+    /// Time without a byte inside of a packet after which the peer counts as lost.
     pub silence: Duration,
-    /// Connections that a listener serves at once before they have said what they are for.
+    /// Maximum number of connections of a listener that have not sent their channel header yet.
     pub pending: usize,
 }
 
@@ -86,7 +86,7 @@ pub enum TransportError {
     Lookup {
         /// The address given.
         address: String,
-        /// What the resolver said.
+        /// The resolver's error.
         source: io::Error,
     },
     /// No address of the host answered.
@@ -94,7 +94,7 @@ pub enum TransportError {
     Connect {
         /// The address given.
         address: String,
-        /// What the last attempt said.
+        /// The error of the last attempt.
         source: io::Error,
     },
     /// The address cannot be listened on.
@@ -102,7 +102,7 @@ pub enum TransportError {
     Listen {
         /// The address given.
         address: String,
-        /// Why not.
+        /// The system's error.
         source: io::Error,
     },
     /// The TLS handshake failed.
@@ -142,12 +142,12 @@ pub enum TransportError {
         /// What happened.
         source: io::Error,
     },
-    /// The peer does not want the channel, and says why.
+    /// The peer refuses the channel, with a reason.
     #[error("{peer} refuses: {reason}")]
     Refused {
         /// The peer's address.
         peer: String,
-        /// Its words, cleaned.
+        /// The peer's reason, cleaned.
         reason: String,
     },
     /// The peer has no room for the channel at the moment.
@@ -155,7 +155,7 @@ pub enum TransportError {
     Busy {
         /// The peer's address.
         peer: String,
-        /// Its words, cleaned.
+        /// The peer's reason, cleaned.
         reason: String,
     },
     /// What arrived is no channel header.
@@ -177,13 +177,13 @@ pub enum TransportError {
 }
 
 impl TransportError {
-    /// Whether the peer is there and only has no room at the moment.
+    /// Returns whether the peer has answered that it has no room at the moment.
     pub fn is_busy(&self) -> bool {
         matches!(self, Self::Busy { .. })
     }
 
-    /// Whether nothing listens at the peer's address, or nothing answers there: a peer that is being started, or a network that is
-    /// being set up.
+    /// Returns whether no process listens at the peer's address, or none answers there: a peer that is being started, or a network that
+    /// is being set up.
     pub fn is_absent(&self) -> bool {
         use io::ErrorKind::{ConnectionRefused, HostUnreachable, NetworkDown, NetworkUnreachable, NotFound, TimedOut};
         match self {

@@ -1,4 +1,4 @@
-//! What is below a connection: a TCP or Unix socket of the kernel, or one end of a connection of a simulated network.
+//! The socket below a connection: a TCP or Unix socket of the kernel, or one end of a connection of a simulated network.
 //! Its options, and reading with a time limit.
 //!
 //! A kernel's socket is used by plain system calls on its descriptor, without a lock or a copy in between.
@@ -20,28 +20,28 @@ use super::peer_process;
 use super::simulated::End;
 use super::tcp_info::SendTimes;
 
-/// How much not yet sent data the kernel takes from a writer before the writer waits, in bytes.
+/// Maximum bytes of unsent data that the kernel accepts from a writer before the writer waits.
 ///
-/// What lies here can no longer be replaced by a newer page nor be paced, so it should be little; but it must outlast
-/// the time until the writer thread has encoded its next packets, or the link falls idle: at 10 Gbit/s 1.6 ms for each
-/// channel. The window bounds all of it together.
+/// These bytes can no longer be replaced by a newer page nor be paced, so they should be few. But they must last until the writer thread
+/// has encoded its next packets, or the link falls idle: at 10 Gbit/s 1.6 ms for each channel. The window bounds those of all channels
+/// together.
 const NOT_SENT_LOW_WATER: u32 = 2 << 20;
-/// How much of what has arrived is taken before a connection is closed over it, in bytes.
+/// Maximum bytes that are read and dropped before a connection is closed.
 const TAKEN_UNREAD: usize = 4096;
 
-/// Fewer bytes that are still to come are taken as they come.
+/// A reader that waits for fewer bytes is woken for any.
 const WORTH_WAITING_FOR: usize = 32 << 10;
-/// A reader is woken for no more than this at once: about what stays in a CPU's cache.
+/// Maximum bytes that a reader waits for at once: about as many as stay in a CPU's cache.
 const WOKEN_FOR: usize = 512 << 10;
 
-/// Most that one read takes from a simulated network, in bytes.
+/// Maximum bytes of one read from a simulated network.
 const SIMULATED_READ: usize = 64 << 10;
 
 /// A connected socket of one of the kinds that there are addresses of ([`Address`](super::Address)).
 #[derive(Debug)]
 pub struct Socket {
     kind: Kind,
-    /// What the kernel wakes a reader for, in bytes; 0 where that is not known.
+    /// Minimum bytes for which the kernel wakes a reader; 0 where that is not known.
     low_water: AtomicUsize,
 }
 
@@ -76,12 +76,12 @@ impl From<Kind> for Socket {
     }
 }
 
-/// Whom a connection comes from, as far as hosts can be told apart.
+/// The host that a connection comes from, as far as hosts can be distinguished.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Host {
-    /// An IPv4 host, or an IPv6 network of 64 bits: whoever has one address of it has them all.
+    /// An IPv4 host, or an IPv6 network of 64 bits: a host that has one address of it may have them all.
     Remote(IpAddr),
-    /// This one.
+    /// This host.
     Local,
 }
 
@@ -97,11 +97,11 @@ impl From<IpAddr> for Host {
 /// How long one read may wait.
 #[derive(Clone, Copy)]
 pub(super) enum Wait {
-    /// As long as [`Socket::set_read_timeout`] says.
+    /// For the time of [`Socket::set_read_timeout`].
     Timeout,
-    /// For as long as it takes.
+    /// Without a limit.
     Forever,
-    /// Until then.
+    /// Until this moment.
     Until(Instant),
 }
 
@@ -109,22 +109,22 @@ pub(super) enum Wait {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sending {
     Waits,
-    /// `WouldBlock` where it would have to, after a part perhaps.
+    /// Fails with `WouldBlock` instead of waiting, perhaps after sending a part.
     DoesNotWait,
 }
 
-/// The two ways of doing things.
-enum Way<'a> {
+/// The implementation of a socket.
+enum Backend<'a> {
     Kernel(BorrowedFd<'a>),
     Simulated(&'a End),
 }
 
 impl Socket {
-    fn way(&self) -> Way<'_> {
+    fn backend(&self) -> Backend<'_> {
         match &self.kind {
-            Kind::Tcp(stream) => Way::Kernel(stream.as_fd()),
-            Kind::Unix(stream) => Way::Kernel(stream.as_fd()),
-            Kind::Simulated(end) => Way::Simulated(end),
+            Kind::Tcp(stream) => Backend::Kernel(stream.as_fd()),
+            Kind::Unix(stream) => Backend::Kernel(stream.as_fd()),
+            Kind::Simulated(end) => Backend::Simulated(end),
         }
     }
 
@@ -172,9 +172,9 @@ impl Socket {
 
     /// How many bytes have arrived and wait to be read; 0 where that cannot be said.
     pub(super) fn arrived(&self) -> u64 {
-        match self.way() {
-            Way::Kernel(fd) => rustix::io::ioctl_fionread(fd).unwrap_or(0),
-            Way::Simulated(end) => end.arrived(),
+        match self.backend() {
+            Backend::Kernel(fd) => rustix::io::ioctl_fionread(fd).unwrap_or(0),
+            Backend::Simulated(end) => end.arrived(),
         }
     }
 
@@ -222,9 +222,9 @@ impl Socket {
     /// come, so that with [`Wait::Timeout`] a reader sleeps until many of them are there: else it is woken for nearly every segment, which
     /// costs both sides CPU time, most on virtual CPUs.
     pub(super) fn read(&self, mut into: RawPiece<'_>, wait: Wait, coming: usize) -> io::Result<usize> {
-        let fd = match self.way() {
-            Way::Kernel(fd) => fd,
-            Way::Simulated(end) => {
+        let fd = match self.backend() {
+            Backend::Kernel(fd) => fd,
+            Backend::Simulated(end) => {
                 // A network in memory is for tests, and its speed of no matter.
                 let mut bytes = vec![0; into.len().min(SIMULATED_READ)];
                 let count = match wait {
@@ -271,9 +271,9 @@ impl Socket {
 
     /// Writes all of `parts` (which are used up on the way). Never raises SIGPIPE, whatever program this library is in.
     pub(super) fn send_all(&self, mut parts: &mut [IoSlice<'_>], sending: Sending) -> io::Result<()> {
-        let fd = match self.way() {
-            Way::Kernel(fd) => fd,
-            Way::Simulated(end) => return end.write_all(parts, sending == Sending::Waits),
+        let fd = match self.backend() {
+            Backend::Kernel(fd) => fd,
+            Backend::Simulated(end) => return end.write_all(parts, sending == Sending::Waits),
         };
         let flags = match sending {
             Sending::Waits => SendFlags::NOSIGNAL,
@@ -300,7 +300,7 @@ impl Socket {
     /// # Errors
     /// As there; and `Unsupported` where there is no such socket.
     pub(super) fn pass_on(&self, mut parts: &mut [KernelPart<'_>]) -> io::Result<()> {
-        let Way::Kernel(fd) = self.way() else { return Err(io::ErrorKind::Unsupported.into()) };
+        let Backend::Kernel(fd) = self.backend() else { return Err(io::ErrorKind::Unsupported.into()) };
         KernelPart::advance(&mut parts, 0);
         while !parts.is_empty() {
             // SAFETY: all zeros are a header of nothing.
@@ -325,7 +325,7 @@ impl Socket {
 
     /// Whether there is a socket of the kernel behind it.
     pub(super) fn is_of_the_kernel(&self) -> bool {
-        matches!(self.way(), Way::Kernel(_))
+        matches!(self.backend(), Backend::Kernel(_))
     }
 
     /// Ends one direction, or both.
@@ -342,10 +342,10 @@ impl Socket {
 
     /// Takes what has arrived by now, up to 4 KiB, without waiting: closing over unread bytes resets the connection.
     pub(super) fn take_unread(&self) {
-        match self.way() {
+        match self.backend() {
             // Nothing there, or nobody: both are fine.
-            Way::Kernel(fd) => drop(recv(fd, &mut [0; TAKEN_UNREAD], RecvFlags::DONTWAIT)),
-            Way::Simulated(end) => end.forget_unread(),
+            Backend::Kernel(fd) => drop(recv(fd, &mut [0; TAKEN_UNREAD], RecvFlags::DONTWAIT)),
+            Backend::Simulated(end) => end.forget_unread(),
         }
     }
 

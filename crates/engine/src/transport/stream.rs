@@ -18,19 +18,19 @@ use super::session::{Arrived, Leaving, Session, failed};
 use super::socket::{Sending, Socket, Wait};
 use super::tcp_info::SendTimes;
 
-/// Parts handed to the kernel with one system call, at most; more are sent in several.
+/// Maximum number of parts for one system call; more are sent in several.
 const PARTS_AT_ONCE: usize = 16;
 
-/// What both halves share.
+/// The part of a connection that both halves share.
 #[derive(Debug)]
 pub(super) struct Link {
     socket: Socket,
     tls: Option<Mutex<Session>>,
-    /// Whether a [`Closer`] ended it, so that the end is not mistaken for the peer's.
+    /// Whether a [`Closer`] ended the connection, so that the end is not mistaken for the peer's.
     closed: AtomicBool,
 }
 
-/// The two halves of a connection whose TLS handshake, if any, is finished. The counts are of bytes on the wire so far.
+/// Makes the two halves of a connection whose TLS handshake, if any, is finished. `read` and `written`: bytes on the wire so far.
 pub(super) fn halves(
     socket: Socket,
     tls: Option<Session>,
@@ -60,8 +60,7 @@ fn closed_here() -> io::Error {
     io::Error::new(io::ErrorKind::ConnectionAborted, "the connection was closed on this side")
 }
 
-/// The sending half. Dropping it says goodbye (TLS's `close_notify`) if that is possible without waiting, and ends the
-/// direction.
+/// The sending half. Dropping it sends TLS's `close_notify`, if that is possible without waiting, and ends the direction.
 #[derive(Debug)]
 pub struct Writer {
     link: Arc<Link>,
@@ -98,34 +97,34 @@ impl Writer {
         Ok(())
     }
 
-    /// Has the connection outlast a peer that takes nothing for however long, as a connection is expected to whose ends are other programs. Whether
-    /// the peer is gone must be known from elsewhere.
+    /// Keeps the connection open while the peer reads nothing, without a limit, as other programs expect whose connection is carried. A lost
+    /// peer must be noticed by other means.
     ///
     /// # Errors
-    /// The socket is no more.
+    /// The socket is closed.
     pub fn tolerate_closed_window(&self) -> io::Result<()> {
         self.link.socket.tolerate_closed_window()
     }
 
-    /// What the kernel says of the time that sending took; none where there is no network that it knows of.
+    /// Returns the kernel's figures of the time that sending took; none where the socket is not a TCP socket.
     pub fn send_times(&self) -> Option<SendTimes> {
         self.link.socket.send_times()
     }
 
-    /// Whether what is written here goes to the kernel as it is, and nothing in this process looks at it.
+    /// Returns whether bytes go to the kernel unchanged, so that no code of this process reads them.
     pub fn passes_on(&self) -> bool {
         self.link.tls.is_none() && self.link.socket.is_of_the_kernel()
     }
 
-    /// As [`Writer::write_all_vectored`], without looking at the parts.
+    /// As [`Writer::write_all_vectored`], without reading the parts in this process.
     ///
     /// # Errors
     /// As there.
     ///
     /// # Panics
-    /// Where it does not [pass on](Writer::passes_on).
+    /// Panics if the bytes are encrypted or kept ([`Writer::passes_on`]).
     pub fn pass_on(&mut self, parts: &mut [KernelPart<'_>]) -> io::Result<()> {
-        assert!(self.passes_on(), "what is to be encrypted or kept is looked at");
+        assert!(self.passes_on(), "parts that are encrypted or kept must be read");
         self.written += parts.iter().map(|part| part.len() as u64).sum::<u64>();
         self.link.socket.pass_on(parts).map_err(|error| {
             self.failed = true;
@@ -149,7 +148,7 @@ impl Writer {
     fn say_goodbye(&mut self, tls: &Mutex<Session>) {
         Link::lock(tls).goodbye(&mut self.leaving);
         let goodbye = &mut [IoSlice::new(self.leaving.bytes())];
-        // Nobody is left to be told of a failure; the peer notices a missing goodbye by itself.
+        // A failure needs no report: the peer notices a missing close_notify by itself.
         let _ = self.link.socket.send_all(goodbye, Sending::DoesNotWait);
     }
 

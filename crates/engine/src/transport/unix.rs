@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 use crate::directory::{Directory, FileIdentity};
 
-/// How long another process is given to take its turn: it makes a few system calls.
+/// How long another process may hold the lock: it makes a few system calls.
 const TURN_LIMIT: Duration = Duration::from_secs(2);
-/// Pause between two looks at whether it has.
+/// Pause between two attempts to take the lock.
 const TURN_PAUSE: Duration = Duration::from_millis(1);
 
 /// Connects to the socket at `path`, waiting at most `limit` for a listener that has too many to accept.
 ///
 /// # Errors
-/// Nobody listens there, or it is a symbolic link.
+/// No process listens there, or the path is a symbolic link.
 pub fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
     let (directory, name) = Directory::parent_of(path)?;
     directory.connect(name, limit)
@@ -41,7 +41,7 @@ impl SocketFile {
     pub fn remove(&self) {
         let _lock = lock(&self.directory);
         if self.directory.identity_of(&self.name).is_ok_and(|found| found == self.identity) {
-            // What stays behind is replaced by whoever listens there next.
+            // A file that stays behind is replaced by the next process that listens there.
             let _ = self.directory.remove(&self.name);
         }
     }
@@ -50,16 +50,16 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         let _lock = lock(&self.directory);
-        // Its socket is closed, so that another file may have its identity by now: what counts is whether anybody listens.
+        // The socket is closed, so another file may have its identity by now: it is removed only if no process listens.
         if self.directory.is_left_socket(&self.name).unwrap_or(false) {
             let _ = self.directory.remove(&self.name);
         }
     }
 }
 
-/// Between binding and listening a socket looks like one that was left behind, and between looking and removing it may
-/// become another: processes take turns, by a lock on the directory. Where it cannot be read there is no such order, and
-/// neither where somebody else who can read it keeps it locked.
+/// Locks the directory, so that processes take turns: between binding and listening a socket looks like one that was left behind, and
+/// between the check and the removal it may be replaced by another. None where the directory cannot be read, or where another user who can
+/// read it keeps it locked.
 fn lock(directory: &Directory) -> Option<Directory> {
     let taken = Directory::open(&directory.reach(".")).ok()?;
     let deadline = Instant::now() + TURN_LIMIT;
@@ -72,10 +72,10 @@ fn lock(directory: &Directory) -> Option<Directory> {
     Some(taken)
 }
 
-/// Listens at `path`, in place of a socket that nobody listens on any more. The file has mode 0600.
+/// Listens at `path`, and replaces a socket on which no process listens any more. The file has mode 0600.
 ///
 /// # Errors
-/// `AddrInUse` where another process listens there or something else than a socket is there, with what to do.
+/// `AddrInUse` where another process listens there or another kind of file is there, with what to do.
 pub fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     let (directory, name) = Directory::parent_of(path)?;
     let _lock = lock(&directory);
@@ -90,7 +90,7 @@ pub fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     Ok((listener, SocketFile { directory, name, path: std::path::absolute(path)?, identity }))
 }
 
-/// Removes a socket that nobody listens on; everything else is an error.
+/// Removes a socket on which no process listens; everything else is an error.
 fn remove_left(directory: &Directory, name: &OsString) -> io::Result<()> {
     let in_use = |text: &str| Err(io::Error::new(io::ErrorKind::AddrInUse, text.to_owned()));
     match directory.is_socket(name) {

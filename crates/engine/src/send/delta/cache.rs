@@ -1,8 +1,8 @@
 //! The pages that a channel has sent, in memory of bounded size.
 //!
-//! The cache is set-associative: no index to grow, and a page has twice [`WAYS`] places. Where all are taken most newcomers go without, and one
-//! whose deltas have paid stays longest: a guest that writes more memory than fits the cache, round by round in the same order, would else
-//! replace everything just before it is needed.
+//! The cache is set-associative: there is no index to grow, and a page has twice [`WAYS`] possible places. Where all are occupied most new
+//! pages get none, and pages whose deltas have paid stay longest. Otherwise a guest that writes more memory than fits the cache, in the same
+//! order in each round, would replace every page just before it is needed.
 //!
 //! Neighbouring pages have neighbouring sets, and of neighbouring sets the same ways lie next to each other: so pages that are sent
 //! together are found, and mostly lie, together.
@@ -11,20 +11,20 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::delta::DeltaError;
 use sterna_offload::Range;
 
-use super::shown::Shown;
+use super::device_readable::DeviceReadable;
 
-/// Places of a set; a page may be kept in two of them.
+/// Places of a set; a page may be kept in either of two sets.
 const WAYS: usize = 8;
-/// Of so many newcomers that find no free place one gets a taken one.
+/// One in so many new pages that find no free place gets an occupied one.
 const ADMITTED: u32 = 8;
-/// Most neighbours that stay together.
-const MOST_TOGETHER: usize = 64;
-/// The number of a packet that has none yet.
+/// Maximum number of neighbouring sets that lie together.
+const MAX_TOGETHER: usize = 64;
+/// Stands for the number of a packet that has none yet.
 const THIS_BATCH: u64 = u64::MAX;
-/// The number of no packet: of a place that was never used.
+/// Stands for the packet of a place that was never used.
 const NEVER: u64 = 0;
-/// No fewer groups of neighbours than this, where there are enough sets: what is left over holds nothing.
-const LEAST_GROUPS: usize = 16;
+/// Minimum number of groups of neighbours, where there are enough sets: sets that fill no group are not used.
+const MIN_GROUPS: usize = 16;
 
 /// Which page is kept in a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,9 +55,9 @@ impl Keys {
 /// A place.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
-    /// The packet that this content went in.
+    /// The packet that had this content.
     pub(super) sequence: u64,
-    /// A delta against it has paid since somebody wanted the place.
+    /// Whether a delta against it has paid since another page last asked for the place.
     pub(super) paid: bool,
 }
 
@@ -66,34 +66,34 @@ pub(super) struct Place {
 pub(super) struct Cache {
     keys: Vec<Keys>,
     places: Vec<[Place; WAYS]>,
-    content: Shown,
+    content: DeviceReadable,
     /// Sets of neighbouring pages that lie together.
     together: usize,
     kept: usize,
-    /// How many of its places were ever used: the others cost memory that is touched for the first time.
+    /// How many places were ever used: using another one touches memory for the first time.
     touched: usize,
-    /// Newcomers that found no free place.
+    /// How many new pages found no free place.
     turned_away: u32,
-    /// There was no memory for it.
+    /// Whether there was no memory for the cache.
     lacks_memory: bool,
 }
 
 impl Cache {
-    /// Of at most `bytes`; it holds nothing where that is more than can be had. Deltas are worth no abort: with the library that would be
-    /// the guest's end.
+    /// Makes a cache of at most `bytes`. It holds nothing where there is not so much memory: a lack of memory for deltas must not abort the
+    /// process, which may be the guest's own monitor.
     pub(super) fn new(bytes: usize) -> Self {
         let sets = bytes / (WAYS * PAGE_SIZE);
-        let together = (sets / LEAST_GROUPS).clamp(1, MOST_TOGETHER);
+        let together = (sets / MIN_GROUPS).clamp(1, MAX_TOGETHER);
         // The largest power of two in it.
         let together = 1 << together.ilog2();
         let sets = sets / together * together;
-        let content = Shown::new(sets * WAYS * PAGE_SIZE);
+        let content = DeviceReadable::new(sets * WAYS * PAGE_SIZE);
         let lacks_memory = content.is_none();
         let (sets, content) = match content {
             Some(content) => (sets, content),
             None => {
-                tracing::warn!(bytes, "there is no memory for deltas: pages go whole");
-                (0, Shown::new(0).expect("a page can be had"))
+                tracing::warn!(bytes, "there is no memory for deltas: pages are sent whole");
+                (0, DeviceReadable::new(0).expect("there is memory for a page"))
             }
         };
         let free = Place { sequence: NEVER, paid: false };
@@ -101,12 +101,12 @@ impl Cache {
         Self { keys, places, content, together, kept: 0, touched: 0, turned_away: 0, lacks_memory }
     }
 
-    /// Whether it holds nothing because there was no memory.
+    /// Returns whether the cache holds nothing because there was no memory.
     pub(super) fn lacks_memory(&self) -> bool {
         self.lacks_memory
     }
 
-    /// The set of a page, and the one that it goes to where that is full.
+    /// Returns the set of a page, and the set for it where the first is full.
     fn sets_of(&self, key: Key) -> [usize; 2] {
         let (group, within) = (key.0 / self.together as u64, (key.0 % self.together as u64) as usize);
         let groups = (self.keys.len() / self.together) as u128;
@@ -118,23 +118,23 @@ impl Cache {
         })
     }
 
-    /// Whether it keeps nothing.
+    /// Returns whether the cache keeps no page.
     pub(super) fn is_empty(&self) -> bool {
         self.kept == 0
     }
 
-    /// How many of its places were ever used.
+    /// Returns how many places were ever used.
     pub(super) fn touched(&self) -> usize {
         self.touched
     }
 
-    /// How many pages it keeps.
+    /// Returns how many pages are kept.
     #[cfg(test)]
     pub(super) fn kept(&self) -> usize {
         self.kept
     }
 
-    /// The place of a page, if it is kept.
+    /// Returns the place of a page, if it is kept.
     pub(super) fn find(&self, key: Key) -> Option<usize> {
         let [first, second] = self.sets_of(key);
         // Nothing is known of the second from the first: what made it full may have been forgotten.
@@ -242,7 +242,7 @@ mod tests {
         for pages in [0, 7, 8, 100, 1024, 8192] {
             let mut cache = Cache::new(pages * PAGE_SIZE);
             let room = cache.content.bytes().len() / PAGE_SIZE;
-            assert!(room <= pages && room + pages / LEAST_GROUPS + WAYS > pages, "{room} of {pages}");
+            assert!(room <= pages && room + pages / MIN_GROUPS + WAYS > pages, "{room} of {pages}");
             let mut there = Vec::new();
             for page in 0..2 * pages as u64 {
                 let key = Key::new(3, page);

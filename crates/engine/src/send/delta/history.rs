@@ -1,52 +1,53 @@
-//! Whether deltas pay: for each region of memory what has become of the deltas that were tried there, against what a page costs that goes
-//! whole.
+//! Whether deltas pay: compares, for each region of memory, the outcome of earlier deltas with the cost of a page that is sent whole.
 //!
-//! Trying costs a pass over the page and over what the destination has of it, and that has to be kept, which is a pass too. Where this is more
-//! than deltas save, a region **rests**: no more of its pages are kept, but for one of [`SAMPLED`], taken at random. What is kept is
-//! tried when it comes again, so a page whose deltas pay goes on as deltas in a region that rests; and how the others fare tells when to
-//! keep all of the region again. The same sums turn out otherwise when the link or the compressor does: they are made for each batch.
+//! Trying costs a pass over the page and over the destination's copy of it, and keeping that copy costs a pass too. Where this is more
+//! than deltas save, a region **rests**: no more of its pages are kept, except one of [`SAMPLED`], chosen at random. A kept page is
+//! tried when it is sent again, so a page whose deltas pay is still sent as deltas in a region that rests; and the outcome of the samples
+//! shows when to keep all of the region again. The sums depend on the link and the compressor, so they are made for each batch.
 //!
 //! There are no clocks here: times are passed in.
 
 use sterna_wire::delta::{DELTA_HEADER_LENGTH, MAX_RECORD};
 
-/// One of so many pages that are sent of a region that rests is kept.
+/// One in so many sent pages of a resting region is kept.
 pub(super) const SAMPLED: u32 = 32;
-/// How much a region's estimates follow each page that was tried, and those of all regions.
+/// Weight of each page that was tried in a region's estimates.
 const REGION_FOLLOWS: f64 = 1.0 / 32.0;
+/// Weight of each page that was tried in the estimates for all regions.
 const ALL_FOLLOW: f64 = 1.0 / 512.0;
-/// How much other averages follow their newest value.
+/// Weight of the newest value in other moving averages.
 const SMOOTH: f64 = 1.0 / 16.0;
-/// Regions with histories of their own, most and least.
+/// Minimum and maximum number of regions with histories of their own.
 const REGIONS: (usize, usize) = (1 << 12, 1 << 17);
-/// What a pass over a page may take before it was measured, in nanoseconds.
+/// Assumed nanoseconds of a pass over a page before it was measured.
 const FIRST_PASS: f64 = 400.0;
-/// No batch counts as more times as slow as those before.
+/// A batch counts as at most so many times slower than those before.
 const SLOWEST: f64 = 4.0;
-/// How much of what is too slow is forgotten with each batch that does not measure it: at first, and at last where it proves true each
-/// time that it was forgotten.
+/// How much of a pass time that is too slow is forgotten with each batch that does not measure it: at first, and at last, where the time
+/// proves true each time that it was forgotten.
 const FORGETS: (f64, f64) = (1.0 / 64.0, 1.0 / 4096.0);
 /// The shortest record: one word.
-const LEAST_RECORD: f64 = 10.0;
+const MIN_RECORD: f64 = 10.0;
 
-/// What a page costs that goes whole, on average and now.
+/// The average costs of a page that is sent whole now.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) struct Whole {
     /// Nanoseconds to encode it.
     pub(in super::super) nanos: f64,
-    /// Bytes that it becomes.
+    /// Encoded bytes.
     pub(in super::super) bytes: f64,
     /// Nanoseconds that a byte on the wire costs.
     pub(in super::super) price: f64,
 }
 
-/// What has become of deltas that were tried.
+/// The outcomes of deltas that were tried.
 #[derive(Clone, Copy, Debug)]
 struct Outcomes {
-    /// The part of pages that were the same.
+    /// The part of the pages that were unchanged.
     same: f64,
-    /// The part that went as deltas, and the bytes of such a delta.
+    /// The part of the pages that were sent as deltas.
     delta: f64,
+    /// The bytes of such a delta.
     bytes: f64,
 }
 
@@ -56,7 +57,7 @@ pub(super) struct Tried {
     pub(super) pages: u32,
     pub(super) same: u32,
     pub(super) deltas: u32,
-    /// Of the deltas' records.
+    /// Bytes of the deltas' records.
     pub(super) bytes: usize,
 }
 
@@ -73,49 +74,49 @@ impl Outcomes {
     }
 }
 
-/// What is known of a region.
+/// The history of a region.
 #[derive(Clone, Copy, Debug)]
 struct Region {
     key: u64,
     outcomes: Outcomes,
-    /// The bytes that its pages become which go whole, to those of all.
+    /// Encoded bytes of its pages that are sent whole, relative to those of all regions.
     whole: f64,
 }
 
-/// What is done with the pages of a region.
+/// How the pages of a region are handled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Plan {
-    /// Pages that go whole are kept, to be tried next time; else only samples.
+    /// Whether all pages that are sent whole are kept, to be tried next time; otherwise only samples.
     pub(super) keeps: bool,
-    /// What is kept is tried, and samples are kept; else not even that could pay.
+    /// Whether kept pages are tried, and samples are kept; otherwise not even samples could pay.
     pub(super) tries: bool,
-    /// The longest record that pays.
+    /// Maximum length of a record that pays.
     pub(super) most: usize,
 }
 
 /// The histories of one channel's regions.
 #[derive(Debug)]
 pub(super) struct History {
-    /// By a hash of their number; of two with the same hash the newer one stays.
+    /// By a hash of their number; of two regions with the same hash the newer one stays.
     regions: Vec<Region>,
-    /// What a region begins with.
+    /// The outcomes of all regions, with which a new region begins.
     all: Outcomes,
     /// Nanoseconds of a pass over a page.
     pass: f64,
-    /// The last batch has measured it.
+    /// Whether the last batch has measured `pass`.
     measured: bool,
-    /// How fast that is forgotten.
+    /// How fast `pass` is forgotten.
     forgets: f64,
-    /// Until the next sample.
+    /// Number of pages until the next sample.
     skip: u32,
     random: u64,
 }
 
 impl History {
-    /// For a cache of so many pages.
+    /// Makes the histories for a cache of so many pages.
     pub(super) fn new(cached_pages: usize) -> Self {
-        // Nobody has said otherwise yet: a few words in every second page.
-        let all = Outcomes { same: 0.0, delta: 0.5, bytes: 3.0 * LEAST_RECORD };
+        // Assumed until measured: a few words change in every second page.
+        let all = Outcomes { same: 0.0, delta: 0.5, bytes: 3.0 * MIN_RECORD };
         let regions = (cached_pages / 128).next_power_of_two().clamp(REGIONS.0, REGIONS.1);
         let unknown = Region { key: u64::MAX, outcomes: all, whole: 1.0 };
         Self {
@@ -149,7 +150,7 @@ impl History {
         let failed = (1.0 - same - delta).max(0.0);
         Plan {
             keeps: saved > pass * (1.0 + failed),
-            tries: costs - price * (header + LEAST_RECORD) > pass,
+            tries: costs - price * (header + MIN_RECORD) > pass,
             most: (costs / price - header).clamp(0.0, MAX_RECORD as f64) as usize,
         }
     }

@@ -79,7 +79,7 @@ proptest! {
                     let bytes = content(&memory, page);
                     sequence += 1;
                     deltas.forget(block, &Run { kind: RunKind::Normal, first: page, count: 1 });
-                    again.freshen(block, page..page + 1);
+                    again.mark_resent(block, page..page + 1);
                     there.insert(page, bytes);
                     last.insert(page, sequence);
                 }

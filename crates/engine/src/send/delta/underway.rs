@@ -1,8 +1,8 @@
-//! What is on its way and not in the cache, where pages cannot be read again: until it is acknowledged it may be refused, and this is
-//! then the only copy of it.
+//! Pages on their way that are not in the cache, where pages cannot be read again: until they are acknowledged they may be refused, and
+//! this is the only copy of them.
 //!
-//! For each page whose last packet is not acknowledged either the cache has it, and gives it to nobody else before, or its newest
-//! entry here says what it became: content, or zero. So of a refused page it is known whether something newer follows it anyway.
+//! For each page whose last packet is not acknowledged, either the cache has it, and keeps its place until then, or the newest
+//! entry here has what the page became: content, or zero. So it is known of a refused page whether newer content follows anyway.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use std::ops::Range;
 use sterna_memory::PAGE_SIZE;
 use sterna_wire::packet::{Run, RunKind};
 
-/// Pages that lie next to each other and went in one packet.
+/// Neighbouring pages of one packet.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     /// The packet.
@@ -24,7 +24,7 @@ impl Entry {
         self.block == block && (self.run.first..self.run.end()).contains(&page)
     }
 
-    /// Of its content.
+    /// Returns the bytes of its content.
     fn bytes(&self) -> usize {
         if self.run.kind == RunKind::Normal { self.run.count as usize * PAGE_SIZE } else { 0 }
     }
@@ -33,13 +33,13 @@ impl Entry {
 /// A page's newest entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Newest {
-    /// The packet that it went in.
+    /// The packet that had it.
     pub(super) sequence: u64,
-    /// Where its content is, unless it became zero.
+    /// The place of its content, unless it became zero.
     content: Option<Range<usize>>,
 }
 
-/// Pages on their way, oldest packet first. Its memory is used again and grows to what is in flight at most.
+/// Pages on their way, oldest packet first. The memory is reused and grows to at most the bytes in flight.
 #[derive(Debug, Default)]
 pub(super) struct Underway {
     entries: VecDeque<Entry>,
@@ -47,7 +47,7 @@ pub(super) struct Underway {
 }
 
 impl Underway {
-    /// Pages of `block` go in the packet `sequence`, which is newer than all here; `content` is that of a normal run.
+    /// Adds pages of `block` that are sent in the packet `sequence`, the newest one; `content` is that of a normal run.
     pub(super) fn push(&mut self, sequence: u64, block: u16, run: Run, content: &[u8]) {
         let entry = Entry { sequence, block, run };
         debug_assert_eq!(entry.bytes(), content.len());
@@ -56,14 +56,14 @@ impl Underway {
         self.content.extend(content);
     }
 
-    /// What went in packets up to `acknowledged` has arrived, and nothing of it was refused that has not been sent again.
+    /// Removes the pages of packets up to `acknowledged`: they have arrived, and refused ones have been retransmitted.
     pub(super) fn arrived(&mut self, acknowledged: u64) {
         while let Some(entry) = self.entries.pop_front_if(|entry| entry.sequence <= acknowledged) {
             self.content.drain(..entry.bytes());
         }
     }
 
-    /// The newest entry of a page.
+    /// Returns the newest entry of a page.
     pub(super) fn newest(&self, block: u16, page: u64) -> Option<Newest> {
         let mut end = self.content.len();
         for entry in self.entries.iter().rev() {
@@ -78,7 +78,7 @@ impl Underway {
         None
     }
 
-    /// Adds the content of a page; false if it became zero.
+    /// Appends the content of a page to `into`. Returns false if the page became zero.
     pub(super) fn read(&self, newest: &Newest, into: &mut Vec<u8>) -> bool {
         newest.content.clone().map(|range| into.extend(self.content.range(range))).is_some()
     }

@@ -1,5 +1,5 @@
-//! The driver and the devices whose state travels apart from the monitor's: started with the channels, saved when the guest is paused,
-//! and waited for.
+//! The driver's part for the devices whose state is sent separately from the monitor's: it starts them with the channels, saves them when
+//! the guest is paused, and waits for them.
 
 use std::sync::Arc;
 
@@ -8,30 +8,30 @@ use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::SourceEvent;
 
 use super::{Driver, Event, Order};
-use crate::device_state::save::{self, Route, SaveNews, Way};
+use crate::device_state::save::{self, PieceTarget, Route, SaveNews};
 use crate::device_state::{SaveDevice, SavingDevices, Threads};
 use crate::entry::Pipeline;
 use crate::send::{SendChannel, SendContext};
 use crate::session::after;
 
-/// The devices, and how far they are.
+/// The devices and their progress.
 pub(super) struct Devices {
     pub(super) known: Arc<SavingDevices>,
-    /// Until their threads are started.
+    /// The devices, until their threads are started.
     waiting: Vec<Box<dyn SaveDevice>>,
     threads: Threads,
-    /// The machine was told that all of the guest's state is sent.
-    final_state_said: bool,
+    /// Whether the state machine has received [`SourceEvent::FinalStateSent`].
+    final_state_reported: bool,
 }
 
 impl Devices {
     pub(super) fn new(known: Arc<SavingDevices>, devices: Vec<Box<dyn SaveDevice>>) -> Self {
-        Self { known, waiting: devices, threads: Threads::default(), final_state_said: false }
+        Self { known, waiting: devices, threads: Threads::default(), final_state_reported: false }
     }
 }
 
 impl Driver<'_> {
-    /// Waits for the devices' threads. The alarm has been raised, or all of them have saved.
+    /// Waits for the devices' threads. The alarm has been raised, or all devices have saved.
     pub(super) fn end_devices(&mut self) {
         self.devices.known.end();
         let (observer, reason) = (self.observer, self.lead.switchover.reason());
@@ -40,14 +40,14 @@ impl Driver<'_> {
         });
     }
 
-    /// Opens the channels of device state alone, where there are any.
+    /// Opens the channels that carry device state only, if there are any.
     pub(super) fn open_device_channels(&self, context: &SendContext) -> Result<Arc<Vec<SendChannel>>, String> {
         let open = |index| self.session.open(self.security, self.to, ChannelKind::DeviceState, index, context);
         let channels = (1..=self.session.device_channels).map(open).collect::<Result<_, _>>();
         Ok(Arc::new(channels.map_err(|error| error.to_string())?))
     }
 
-    /// Starts the devices' threads, which save ahead.
+    /// Starts the devices' threads, which save the state that can be sent before the guest is paused.
     pub(super) fn start_devices(
         &mut self,
         pipeline: &Arc<Pipeline>,
@@ -56,7 +56,7 @@ impl Driver<'_> {
     ) -> Result<(), String> {
         let known = Arc::clone(&self.devices.known);
         self.lead.abort.on_end(move || known.end());
-        let way = || Way {
+        let target = || PieceTarget {
             devices: Arc::clone(&self.devices.known),
             route: match self.settings.device_channels {
                 DeviceChannels::Mixed => Route::Mixed(Arc::clone(pipeline)),
@@ -68,7 +68,7 @@ impl Driver<'_> {
         let (events, occupied, abort) = (self.events_in.clone(), self.occupied.clone(), Arc::clone(&self.lead.abort));
         let news = move |news| {
             if abort.is_over() {
-                // Whatever it says is an echo of why.
+                // An echo: the alarm has the reason.
                 return;
             }
             let failed = if let SaveNews::Failed(reason) = &news { Some(reason.clone()) } else { None };
@@ -79,25 +79,25 @@ impl Driver<'_> {
             }
         };
         let devices = std::mem::take(&mut self.devices.waiting);
-        let started = save::start(devices, &mut self.devices.threads, way, news);
+        let started = save::start(devices, &mut self.devices.threads, target, news);
         started.map_err(|error| format!("no thread for a device: {error}"))
     }
 
-    /// What the monitor has saved ahead is loaded, or it has saved nothing.
-    pub(super) fn monitor_taken(&mut self) {
-        self.devices.known.monitor_taken();
+    /// Records that the destination has loaded what the monitor saved ahead, or that it saved nothing.
+    pub(super) fn monitor_loaded_ahead(&mut self) {
+        self.devices.known.monitor_loaded_ahead();
         self.permit_stop();
     }
 
-    /// As [`Driver::monitor_taken`], of a device.
-    pub(super) fn device_taken(&mut self, device: u16) {
-        self.devices.known.taken(device);
+    /// As [`Driver::monitor_loaded_ahead`], for a device.
+    pub(super) fn device_loaded_ahead(&mut self, device: u16) {
+        self.devices.known.loaded_ahead(device);
         self.permit_stop();
     }
 
-    /// Whether everything that was saved ahead has been loaded, so that the guest may be stopped.
+    /// Returns whether everything that was saved ahead has been loaded, so that the guest may be stopped.
     pub(super) fn may_stop(&self) -> bool {
-        self.devices.known.all_taken()
+        self.devices.known.all_loaded_ahead()
     }
 
     fn permit_stop(&self) {
@@ -106,10 +106,10 @@ impl Driver<'_> {
         }
     }
 
-    pub(super) fn device_says(&mut self, news: SaveNews) -> Option<SourceEvent> {
+    pub(super) fn handle_device(&mut self, news: SaveNews) -> Option<SourceEvent> {
         match news {
             SaveNews::NothingAhead(device) => {
-                self.device_taken(device);
+                self.device_loaded_ahead(device);
                 None
             }
             SaveNews::Saved => self.final_state_sent(),
@@ -117,11 +117,11 @@ impl Driver<'_> {
         }
     }
 
-    /// Once RAM is acknowledged and all state is handed over: the destination may prepare.
+    /// Returns the event by which the destination may prepare, once RAM is acknowledged and all state is handed over.
     pub(super) fn final_state_sent(&mut self) -> Option<SourceEvent> {
         self.lead.moments.drained?;
         let saved = self.devices.known.all_saved()?;
-        if self.lead.abort.is_over() || std::mem::replace(&mut self.devices.final_state_said, true) {
+        if self.lead.abort.is_over() || std::mem::replace(&mut self.devices.final_state_reported, true) {
             return None;
         }
         self.lead.moments.saved = self.lead.moments.saved.max(saved);

@@ -1,4 +1,4 @@
-//! The source's driver: events come in, the switchover's state machine says what to do, the monitor and the channels do it.
+//! The source's driver: it feeds events to the switchover's state machine, and has the monitor and the channels perform the actions.
 
 mod devices;
 mod post_copy;
@@ -21,7 +21,7 @@ use sterna_wire::text::cleaned;
 use self::devices::Devices;
 use self::post_copy::PostCopy;
 use super::convergence::{Convergence, NotConverging};
-use super::rounds::{Held, Looks, Order, RoundNews, Rounds, Told, no_pages};
+use super::rounds::{CurrentRound, Held, Order, RoundNews, RoundStats, Rounds, no_pages};
 use super::unsent::Unsent;
 use super::{Settings, Source};
 use crate::abort::Abort;
@@ -51,13 +51,13 @@ use crate::transport::{Address, Security};
 use crate::vmm::{AfterMove, SourceVmm, VmmError};
 use crate::window::Window;
 
-/// Batches that wait for each channel or are being filled for it. They say which pages, nothing has been read yet.
+/// Batches that wait for each channel or are being filled for it. They only list pages, whose content has not been read yet.
 const BATCHES_PER_CHANNEL: usize = 4;
-/// How long the round under way is waited for when the rounds' time is over.
+/// How long the round under way may go on when the rounds' time is over.
 const ROUND_GRACE: Duration = Duration::from_secs(1);
-/// The reason where it was cancelled on this side.
+/// The reason of a migration that was cancelled on this side.
 const CANCELLED: &str = "cancelled";
-/// One of the things that are waited for while the guest stands.
+/// The name of the monitor's state in reasons: the source waits for it while the guest is paused.
 const MONITORS_STATE: &str = "the monitor's state";
 
 /// What wakes the driver.
@@ -103,13 +103,13 @@ pub(super) fn run(
     let (engines, line) =
         settings.qatzip.engines(settings.method, settings.channels).map_err(MigrationError::untouched)?;
     line.iter().for_each(|line| observer.note(line));
-    // What was chosen is not left out silently: it is required.
-    let mut wanted = vec![GUEST_STATE];
-    wanted.extend(post_copy.then_some(POST_COPY));
-    wanted.extend((!settings.checksums).then_some(UNCHECKED));
-    wanted.extend((settings.delta_cache > 0).then_some(DELTA));
-    wanted.extend((!known.is_empty()).then_some(DEVICE_STATE));
-    let mut offered = wanted.clone();
+    // What was chosen is required, so that it is not left out silently.
+    let mut required = vec![GUEST_STATE];
+    required.extend(post_copy.then_some(POST_COPY));
+    required.extend((!settings.checksums).then_some(UNCHECKED));
+    required.extend((settings.delta_cache > 0).then_some(DELTA));
+    required.extend((!known.is_empty()).then_some(DEVICE_STATE));
+    let mut offered = required.clone();
     offered.push(SEND_AGAIN);
     let offer = Offer {
         to,
@@ -118,30 +118,30 @@ pub(super) fn run(
         packet_size: settings.packet_size,
         machine,
         mode: settings.monitor.mode,
-        features: Features { offered: &offered, required: &wanted },
+        features: Features { offered: &offered, required: &required },
         method: settings.method.method(),
         patience: Duration::ZERO,
     };
-    let told = events_in.clone();
+    let peer_events = events_in.clone();
     let occupied = Occupied::default();
-    let meanwhile = occupied.clone();
-    let credited = Arc::clone(&known);
+    let monitor_call = occupied.clone();
+    let of_devices = Arc::clone(&known);
     let tell_peer: TellPeer = Arc::new(move |news| {
-        // Without the driver, which may be busy with the monitor's state for long.
+        // Handled here, because the driver may be busy with the monitor's state for long.
         if let PeerNews::Control(_, ControlEvent::Message(message, _)) = &news {
             match message {
-                ControlMessage::DeviceCredit { device, up_to } if credited.credit(*device, *up_to).is_ok() => return,
-                ControlMessage::DeviceLoaded { device } => return credited.loaded(*device),
+                ControlMessage::DeviceCredit { device, up_to } if of_devices.credit(*device, *up_to).is_ok() => return,
+                ControlMessage::DeviceLoaded { device } => return of_devices.loaded(*device),
                 _ => {}
             }
         }
         if let PeerNews::Control(_, ControlEvent::Lost(reason)) = &news {
-            meanwhile.lost(format_args!("the destination was lost: {reason}"));
+            monitor_call.lost(format_args!("the destination was lost: {reason}"));
         }
-        drop(told.send(Event::Peer(news)));
+        drop(peer_events.send(Event::Peer(news)));
     });
     let dialled = session::dial(&offer, cancel, &tell_peer);
-    // Which also is what interrupts dialling.
+    // A cancellation interrupts dialling, which then fails.
     let (link, session) = dialled.map_err(|error| match cancel.is_cancelled() {
         true => cancelled(),
         false => MigrationError { refused: error.refused, ..MigrationError::untouched(error) },
@@ -154,11 +154,11 @@ pub(super) fn run(
     let ledger = Ledger::new(settings.state_dir.as_deref(), &session, state, to.to_string(), &settings.monitor);
     let ledger = ledger.map_err(MigrationError::untouched)?;
 
-    let tell_cancelled = events_in.clone();
-    let meanwhile = occupied.clone();
+    let cancel_events = events_in.clone();
+    let monitor_call = occupied.clone();
     let _cancelling = cancel.on_cancel(move || {
-        meanwhile.raise(CANCELLED);
-        drop(tell_cancelled.send(Event::Cancelled));
+        monitor_call.raise(CANCELLED);
+        drop(cancel_events.send(Event::Cancelled));
     });
     let (lead, first) = SourceLead::begin(Peer::new(link), Arc::new(Abort::default()), settings.limits.telling);
     let weight = settings.accelerator_weight;
@@ -195,11 +195,11 @@ pub(super) fn run(
         occupied,
         moving: None,
         devices: Devices::new(known, devices),
-        told: Arc::default(),
+        stats: Arc::default(),
         started: Instant::now(),
         phase: Phase::SettingUp,
         progress: Progress::default(),
-        content_told: 0,
+        content_reported: 0,
         sent_before: Sent::default(),
         data_incarnation: 1,
         figures: DestinationFigures::default(),
@@ -211,12 +211,12 @@ pub(super) fn run(
         unwritten: None,
         moved: (0, 0),
     };
-    driver.tell_if_broken();
+    driver.report_if_broken();
     let end = lead_source(&mut driver, &events, first);
     driver.finish(end)
 }
 
-/// Cancelled before anything was begun.
+/// Returns the error of a migration that was cancelled before anything was begun.
 fn cancelled() -> MigrationError {
     MigrationError { cancelled: true, ..MigrationError::untouched(CANCELLED) }
 }
@@ -229,23 +229,23 @@ fn new_window(session: &Session, settings: &Settings) -> Arc<Window> {
 #[derive(Debug)]
 struct Moving {
     pipeline: Arc<Pipeline>,
-    /// The monitor's state goes over it, once.
+    /// Carries the monitor's state, once.
     stream: Option<Arc<SendChannel>>,
-    /// The state of devices goes over them, where they were asked for.
+    /// Carry the state of devices, where such channels were chosen.
     device_channels: Arc<Vec<SendChannel>>,
-    /// The thread of the rounds, until it was ended.
+    /// The thread of the rounds, until it was joined.
     rounds: Option<(Sender<Order>, JoinHandle<()>)>,
 }
 
 impl Moving {
-    /// Tells the thread of the rounds, which may have ended: its news says why.
+    /// Sends an order to the thread of the rounds. Where that thread has ended, its last message has the reason.
     fn order(&self, order: Order) {
         if let Some((orders, _)) = &self.rounds {
             let _ = orders.send(order);
         }
     }
 
-    /// Waits for the thread of the rounds, which has come to its end or is being taken down.
+    /// Waits for the thread of the rounds, which has ended or is being taken down.
     fn end_rounds(&mut self) {
         if let Some((orders, thread)) = self.rounds.take() {
             drop(orders);
@@ -258,24 +258,24 @@ impl Moving {
 struct Driver<'a> {
     lead: SourceLead,
     accelerator: Option<Accelerator>,
-    /// What there is to compress with besides the CPU.
+    /// The encoders, and the engines besides the CPU.
     compression: Compression,
     vmm: SourceMonitor<'a>,
-    /// What the migration's threads take here.
+    /// CPU time of the migration's threads at this side.
     cpu: CpuTime,
     to: &'a Address,
     security: &'a Security,
     observer: &'a dyn Observer,
     cancel: &'a Cancel,
     settings: Settings,
-    /// The way back to the destination.
+    /// Reconnects to the destination.
     redial: Redial,
     ram: GuestRam,
-    /// Until the rounds begin.
+    /// The dirty log, until the rounds begin.
     log: Option<CaughtLog>,
-    /// In post-copy: what the destination lacks.
+    /// In post-copy: pages that the destination lacks.
     unsent: Arc<Unsent>,
-    /// What did not arrive as it was read.
+    /// Pages that did not arrive as they were read.
     again: Arc<SendAgain>,
     post_copy: PostCopy,
     session: Session,
@@ -287,24 +287,25 @@ struct Driver<'a> {
     occupied: Occupied,
     moving: Option<Moving>,
     devices: Devices,
-    told: Arc<Mutex<Told>>,
+    stats: Arc<Mutex<RoundStats>>,
     started: Instant,
     phase: Phase,
     progress: Progress,
     /// Content bytes at the last tick.
-    content_told: u64,
-    /// What went over channels that are closed.
+    content_reported: u64,
+    /// Figures of the channels that are closed.
     sent_before: Sent,
-    /// Of the data channels.
+    /// Incarnation of the data channels.
     data_incarnation: u32,
     figures: DestinationFigures,
     placement: Vec<String>,
     /// How much the monitor slows its guest down, in percent.
     throttled: u8,
-    /// For what was sent of blocks with large pages.
+    /// Key of the hashes of sent pages, for blocks with huge pages.
     hash_key: HashKey,
-    /// The monitor has ended after its guest was moved, or why it could not be ended.
+    /// Whether the monitor has ended after its guest was moved.
     ended: bool,
+    /// Why the monitor could not be ended after its guest was moved.
     left: Option<String>,
     /// Why the record could not be written, where the last attempt failed.
     unwritten: Option<String>,
@@ -332,7 +333,7 @@ impl SourceDriver for Driver<'_> {
         let follows = self.phase == Phase::PostCopy;
         match event {
             Event::Peer(news) => match self.lead.peer.hear(news)? {
-                Heard::Said(message, _share) => self.heard(message),
+                Heard::Said(message, _share) => self.receive(message),
                 Heard::Lost(reason) => {
                     self.observer.note(&format!("the connection to the destination is lost: {reason}"));
                     self.lead.abort.lost(format_args!("the destination was lost: {reason}"));
@@ -357,8 +358,8 @@ impl SourceDriver for Driver<'_> {
                     None
                 }
             },
-            Event::Rounds(news) => self.rounds_say(news),
-            Event::Device(news) => self.device_says(news),
+            Event::Rounds(news) => self.handle_rounds(news),
+            Event::Device(news) => self.handle_device(news),
             Event::Broken(incarnation) if incarnation != self.data_incarnation => None,
             Event::Broken(_) if follows => {
                 // All channels are made anew, the control channel too.
@@ -381,7 +382,7 @@ impl SourceDriver for Driver<'_> {
 
     fn tick(&mut self) {
         self.watch_progress();
-        self.tell_progress();
+        self.report_progress();
     }
 
     fn waiting_for(&self) -> Option<String> {
@@ -395,14 +396,14 @@ impl SourceDriver for Driver<'_> {
 }
 
 impl Driver<'_> {
-    /// Performs an action; gives what the machine must be told at once.
+    /// Performs an action and returns the event that follows from it at once, if any.
     fn act(&mut self, action: SourceAction) -> Option<SourceEvent> {
         match action {
             SourceAction::WriteRecord(state) => Some(self.write(state)),
             SourceAction::StartMigration => match self.begin_rounds() {
                 Ok(()) => None,
                 Err(reason) => {
-                    // The event may still lie in the queue.
+                    // The event of the cancellation may still be queued.
                     self.lead.cancelled |= self.cancel.is_cancelled();
                     Some(SourceEvent::Failed { reason })
                 }
@@ -411,7 +412,7 @@ impl Driver<'_> {
                 self.lead.peer.say(&ControlMessage::Switchover(message));
                 None
             }
-            // The guest has stopped and nothing of it will go on by itself.
+            // There is no relay here: confirms that the guest is paused and stays so.
             SourceAction::RelayShut => Some(match self.vmm.stood_still() {
                 Ok(()) => SourceEvent::Guest(SourceGuest::Completed),
                 Err(_) if self.vmm.has_ended() => SourceEvent::Guest(SourceGuest::Gone),
@@ -423,10 +424,10 @@ impl Driver<'_> {
                     moving.end_rounds();
                 }
                 self.end_devices();
-                let stands = self.lead.moments.pausing.is_some();
+                let paused = self.lead.moments.pausing.is_some();
                 Some(SourceEvent::Guest(match () {
                     () if self.vmm.has_ended() => SourceGuest::Gone,
-                    () if stands => SourceGuest::Completed,
+                    () if paused => SourceGuest::Completed,
                     () => SourceGuest::Running,
                 }))
             }
@@ -446,7 +447,7 @@ impl Driver<'_> {
                 }
                 None
             }
-            // Pages follow after a post-copy: the monitor is still needed for them.
+            // In post-copy the monitor is still needed for the pages that follow.
             SourceAction::EndGuest if self.post_copy.begun().is_some() => {
                 Some(SourceEvent::Guest(SourceGuest::Completed))
             }
@@ -461,11 +462,11 @@ impl Driver<'_> {
                 self.reconnect();
                 None
             }
-            SourceAction::Done(_) => unreachable!("it is not asked for the end"),
+            SourceAction::Done(_) => unreachable!("the main loop handles the end"),
         }
     }
 
-    /// The guest runs at the destination: what becomes of the monitor here.
+    /// Ends the monitor here, or keeps it: the guest runs at the destination.
     fn end_guest(&mut self) -> SourceEvent {
         match self.vmm.moved() {
             Ok(AfterMove::Kept) => SourceEvent::Guest(SourceGuest::Completed),
@@ -483,7 +484,7 @@ impl Driver<'_> {
 
     fn write(&mut self, state: SourceState) -> SourceEvent {
         if state == SourceState::Aborted {
-            // Before the channels are closed, which says less.
+            // Before the channels are closed, so that the destination learns the reason.
             let reason = self.lead.switchover.reason();
             self.lead.peer.say(&ControlMessage::Failed { reason: reason.to_owned() });
             self.lead.abort.raise(reason);
@@ -520,7 +521,7 @@ impl Driver<'_> {
         if !decided {
             return Some(SourceEvent::Failed { reason: CANCELLED.into() });
         }
-        // What is still to be sent in post-copy is sent, but a lost destination is not waited for.
+        // In post-copy the rest is still sent, but the source does not wait for a lost destination.
         if self.phase != Phase::PostCopy {
             self.observer.note("too late to cancel: the guest already belongs to the destination");
             self.lead.give_up = self.lead.give_up.or_else(|| self.delivery_deadline());
@@ -532,17 +533,17 @@ impl Driver<'_> {
         None
     }
 
-    fn heard(&mut self, message: ControlMessage) -> Option<SourceEvent> {
+    fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {
         match message {
             ControlMessage::Ready { placement, .. } => {
                 let placement: Vec<String> = placement.iter().map(|line| cleaned(line)).collect();
                 placement.iter().for_each(|line| self.observer.note(&format!("placement: {line}")));
                 self.placement = placement;
             }
-            ControlMessage::SwitchoverAck => self.monitor_taken(),
-            ControlMessage::DeviceTaken { device } => self.device_taken(device),
+            ControlMessage::SwitchoverAck => self.monitor_loaded_ahead(),
+            ControlMessage::DeviceTaken { device } => self.device_loaded_ahead(device),
             ControlMessage::DeviceCredit { device, up_to } => {
-                // What was wrong with it when it came still is.
+                // Refused on arrival, and refused again here, with the reason.
                 let reason = self.devices.known.credit(device, up_to).err()?;
                 return Some(SourceEvent::Failed { reason });
             }
@@ -560,9 +561,9 @@ impl Driver<'_> {
         None
     }
 
-    fn rounds_say(&mut self, news: RoundNews) -> Option<SourceEvent> {
+    fn handle_rounds(&mut self, news: RoundNews) -> Option<SourceEvent> {
         if self.lead.abort.is_over() && !matches!(news, RoundNews::Note(_) | RoundNews::Failed(_)) {
-            // What it was about is being taken down: the guest is resumed, if it has to be, and runs at full speed.
+            // The migration is being taken down: the guest is resumed, if it has to be, and runs at full speed.
             return None;
         }
         let outcome = match news {
@@ -579,7 +580,7 @@ impl Driver<'_> {
             RoundNews::Stopped => self.send_state(),
             RoundNews::RunOn => self.run_on(),
             RoundNews::PostCopy => {
-                self.ask_for_post_copy();
+                self.request_post_copy();
                 Ok(())
             }
             RoundNews::Failed(reason) => Err(reason),
@@ -601,7 +602,7 @@ impl Driver<'_> {
         }
     }
 
-    /// Has the monitor go on slowing its guest down: pausing the guest may have ended that, or something on the host.
+    /// Has the monitor go on slowing its guest down: a pause of the guest, or something on the host, may have ended it.
     fn keep_throttled(&mut self) {
         if self.throttled > 0
             && let Err(error) = self.vmm.throttle(self.throttled)
@@ -616,7 +617,7 @@ impl Driver<'_> {
         self.moving.iter().for_each(|moving| moving.order(Order::NotThrottled));
     }
 
-    /// Opens the channels, sends what goes ahead, and starts the rounds.
+    /// Opens the channels, sends the state that is saved ahead, and starts the rounds.
     fn begin_rounds(&mut self) -> Result<(), String> {
         self.phase = Phase::Rounds;
         let log = self.log.take().ok_or("the rounds were begun already")?;
@@ -635,7 +636,7 @@ impl Driver<'_> {
         drop(inside);
         let ahead = finished.map_err(|error| self.lead.abort.reason().unwrap_or(error))?;
         if ahead == 0 {
-            self.monitor_taken();
+            self.monitor_loaded_ahead();
         }
 
         let (orders, orders_out) = channel();
@@ -646,7 +647,7 @@ impl Driver<'_> {
         let rounds = Rounds {
             log: Box::new(log),
             search: PageSearch::new(Arc::clone(&pipeline), ram.clone(), self.session.packet_size),
-            looks: Looks::new(&ram),
+            current: CurrentRound::new(&ram),
             ram,
             convergence,
             state_size,
@@ -655,21 +656,21 @@ impl Driver<'_> {
             orders: orders_out,
             news: move |news| drop(events.send(Event::Rounds(news))),
             totals: self.lead.peer.sender(),
-            told: Arc::clone(&self.told),
+            stats: Arc::clone(&self.stats),
             unsent: Arc::clone(&self.unsent),
             again: Arc::clone(&self.again),
             accelerator: self.accelerator.clone(),
             written: self.accelerator.iter().flat_map(|_| no_pages(&self.ram)).collect(),
             may_stop: self.may_stop(),
             held: Held::default(),
-            tried: 0,
+            retries: 0,
             abort: Arc::clone(&self.lead.abort),
         };
         let panicked = self.events_in.clone();
         let run = move || {
-            // The driver waits for its news.
+            // Reported, because the driver waits for messages of this thread.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| rounds.run())) {
-                let reason = format!("the thread of the rounds panicked: {}", monitor::said(panic));
+                let reason = format!("the thread of the rounds panicked: {}", monitor::panic_text(panic));
                 drop(panicked.send(Event::Rounds(RoundNews::Failed(reason))));
             }
         };
@@ -680,8 +681,8 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// When the rounds must be over, if they may not take as long as they want, or something of the guest must have moved. Between
-    /// two rounds they give up by themselves, and say why; a round that lasts is not waited for.
+    /// Returns the deadline of the rounds: when their time is over, or when a byte of the guest must have moved. Between two rounds
+    /// the thread of the rounds gives up by itself, with the reason; this deadline ends a round that lasts too long.
     fn rounds_due(&self) -> Option<(Instant, &'static str)> {
         let over = self.settings.give_up_after.map(|time| {
             let left = time.saturating_sub(self.started.elapsed());
@@ -692,7 +693,7 @@ impl Driver<'_> {
         [over, stalled].into_iter().flatten().min_by_key(|(deadline, _)| *deadline)
     }
 
-    /// Gives what is waited for in the rounds its time anew where something has moved.
+    /// Moves the deadline of the rounds where bytes of the guest have moved.
     fn watch_progress(&mut self) {
         let moved = (self.sent().wire_bytes, self.window.in_flight());
         if moved != self.moved {
@@ -701,8 +702,8 @@ impl Driver<'_> {
         }
     }
 
-    /// From now on something must move before long. From the stop of the guest on, in post-copy, and where the migration is being
-    /// taken down, other limits hold.
+    /// Sets the deadline of the rounds anew. Other limits hold once the guest is being paused, in post-copy, and where the migration is
+    /// being taken down.
     fn await_progress(&mut self) {
         let rounds = self.phase == Phase::Rounds && self.moving.is_some() && matches!(self.post_copy, PostCopy::No);
         if rounds && self.lead.moments.pausing.is_none() && !self.lead.abort.is_over() {
@@ -710,8 +711,8 @@ impl Driver<'_> {
         }
     }
 
-    /// Tells this thread when the data channels of this incarnation have failed.
-    fn tell_if_broken(&self) {
+    /// Sends an event to the driver when the data channels of this incarnation have failed.
+    fn report_if_broken(&self) {
         let (broken, incarnation) = (self.events_in.clone(), self.data_incarnation);
         self.lead.abort.on_end(move || drop(broken.send(Event::Broken(incarnation))));
     }
@@ -719,7 +720,7 @@ impl Driver<'_> {
     fn send_context(&self) -> SendContext {
         SendContext {
             normal_page_ratio: NormalPageRatio::new(self.settings.normal_page_ratio),
-            // In post-copy a page goes once, and what of it was lost with a connection must go again.
+            // Not in post-copy: a page that was lost with a connection must be sent again although it is the same.
             hash_key: self.post_copy.begun().is_none().then(|| self.hash_key.clone()),
             window: Arc::clone(&self.window),
             pacer: Arc::clone(&self.pacer),
@@ -728,7 +729,7 @@ impl Driver<'_> {
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),
             again: self.session.has(SEND_AGAIN).then(|| Arc::clone(&self.again)),
-            // More than all of RAM and some places to spare is of no use, and might not be had at all.
+            // More than all of RAM and some spare places is of no use, and might not be available.
             delta_cache: self.settings.delta_cache.min(self.ram.bytes().saturating_add(self.ram.bytes() / 8)) as usize
                 / usize::from(self.session.channels),
             delta_blocks: None,
@@ -736,7 +737,7 @@ impl Driver<'_> {
         }
     }
 
-    /// Opens the RAM channels of this incarnation: the pipeline over them. Without a `cancel` it cannot be cancelled.
+    /// Opens the RAM channels of this incarnation and returns the pipeline over them. Without a `cancel` this cannot be cancelled.
     fn open_ram_channels(&self, context: &SendContext, cancel: Option<&Cancel>) -> Result<Arc<Pipeline>, String> {
         let never = Cancel::new();
         let cancel = cancel.unwrap_or(&never);
@@ -758,30 +759,30 @@ impl Driver<'_> {
         Ok(Arc::new(pipeline))
     }
 
-    /// Waits for the threads of the data plane, whose connections are closed; keeps what went over it.
+    /// Waits for the threads of the data plane, whose connections are closed, and keeps its figures.
     fn end_data_plane(&mut self) {
         self.sent_before = self.sent();
         if let Some(mut moving) = self.moving.take() {
             moving.end_rounds();
             self.post_copy.join_server();
             self.end_devices();
-            // Nobody else has them any more.
+            // The threads that shared these channels have ended.
             let stream = moving.stream.and_then(Arc::into_inner);
-            let apart = Arc::into_inner(moving.device_channels).unwrap_or_default();
-            stream.into_iter().chain(apart).for_each(SendChannel::join);
+            let of_devices = Arc::into_inner(moving.device_channels).unwrap_or_default();
+            stream.into_iter().chain(of_devices).for_each(SendChannel::join);
             if let Ok(pipeline) = Arc::try_unwrap(moving.pipeline) {
                 pipeline.channels.into_iter().for_each(SendChannel::join);
             }
         }
     }
 
-    /// Has the monitor wait until what was under way has written guest RAM.
+    /// Has the monitor wait until the input and output under way has written guest RAM.
     fn settle_io(&mut self) -> Result<(), String> {
         let inside = self.occupied.enter(&self.lead.abort, None);
         let settled = self.vmm.settle_io();
         drop(inside);
         settled.map_err(|error| format!("the guest's input and output does not settle: {error}"))?;
-        // Nothing could move meanwhile, however long that took.
+        // The time limit does not count the wait, in which no page could be sent.
         self.await_progress();
         self.moving.iter().for_each(|moving| moving.order(Order::Settled));
         self.keep_throttled();
@@ -795,13 +796,13 @@ impl Driver<'_> {
             return Ok(());
         }
         self.vmm.may_pause().map_err(|error| error.to_string())?;
-        // `recover` lets only a guest run on that was stopped by its migration.
+        // `sterna recover` resumes only a guest that was paused by its migration.
         self.ledger.note_pausing(true).map_err(|error| error.to_string())?;
         self.phase = Phase::SwitchingOver;
         self.observer.note("stopping the guest");
-        // Also where it fails: it may have stopped after all.
+        // Before the call: the guest may have stopped even where pausing fails.
         self.lead.moments.pausing = Some(Instant::now());
-        // A monitor may wait there for a device that is saved ahead, and that for the destination.
+        // In `pause` a monitor may wait for a device that is saved ahead, and that device for the destination.
         let inside = self.occupied.enter(&self.lead.abort, None);
         let paused = self.vmm.pause();
         drop(inside);
@@ -813,9 +814,9 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// The guest would stand for too long after all.
+    /// Resumes the guest, because the downtime would be too long after all.
     fn run_on(&mut self) -> Result<(), String> {
-        self.observer.note("the guest had dirtied too much until it stood: it runs on");
+        self.observer.note("the guest had dirtied too much until it was paused: it runs on");
         self.resume_guest()?;
         self.keep_throttled();
         self.ledger.note_pausing(false).map_err(|error| error.to_string())?;
@@ -830,14 +831,14 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// While the guest stands it waits for what accelerators do.
+    /// Makes the work of accelerators urgent while the guest is paused.
     fn set_urgent(&self, urgent: bool) {
         if let Some(accelerator) = &self.accelerator {
             accelerator.set_urgent(urgent);
         }
     }
 
-    /// Sends the state of the guest, which stays stopped, while its last pages travel.
+    /// Sends the state of the guest, which stays paused, while its last pages are on their way.
     fn send_state(&mut self) -> Result<(), String> {
         let Some(moving) = &self.moving else { return Ok(()) };
         if self.lead.abort.is_over() {
@@ -846,7 +847,7 @@ impl Driver<'_> {
         self.devices.known.save();
         let stream = moving.stream.as_ref().ok_or("there is no stream channel")?;
         let mut state = StateWriter::new(stream, Part::Final, self.session.packet_size);
-        // A destination that does not read keeps the monitor waiting, and this thread with it.
+        // The deadline ends the call where the destination does not read and so blocks the monitor, on this thread.
         let deadline = self.lead.due.map(|(deadline, step)| {
             let devices = Arc::clone(&self.devices.known);
             let lacks = move || [Some(MONITORS_STATE.to_owned()), devices.waiting_for()];
@@ -859,7 +860,7 @@ impl Driver<'_> {
         drop(inside);
         let bytes = match finished {
             Ok(bytes) => bytes,
-            // Why it could not be sent says the event that is in the queue already, or the destination yet.
+            // The reason is in an event that is queued already, or the destination will send it.
             Err(_) if self.lead.abort.is_over() => return Ok(()),
             Err(error) => return Err(error),
         };
@@ -868,8 +869,8 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Until when a destination that was lost is waited for to be told that the guest is its own. In post-copy as long as it
-    /// takes, unless nobody wants to: what is here of the guest's memory is nowhere else.
+    /// Returns the deadline for delivering the decision to a lost destination. In post-copy there is none unless the migration was
+    /// cancelled: the memory that is still here exists nowhere else.
     fn delivery_deadline(&self) -> Option<Instant> {
         let waits_for_ever = self.post_copy.begun().is_some() && !self.lead.cancelled;
         (!waits_for_ever).then(|| after(self.settings.limits.delivery))

@@ -1,5 +1,5 @@
-//! The driver in post-copy: from asking the destination, over the channel on which it asks for pages, to its word that it has
-//! all of them, however often the two lose each other meanwhile.
+//! The driver in post-copy: from the request to the destination, over the channel on which the destination requests pages, to its message
+//! that it has all of them, however often the connection is lost meanwhile.
 
 use std::io;
 use std::sync::Arc;
@@ -17,23 +17,23 @@ use crate::migration::Phase;
 use crate::pacer::Pacer;
 use crate::source::unsent::PageServer;
 
-/// How far post-copy is.
+/// The state of post-copy.
 #[derive(Debug)]
 pub(super) enum PostCopy {
-    /// It was not begun: all of RAM is sent before the guest goes on.
+    /// Not begun: all of RAM is sent before the guest goes on.
     No,
-    /// The destination was asked to watch for missing pages.
-    Asked,
-    /// It does. From here on the guest can go on without all of its RAM.
+    /// The destination was requested to watch for missing pages.
+    Requested,
+    /// The destination watches for missing pages. From here on the guest can go on without all of its RAM.
     Begun(Begun),
 }
 
-/// What is going on in post-copy.
+/// The state of post-copy that has begun.
 #[derive(Debug)]
 pub(super) struct Begun {
     /// The thread that answers requests, while there are data channels.
     server: Option<JoinHandle<()>>,
-    /// When the destination said that it has everything, and its figures.
+    /// When the destination reported that it has all pages, and its figures.
     pub(super) done: Option<(Instant, PostCopyFigures)>,
     pub(super) reconnected: u32,
 }
@@ -42,14 +42,14 @@ impl PostCopy {
     pub(super) fn begun(&self) -> Option<&Begun> {
         match self {
             Self::Begun(begun) => Some(begun),
-            Self::No | Self::Asked => None,
+            Self::No | Self::Requested => None,
         }
     }
 
     fn begun_mut(&mut self) -> Option<&mut Begun> {
         match self {
             Self::Begun(begun) => Some(begun),
-            Self::No | Self::Asked => None,
+            Self::No | Self::Requested => None,
         }
     }
 
@@ -60,30 +60,30 @@ impl PostCopy {
     /// Waits for the thread that answers requests, whose channel is closed.
     pub(super) fn join_server(&mut self) {
         if let Some(server) = self.begun_mut().and_then(|begun| begun.server.take()) {
-            // A panic there has been printed.
+            // A panic of the thread has been printed.
             let _ = server.join();
         }
     }
 }
 
 impl Driver<'_> {
-    /// Has the destination watch for missing pages.
-    pub(super) fn ask_for_post_copy(&mut self) {
+    /// Requests the destination to watch for missing pages.
+    pub(super) fn request_post_copy(&mut self) {
         self.observer.note("the guest will go on before all of its memory is there");
-        self.post_copy = PostCopy::Asked;
+        self.post_copy = PostCopy::Requested;
         self.lead.peer.say(&ControlMessage::PostCopy);
     }
 
-    /// The destination watches for missing pages: at first, or again after it was lost.
+    /// Handles the destination's message that it watches for missing pages: at first, or again after it was lost.
     pub(super) fn destination_watches(&mut self) -> Option<SourceEvent> {
         let decided = self.lead.switchover.decided();
         if !decided && self.lead.abort.is_over() {
-            // It answers what does not matter any more.
+            // A late answer: the migration is being taken down.
             return None;
         }
         let new_channels = self.session.incarnation != self.data_incarnation;
         let outcome = match &self.post_copy {
-            PostCopy::Asked if !decided => self.begin_post_copy(),
+            PostCopy::Requested if !decided => self.begin_post_copy(),
             PostCopy::Begun(begun) if decided && new_channels && begun.done.is_none() => {
                 if let Err(reason) = self.resume_post_copy() {
                     tracing::info!(reason, "the rest of memory cannot be sent on yet");
@@ -91,12 +91,12 @@ impl Driver<'_> {
                 }
                 Ok(())
             }
-            _ => Err("the destination said something out of turn about post-copy".to_owned()),
+            _ => Err("the destination sent a message about post-copy out of turn".to_owned()),
         };
         outcome.err().map(|reason| SourceEvent::Failed { reason })
     }
 
-    /// The destination has all of the guest's memory.
+    /// Handles the destination's message that it has all of the guest's memory.
     pub(super) fn destination_has_all(&mut self, figures: PostCopyFigures) -> Option<SourceEvent> {
         let decided = self.lead.switchover.decided();
         match self.post_copy.begun_mut() {
@@ -104,7 +104,9 @@ impl Driver<'_> {
                 begun.done.get_or_insert((Instant::now(), figures));
                 None
             }
-            _ => Some(SourceEvent::Failed { reason: "the destination said that it has memory it cannot have".into() }),
+            _ => {
+                Some(SourceEvent::Failed { reason: "the destination claims to have memory that it cannot have".into() })
+            }
         }
     }
 
@@ -114,12 +116,12 @@ impl Driver<'_> {
         self.switch_over()
     }
 
-    /// The destination has come back and has said that data channels may come: they are made anew.
+    /// Opens new data channels: the destination is connected again and admits them.
     fn resume_post_copy(&mut self) -> Result<(), String> {
         self.end_data_plane();
         self.lead.abort = Arc::new(Abort::default());
         self.data_incarnation = self.session.incarnation;
-        self.tell_if_broken();
+        self.report_if_broken();
         self.window = new_window(&self.session, &self.settings);
         self.pacer = Arc::new(Pacer::new(self.settings.bandwidth));
         let pipeline = self.open_ram_channels(&self.send_context(), None)?;
@@ -131,10 +133,10 @@ impl Driver<'_> {
         });
         let (unsent, ram, packet_size) = (Arc::clone(&self.unsent), self.ram.clone(), self.session.packet_size);
         let server = self.serve_pages(move |mut server| {
-            server.hear_list()?;
+            server.receive_list()?;
             std::thread::scope(|scope| {
                 let cpu = CpuTime::current();
-                // A pipeline that is taken down says so itself.
+                // A failure of the pipeline raises the alarm by itself.
                 scope.spawn(move || {
                     let _counted = cpu.as_ref().map(CpuTime::count);
                     unsent.stream(&mut PageSearch::new(pipeline, ram, packet_size))
@@ -170,7 +172,7 @@ impl Driver<'_> {
         cpu_time::spawn(thread, served).map_err(|error| format!("no thread for page requests: {error}"))
     }
 
-    /// The guest runs at the destination; whether part of its memory is still to follow.
+    /// Begins the phase after the guest runs at the destination. Returns whether part of its memory is still to follow.
     pub(super) fn follows_the_guest(&mut self) -> bool {
         if self.post_copy.begun().is_none() {
             return false;
@@ -178,7 +180,7 @@ impl Driver<'_> {
         self.phase = Phase::PostCopy;
         (self.lead.give_up, self.lead.due) = (None, None);
         if self.lead.abort.is_over() {
-            // Channels that broke meanwhile are made anew, the control channel too.
+            // Channels that broke meanwhile are opened anew, the control channel too.
             self.lead.peer.close();
         }
         true

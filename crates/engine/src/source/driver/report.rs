@@ -1,4 +1,4 @@
-//! What the source's driver tells: progress while it runs, and at the end a report or an error.
+//! The reports of the source's driver: progress while it runs, and at the end a report or an error.
 
 use std::time::Instant;
 
@@ -14,25 +14,25 @@ use crate::send::Sent;
 use crate::session::SourceOutcome;
 use crate::transport::Security;
 
-/// What must be known where somebody let the guest run that was given away.
+/// The warning where somebody has started the guest at the source although it belongs to the destination.
 const RUNS_HERE: &str =
-    "the guest was started here by somebody else although it was given to the destination: stop one of the two at once";
+    "the guest was started here by somebody else although it belongs to the destination: stop one of the two at once";
 
 impl Driver<'_> {
-    /// What went over the data channels, those that are closed included.
+    /// Returns the figures of the data channels, those that are closed included.
     pub(super) fn sent(&self) -> Sent {
         let Some(moving) = &self.moving else { return self.sent_before };
-        let apart = moving.device_channels.iter().chain(moving.stream.as_deref());
-        self.sent_before + Sent::over(moving.pipeline.channels.iter().chain(apart))
+        let of_state = moving.device_channels.iter().chain(moving.stream.as_deref());
+        self.sent_before + Sent::over(moving.pipeline.channels.iter().chain(of_state))
     }
 
-    pub(super) fn tell_progress(&mut self) {
+    pub(super) fn report_progress(&mut self) {
         let sent = self.sent();
         let elapsed_ms = self.started.elapsed().as_millis() as u64;
         let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
         let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / interval;
         self.progress.phase = self.phase.to_string();
-        self.progress.content_rate = rate(sent.content_bytes, self.content_told);
+        self.progress.content_rate = rate(sent.content_bytes, self.content_reported);
         self.progress.wire_rate = rate(sent.wire_bytes, self.progress.wire_bytes);
         self.progress.elapsed_ms = elapsed_ms;
         self.progress.normal_pages = sent.normal_pages;
@@ -41,9 +41,12 @@ impl Driver<'_> {
         self.progress.wire_bytes = sent.wire_bytes;
         self.progress.ratio = sent.ratio();
         self.progress.devices = self.devices.known.progress();
-        self.content_told = sent.content_bytes;
+        self.content_reported = sent.content_bytes;
         let (_, delivered) = self.window.delivered();
-        self.told.lock().expect("nobody panics with it").fill(&mut self.progress, delivered.carried.pages());
+        self.stats
+            .lock()
+            .expect("no thread panics with the lock held")
+            .fill(&mut self.progress, delivered.carried.pages());
         if self.phase == Phase::PostCopy {
             self.progress.remaining_bytes = self.unsent.pages() * PAGE_SIZE as u64;
         }
@@ -53,12 +56,12 @@ impl Driver<'_> {
     pub(super) fn finish(mut self, outcome: SourceOutcome) -> Result<Report, MigrationError> {
         let (outcome, guest, reason) = self.verdict(outcome);
         self.lead.abort.finish();
-        // One that does not hear it waits a little for this side to come back.
+        // A destination that does not receive it waits a little for this side to reconnect.
         self.lead.peer.say(&ControlMessage::Goodbye);
         self.lead.peer.hang_up();
         self.end_data_plane();
         if outcome == Outcome::Completed && self.post_copy.begun().is_some() {
-            // Until now it was needed for its memory.
+            // Until now the monitor was needed for its guest's memory.
             if let SourceEvent::Guest(SourceGuest::Running) = self.end_guest() {
                 self.left = Some(RUNS_HERE.to_owned());
             }
@@ -82,14 +85,14 @@ impl Driver<'_> {
         }
     }
 
-    /// What has come of it, where the guest is, and why where that is not good.
+    /// Returns the outcome, where the guest is, and the reason where the migration did not complete.
     fn verdict(&mut self, outcome: SourceOutcome) -> (Outcome, GuestState, Option<String>) {
-        // The word of it may still lie in the queue.
+        // The event of the cancellation may still be queued.
         let cancelled = self.cancel.is_cancelled() && self.lead.switchover.reason() == CANCELLED;
         let not_moved = if self.lead.cancelled || cancelled { Outcome::Cancelled } else { Outcome::Failed };
         let (outcome, guest, reason) = match outcome {
             SourceOutcome::Machine(SourceEnd::Finished) => {
-                // That this is settled must be on the disk before it is told.
+                // That the migration is settled must be on the disk before it is reported.
                 let Some(why) = self.unwritten.as_ref().filter(|_| !self.ledger.settled()) else {
                     return (Outcome::Completed, GuestState::BelongsToDestination, None);
                 };
@@ -128,7 +131,7 @@ impl Driver<'_> {
                 let reason = self.lead.undelivered.take().unwrap_or_else(unreachable);
                 (Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
             }
-            // The guest runs; a destination that was not told asks, and presumes it.
+            // The guest runs here; a destination that did not receive the abort presumes it.
             SourceOutcome::Undelivered => {
                 (not_moved, GuestState::RunsAtSource, self.lead.switchover.reason().to_owned())
             }
@@ -136,7 +139,7 @@ impl Driver<'_> {
         (outcome, guest, Some(reason))
     }
 
-    /// What somebody must know or do now.
+    /// Returns what the operator must know or do now.
     fn warnings(&mut self, outcome: Outcome) -> Vec<String> {
         let mut warnings: Vec<_> = self.left.take().into_iter().collect();
         let unwritten = self.unwritten.as_ref().filter(|_| !self.ledger.settled()).zip(self.ledger.on_disk());
@@ -150,7 +153,7 @@ impl Driver<'_> {
         warnings
     }
 
-    /// What accelerators did, and where there were some, which RAM they could not reach.
+    /// Returns lines about the work of accelerators, and about RAM that they could not reach.
     fn accelerators(&self) -> Vec<String> {
         let Some(offload) = &self.settings.offload else { return Vec::new() };
         let mut lines = offload.report().lines();
@@ -166,14 +169,14 @@ impl Driver<'_> {
         lines
     }
 
-    /// The account, once the data plane has ended.
+    /// Makes the report, once the data plane has ended.
     fn report(&mut self, outcome: Outcome, reason: Option<String>) -> Report {
         let sent = self.sent();
-        let told = self.told.lock().expect("nobody panics with it").clone();
+        let stats = self.stats.lock().expect("no thread panics with the lock held").clone();
         let all_there = self.post_copy.done().map(|(when, _)| when);
         let end = all_there.or(self.lead.moments.running).unwrap_or_else(Instant::now);
-        let wished = self.settings.delta_cache.min(self.ram.bytes());
-        let (delta_cache, no_deltas) = sent.delta_cache(wished, self.settings.channels);
+        let requested = self.settings.delta_cache.min(self.ram.bytes());
+        let (delta_cache, no_deltas) = sent.delta_cache(requested, self.settings.channels);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         Report {
             id: self.session.id.to_string(),
@@ -184,11 +187,11 @@ impl Driver<'_> {
             total_ms,
             downtime_ms: self.lead.moments.downtime_ms(),
             downtime: self.lead.moments.parts(),
-            rounds: told.round,
-            convergence: match (told.verdict, self.throttled) {
+            rounds: stats.round,
+            convergence: match (stats.verdict, self.throttled) {
                 (None, _) => {
                     let wanted = self.settings.downtime.as_secs_f64() * 1e3;
-                    told.out_of_reach.filter(|_| self.lead.moments.downtime_ms() > wanted)
+                    stats.out_of_reach.filter(|_| self.lead.moments.downtime_ms() > wanted)
                 }
                 (Some(verdict), 0) => Some(verdict),
                 (Some(verdict), percent) => Some(format!("{verdict}; it was held for {percent} % of the time")),

@@ -11,8 +11,8 @@ use crate::transport::simulated::random::Seeded;
 
 #[test]
 fn parts_arrive_as_one_piece_and_are_counted() {
-    for way in ways() {
-        let ((mut writer, _back), (_forth, mut reader)) = channel(&way);
+    for setup in setups() {
+        let ((mut writer, _back), (_forth, mut reader)) = channel(&setup);
         let content = pattern(700_001, 1);
         let mut parts: Vec<&[u8]> = content.chunks(40_000).collect(); // more parts than one system call takes
         parts.insert(3, &[]);
@@ -25,7 +25,7 @@ fn parts_arrive_as_one_piece_and_are_counted() {
             });
             let mut arrived = vec![0; total];
             reader.read_exact(&mut arrived).unwrap();
-            assert!(arrived == content, "{:?}", way.kind);
+            assert!(arrived == content, "{:?}", setup.kind);
             writing.join().unwrap()
         });
 
@@ -44,10 +44,10 @@ fn both_directions_flow_at_once_and_neither_waits_for_the_other() {
         reader.read_exact(&mut arrived).unwrap();
         assert!(arrived == pattern(6 << 20, seed));
     }
-    for way in ways() {
+    for setup in setups() {
         // All four halves live until everything has arrived: TLS says goodbye when its writer ends, and a socket closed
         // with that unread resets the connection under what its peer has yet to read.
-        let (mut source, mut destination) = channel(&way);
+        let (mut source, mut destination) = channel(&setup);
         thread::scope(|scope| {
             scope.spawn(|| send(&mut source.0, 1));
             scope.spawn(|| send(&mut destination.0, 2));
@@ -60,8 +60,8 @@ fn both_directions_flow_at_once_and_neither_waits_for_the_other() {
 #[test]
 fn a_clean_end_is_false_at_a_packet_boundary_and_an_error_inside_of_a_packet() {
     for boundary in [true, false] {
-        for way in ways() {
-            let ((mut writer, _back), (_forth, mut reader)) = channel(&way);
+        for setup in setups() {
+            let ((mut writer, _back), (_forth, mut reader)) = channel(&setup);
             writer.write_all(if boundary { b"packet" } else { b"packetpac" }).unwrap();
             drop(writer);
 
@@ -79,15 +79,15 @@ fn a_clean_end_is_false_at_a_packet_boundary_and_an_error_inside_of_a_packet() {
 
 #[test]
 fn each_end_knows_the_other_by_its_address() {
-    for way in ways() {
-        let (opened, (there, at)) = meet(&way, |received| {
+    for setup in setups() {
+        let (opened, (there, at)) = meet(&setup, |received| {
             let (connection, header) = received.unwrap();
             assert!(header.belongs(&KEY, connection.exporter()));
             let peer = connection.peer();
             (accept_channel(connection).unwrap(), peer)
         });
         drop((opened.unwrap(), there));
-        let expected = match way.kind {
+        let expected = match setup.kind {
             Kind::Tcp => "127.0.0.1:".to_owned(),
             Kind::Unix => format!("(process {})", std::process::id()),
             Kind::Simulated => "simulated:localhost (connection 0)".to_owned(),
@@ -100,8 +100,8 @@ fn each_end_knows_the_other_by_its_address() {
 
 #[test]
 fn a_closer_wakes_a_waiting_reader_and_a_waiting_writer() {
-    for way in ways() {
-        let ((mut writer, mut reader), _destination) = channel(&way);
+    for setup in setups() {
+        let ((mut writer, mut reader), _destination) = channel(&setup);
         let closer = Closer::of(&writer);
         thread::scope(|scope| {
             let reading = scope.spawn(move || reader.read_packet_start(&mut [0; 8]).unwrap_err());
@@ -126,8 +126,8 @@ fn a_closer_wakes_a_waiting_reader_and_a_waiting_writer() {
 
 #[test]
 fn a_closer_does_not_keep_the_connection_open() {
-    for way in ways() {
-        let ((writer, reader), (_forth, mut other)) = channel(&way);
+    for setup in setups() {
+        let ((writer, reader), (_forth, mut other)) = channel(&setup);
         let closer = Closer::of(&writer);
         drop((writer, reader));
         assert!(!other.read_packet_start(&mut [0; 1]).unwrap());
@@ -137,11 +137,11 @@ fn a_closer_does_not_keep_the_connection_open() {
 
 #[test]
 fn a_connection_that_is_cut_is_a_clean_end_only_without_tls() {
-    for way in ways() {
-        let ((writer, _back), (_forth, mut reader)) = channel(&way);
+    for setup in setups() {
+        let ((writer, _back), (_forth, mut reader)) = channel(&setup);
         Closer::of(&writer).close();
         let end = reader.read_packet_start(&mut [0; 6]);
-        match way.source {
+        match setup.source {
             Security::Insecure => assert!(!end.unwrap()),
             Security::Tls(_) => assert_eq!(end.unwrap_err().kind(), io::ErrorKind::UnexpectedEof),
         }
@@ -150,14 +150,14 @@ fn a_connection_that_is_cut_is_a_clean_end_only_without_tls() {
 
 #[test]
 fn writing_to_a_peer_that_is_gone_fails() {
-    for way in ways() {
-        let ((mut writer, _back), destination) = channel(&way);
+    for setup in setups() {
+        let ((mut writer, _back), destination) = channel(&setup);
         drop(destination);
         // TCP takes what it has room for until the peer's reset arrives.
         let written = (0..PATIENCE.as_micros()).find_map(|_| writer.write_all(&[1; 64 << 10]).err());
         let error = written.expect("somebody must notice");
         let gone = [io::ErrorKind::BrokenPipe, io::ErrorKind::ConnectionReset];
-        assert!(gone.contains(&error.kind()), "{:?}: {error}", way.kind);
+        assert!(gone.contains(&error.kind()), "{:?}: {error}", setup.kind);
     }
 }
 
@@ -166,10 +166,11 @@ fn writing_to_a_peer_that_is_gone_fails() {
 #[test]
 fn silence_inside_of_a_packet_is_an_error_after_the_limit() {
     for kind in Kind::ALL {
-        let door = Door::open(kind);
-        let peer = door.knock();
+        let listener = ManualListener::open(kind);
+        let peer = listener.connect_raw();
         let limits = Limits { silence: Duration::from_millis(40), ..Limits::default() };
-        let accepted = Connection::accept_within(door.bound.accept().unwrap(), &Security::Insecure, &limits).unwrap();
+        let accepted =
+            Connection::accept_within(listener.bound.accept().unwrap(), &Security::Insecure, &limits).unwrap();
         let (_writer, mut reader) = accepted.split();
 
         say(&peer, b"pac");
@@ -192,10 +193,11 @@ fn silence_inside_of_a_packet_is_an_error_after_the_limit() {
 fn a_peer_that_takes_nothing_is_given_up_after_twice_the_limit() {
     // With TCP the kernel counts; where it does not, the write itself is limited.
     for kind in [Kind::Unix, Kind::Simulated] {
-        let door = Door::open(kind);
-        let _peer = door.knock();
+        let listener = ManualListener::open(kind);
+        let _peer = listener.connect_raw();
         let limits = Limits { silence: Duration::from_millis(20), ..Limits::default() };
-        let accepted = Connection::accept_within(door.bound.accept().unwrap(), &Security::Insecure, &limits).unwrap();
+        let accepted =
+            Connection::accept_within(listener.bound.accept().unwrap(), &Security::Insecure, &limits).unwrap();
         let (mut writer, _reader) = accepted.split();
         let lost = writer.write_all(&vec![1; 16 << 20]).unwrap_err();
         assert_eq!(lost.kind(), io::ErrorKind::TimedOut, "{kind:?}: {lost}");
@@ -205,9 +207,9 @@ fn a_peer_that_takes_nothing_is_given_up_after_twice_the_limit() {
 #[test]
 fn a_receiver_that_does_not_answer_is_given_up() {
     let limits = Limits { handshake: Duration::from_millis(40), ..Limits::default() };
-    for way in ways() {
-        let door = Door::open(way.kind);
-        let given_up = Connection::connect_within(&door.to, &way.source, &limits)
+    for setup in setups() {
+        let listener = ManualListener::open(setup.kind);
+        let given_up = Connection::connect_within(&listener.to, &setup.source, &limits)
             .and_then(|connection| open_channel(connection, &KEY, ID, ChannelKind::Control, 0, 1))
             .unwrap_err();
         assert!(matches!(given_up, TransportError::TooSlow { .. }), "{given_up}");
@@ -217,9 +219,9 @@ fn a_receiver_that_does_not_answer_is_given_up() {
 #[test]
 fn nobody_listening_is_said_with_the_address() {
     for kind in Kind::ALL {
-        let door = Door::open(kind);
-        let to = door.bound.address().unwrap();
-        drop(door);
+        let listener = ManualListener::open(kind);
+        let to = listener.bound.address().unwrap();
+        drop(listener);
         let refused = text(Connection::connect(&to, &Security::Insecure));
         assert!(refused.contains(&to.to_string()), "{refused}");
     }
@@ -242,11 +244,11 @@ fn an_address_is_listened_on_once_and_again_when_it_is_free() {
 
 /// What the receiving side makes of a peer that sends `bytes` and then waits for the end; what the peer is told.
 fn hostile(kind: Kind, security: &Security, bytes: &[u8], limits: &Limits) -> (TransportError, Vec<u8>) {
-    let door = Door::open(kind);
-    let peer = door.knock();
+    let listener = ManualListener::open(kind);
+    let peer = listener.connect_raw();
     say(&peer, bytes);
     thread::scope(|scope| {
-        let receiving = scope.spawn(|| receive_one(&door.bound, security, limits).map(drop).unwrap_err());
+        let receiving = scope.spawn(|| receive_one(&listener.bound, security, limits).map(drop).unwrap_err());
         let answer = hear(&peer);
         drop(peer);
         (receiving.join().unwrap(), answer)
@@ -256,9 +258,9 @@ fn hostile(kind: Kind, security: &Security, bytes: &[u8], limits: &Limits) -> (T
 #[test]
 fn garbage_is_refused_with_and_without_tls() {
     let garbage = pattern(80, 77); // as long as a header
-    for way in ways() {
-        let (error, answer) = hostile(way.kind, &way.destination, &garbage, &Limits::default());
-        match way.destination {
+    for setup in setups() {
+        let (error, answer) = hostile(setup.kind, &setup.destination, &garbage, &Limits::default());
+        match setup.destination {
             Security::Insecure => {
                 assert!(matches!(error, TransportError::Header { .. }), "{error}");
                 let told = ChannelReply::reason_length(answer[..4].try_into().unwrap());
@@ -272,13 +274,13 @@ fn garbage_is_refused_with_and_without_tls() {
 #[test]
 fn a_peer_that_says_too_little_is_given_up() {
     let limits = Limits { handshake: Duration::from_millis(40), ..Limits::default() };
-    for way in ways() {
-        let start = match way.destination {
+    for setup in setups() {
+        let start = match setup.destination {
             Security::Insecure => &MAGIC[..],
             Security::Tls(_) => &[0x16, 3, 1, 2, 0, 1], // of a ClientHello
         };
         for bytes in [b"", start] {
-            let (error, _) = hostile(way.kind, &way.destination, bytes, &limits);
+            let (error, _) = hostile(setup.kind, &setup.destination, bytes, &limits);
             assert!(matches!(error, TransportError::TooSlow { .. }), "{bytes:?}: {error}");
         }
     }
@@ -288,14 +290,14 @@ fn a_peer_that_says_too_little_is_given_up() {
 fn tls_on_one_side_only_is_said_in_words_on_the_other() {
     let site = Site::new();
     for kind in Kind::ALL {
-        let way = Way { kind, source: Security::Insecure, destination: site.server("source.example") };
-        let (opened, _) = meet(&way, text);
+        let setup = Setup { kind, source: Security::Insecure, destination: site.server("source.example") };
+        let (opened, _) = meet(&setup, text);
         let said = text(opened);
         assert!(said.contains("takes TLS only"), "{kind:?}: {said}");
     }
     for kind in [Kind::Tcp, Kind::Simulated] {
-        let way = Way { kind, source: site.client(), destination: Security::Insecure };
-        let (opened, received) = meet(&way, text);
+        let setup = Setup { kind, source: site.client(), destination: Security::Insecure };
+        let (opened, received) = meet(&setup, text);
         let said = text(opened);
         assert!(said.contains("does not take TLS") && said.contains("--insecure"), "{kind:?}: {said}");
         assert!(received.contains("does not begin with Sterna's magic"), "{kind:?}: {received}");
@@ -304,8 +306,8 @@ fn tls_on_one_side_only_is_said_in_words_on_the_other() {
 
 #[test]
 fn the_receivers_reason_for_refusing_arrives() {
-    for way in ways() {
-        let (opened, ()) = meet(&way, |received| {
+    for setup in setups() {
+        let (opened, ()) = meet(&setup, |received| {
             refuse_channel(received.unwrap().0, "another migration is running");
         });
         let opened = opened.unwrap_err();
@@ -324,19 +326,19 @@ fn tls_is_refused_where_the_peer_has_no_name() {
 // ---- The listener ----------------------------------------------------------------------------------------------------
 
 /// A listener that is accepting, where to connect, and what it needs to exist.
-fn listening(way: &Way, limits: Limits) -> (Incoming, Address, Option<tempfile::TempDir>) {
-    let (address, dir) = way.kind.address();
+fn listening(setup: &Setup, limits: Limits) -> (Incoming, Address, Option<tempfile::TempDir>) {
+    let (address, dir) = setup.kind.address();
     let listener = Listener::bind(&address).unwrap();
     let to = by_name(&listener.local_address());
-    (listener.start(way.destination.clone(), limits).unwrap(), to, dir)
+    (listener.start(setup.destination.clone(), limits).unwrap(), to, dir)
 }
 
 #[test]
 fn a_listener_hands_out_channels_with_their_headers() {
-    for way in ways() {
-        let (incoming, to, _dir) = listening(&way, Limits::default());
+    for setup in setups() {
+        let (incoming, to, _dir) = listening(&setup, Limits::default());
         thread::scope(|scope| {
-            let opening: Vec<_> = (0..4).map(|_| scope.spawn(|| open(&to, &way.source))).collect();
+            let opening: Vec<_> = (0..4).map(|_| scope.spawn(|| open(&to, &setup.source))).collect();
             for _ in 0..4 {
                 let (connection, header) = incoming.next_within(PATIENCE).unwrap();
                 assert!(header.belongs(&KEY, connection.exporter()));
@@ -351,13 +353,13 @@ fn a_listener_hands_out_channels_with_their_headers() {
 
 #[test]
 fn beyond_the_limit_the_oldest_silent_connection_is_told_so_and_makes_room() {
-    for way in ways() {
-        let (incoming, to, _dir) = listening(&way, Limits { pending: 2, ..Limits::default() });
-        let oldest = knock(&to);
-        let younger = Connection::connect(&to, &way.source).unwrap();
+    for setup in setups() {
+        let (incoming, to, _dir) = listening(&setup, Limits { pending: 2, ..Limits::default() });
+        let oldest = connect_raw(&to);
+        let younger = Connection::connect(&to, &setup.source).unwrap();
         let accept = || accept_channel(incoming.next_within(PATIENCE).unwrap().0).unwrap();
         thread::scope(|scope| {
-            let opening = scope.spawn(|| open(&to, &way.source));
+            let opening = scope.spawn(|| open(&to, &setup.source));
             accept();
             opening.join().unwrap().unwrap();
         });
@@ -373,18 +375,18 @@ fn beyond_the_limit_the_oldest_silent_connection_is_told_so_and_makes_room() {
 
 #[test]
 fn where_nothing_can_make_room_a_connection_is_put_off_in_words() {
-    for way in ways() {
-        let (_incoming, to, _dir) = listening(&way, Limits { pending: 0, ..Limits::default() });
-        let refused = open(&to, &way.source).unwrap_err();
-        assert!(refused.is_busy(), "{:?}: {refused}", way.kind);
+    for setup in setups() {
+        let (_incoming, to, _dir) = listening(&setup, Limits { pending: 0, ..Limits::default() });
+        let refused = open(&to, &setup.source).unwrap_err();
+        assert!(refused.is_busy(), "{:?}: {refused}", setup.kind);
         assert!(refused.to_string().contains("too many connections"), "{refused}");
     }
 }
 
 #[test]
 fn stopping_a_listener_wakes_whoever_waits_for_it_and_frees_the_address() {
-    for way in ways() {
-        let (incoming, to, _dir) = listening(&way, Limits::default());
+    for setup in setups() {
+        let (incoming, to, _dir) = listening(&setup, Limits::default());
         let stop = incoming.stop_handle();
         thread::scope(|scope| {
             let waiting = scope.spawn(move || incoming.next().is_none());
@@ -401,8 +403,8 @@ fn stopping_a_listener_wakes_whoever_waits_for_it_and_frees_the_address() {
 #[test]
 fn a_reader_that_is_woken_for_many_bytes_never_waits_for_more_than_come() {
     let mut random = Seeded::new(seed(), 0);
-    for way in ways() {
-        let ((mut writer, _back), (_forth, mut reader)) = channel(&way);
+    for setup in setups() {
+        let ((mut writer, _back), (_forth, mut reader)) = channel(&setup);
         let content = pattern(6 << 20, 3);
         thread::scope(|scope| {
             // It stays open, so that nothing but the bytes themselves wakes the reader.
@@ -427,23 +429,23 @@ fn a_reader_that_is_woken_for_many_bytes_never_waits_for_more_than_come() {
                     }
                 }
             }
-            assert!(arrived == content, "{:?}", way.kind);
+            assert!(arrived == content, "{:?}", setup.kind);
             // A reader that waits for bytes that do not come is woken by its time limit.
-            assert!(begun.elapsed() < Limits::default().silence, "{:?}", way.kind);
+            assert!(begun.elapsed() < Limits::default().silence, "{:?}", setup.kind);
         });
     }
 }
 
 #[test]
 fn a_peer_that_is_slow_is_heard_and_one_that_is_silent_is_lost() {
-    for way in ways() {
-        let ((mut writer, _back), (_forth, mut reader)) = channel(&way);
+    for setup in setups() {
+        let ((mut writer, _back), (_forth, mut reader)) = channel(&setup);
         let content = pattern(300_000, 4);
         writer.write_all(&content[..200_000]).unwrap();
         reader.set_timeout(Some(Duration::from_millis(50))).unwrap();
         let before = reader.bytes_read();
         let error = reader.read_exact(&mut vec![0; 300_000]).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{:?}: {error}", way.kind);
-        assert!(reader.bytes_read() - before >= 200_000, "{:?}: what had come was not taken", way.kind);
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{:?}: {error}", setup.kind);
+        assert!(reader.bytes_read() - before >= 200_000, "{:?}: what had come was not taken", setup.kind);
     }
 }

@@ -66,31 +66,31 @@ fn by_name(address: &Address) -> Address {
     }
 }
 
-/// A kind, and how both sides speak over it.
-struct Way {
+/// A kind of transport, and the security of both sides.
+struct Setup {
     kind: Kind,
     source: Security,
     destination: Security,
 }
 
-/// All kinds without TLS, and with TLS those that have names.
-fn ways() -> Vec<Way> {
+/// Returns all kinds without TLS, and those that have names with TLS.
+fn setups() -> Vec<Setup> {
     let site = Site::new();
-    let plain = Kind::ALL.map(|kind| Way { kind, source: Security::Insecure, destination: Security::Insecure });
+    let plain = Kind::ALL.map(|kind| Setup { kind, source: Security::Insecure, destination: Security::Insecure });
     let named = [Kind::Tcp, Kind::Simulated];
-    let tls = named.map(|kind| Way { kind, source: site.client(), destination: site.server("source.example") });
-    let secured = |way: &Way| if matches!(way.source, Security::Insecure) { "plain" } else { "TLS" };
-    plain.into_iter().chain(tls).inspect(|way| println!("{:?}, {}", way.kind, secured(way))).collect()
+    let tls = named.map(|kind| Setup { kind, source: site.client(), destination: site.server("source.example") });
+    let secured = |setup: &Setup| if matches!(setup.source, Security::Insecure) { "plain" } else { "TLS" };
+    plain.into_iter().chain(tls).inspect(|setup| println!("{:?}, {}", setup.kind, secured(setup))).collect()
 }
 
-/// Something that listens, where each connection is accepted by hand.
-struct Door {
+/// A listening socket on which the test accepts each connection itself.
+struct ManualListener {
     bound: Bound,
     to: Address,
     _dir: Option<tempfile::TempDir>,
 }
 
-impl Door {
+impl ManualListener {
     fn open(kind: Kind) -> Self {
         let (address, dir) = kind.address();
         let bound = Bound::bind(&address).unwrap();
@@ -98,13 +98,13 @@ impl Door {
         Self { bound, to, _dir: dir }
     }
 
-    /// A socket that has connected and says nothing by itself.
-    fn knock(&self) -> Socket {
-        knock(&self.to)
+    /// Connects a socket that sends nothing by itself.
+    fn connect_raw(&self) -> Socket {
+        connect_raw(&self.to)
     }
 }
 
-fn knock(to: &Address) -> Socket {
+fn connect_raw(to: &Address) -> Socket {
     dial::dial(to, PATIENCE).unwrap()
 }
 
@@ -140,9 +140,9 @@ fn open(to: &Address, security: &Security) -> Opened {
 }
 
 /// Runs both ends; the receiver does `then` with what it got.
-fn meet<T: Send>(way: &Way, then: impl FnOnce(Received) -> T + Send) -> (Opened, T) {
-    let door = Door::open(way.kind);
-    meet_at(&door, &door.to, (&way.source, &way.destination), then)
+fn meet<T: Send>(setup: &Setup, then: impl FnOnce(Received) -> T + Send) -> (Opened, T) {
+    let listener = ManualListener::open(setup.kind);
+    meet_at(&listener, &listener.to, (&setup.source, &setup.destination), then)
 }
 
 /// The same over TCP, connected to by this name of the host.
@@ -152,19 +152,19 @@ fn meet_by_name<T: Send>(
     host: &str,
     then: impl FnOnce(Received) -> T + Send,
 ) -> (Opened, T) {
-    let door = Door::open(Kind::Tcp);
-    let to = door.to.to_string().replace("localhost", host).into();
-    meet_at(&door, &to, (source, destination), then)
+    let listener = ManualListener::open(Kind::Tcp);
+    let to = listener.to.to_string().replace("localhost", host).into();
+    meet_at(&listener, &to, (source, destination), then)
 }
 
 fn meet_at<T: Send>(
-    door: &Door,
+    listener: &ManualListener,
     to: &Address,
     (source, destination): (&Security, &Security),
     then: impl FnOnce(Received) -> T + Send,
 ) -> (Opened, T) {
     thread::scope(|scope| {
-        let receiving = scope.spawn(move || then(receive_one(&door.bound, destination, &Limits::default())));
+        let receiving = scope.spawn(move || then(receive_one(&listener.bound, destination, &Limits::default())));
         let opened = open(to, source);
         (opened, receiving.join().unwrap())
     })
@@ -173,8 +173,8 @@ fn meet_at<T: Send>(
 type Halves = (Writer, Reader);
 
 /// An accepted channel: the source's halves, the destination's.
-fn channel(way: &Way) -> (Halves, Halves) {
-    let (opened, accepted) = meet(way, |received| accept_channel(received.unwrap().0));
+fn channel(setup: &Setup) -> (Halves, Halves) {
+    let (opened, accepted) = meet(setup, |received| accept_channel(received.unwrap().0));
     let (writer, reader, _) = opened.unwrap();
     ((writer, reader), accepted.unwrap())
 }

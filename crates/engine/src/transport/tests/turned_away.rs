@@ -213,7 +213,7 @@ fn an_address_that_leads_nowhere_is_named_once_and_with_the_right_reason() {
 fn a_changed_byte_on_the_way_is_noticed_by_tls() {
     // A man in the middle that flips one bit late in the stream.
     let site = Site::new();
-    let (front, back) = (TcpListener::bind("127.0.0.1:0").unwrap(), Door::open(Kind::Tcp));
+    let (front, back) = (TcpListener::bind("127.0.0.1:0").unwrap(), ManualListener::open(Kind::Tcp));
     let to = by_name(&front.local_addr().unwrap().into());
     let middle_to = back.to.to_string();
     let (source, destination) = (site.client(), site.server("source.example"));

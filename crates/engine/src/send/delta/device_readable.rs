@@ -1,7 +1,7 @@
-//! Memory of one thread's own that devices may read too.
+//! Memory of one thread that devices may read too.
 //!
-//! A device reads it at any time between being asked and its answer, whatever the thread does meanwhile: nothing that it says is right
-//! but for memory that was left alone since. It is mapped until the last of that is over.
+//! A device reads it at any time between a request and its answer, whatever the thread does meanwhile: the answer is right only
+//! where the memory was not written since. The memory stays mapped until the last such work has ended.
 
 use std::alloc::{Layout, alloc_zeroed};
 use std::ptr::NonNull;
@@ -13,13 +13,13 @@ use sterna_memory::delta::{DeltaError, apply_raw};
 use sterna_memory::huge::prefer_huge_pages;
 use sterna_offload::{Range, Region};
 
-/// Such memory, zero at first, from the beginning of a page on.
+/// Page-aligned memory that devices may read, zero at first.
 #[derive(Debug)]
-pub(super) struct Shown {
+pub(super) struct DeviceReadable {
     region: Arc<Region>,
 }
 
-/// What gives it back.
+/// Frees the memory when dropped.
 struct Owner(NonNull<[u8]>);
 
 // SAFETY: it only frees the memory, which any thread may do, once.
@@ -29,16 +29,16 @@ unsafe impl Sync for Owner {}
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        // SAFETY: allocated in `Shown::new` as a box of bytes is. It is dropped with the region, which is kept by `Shown` and by whatever is under way
+        // SAFETY: allocated in `DeviceReadable::new` as a box of bytes is. It is dropped with the region, which is kept by `DeviceReadable` and by whatever is under way
         // on it.
         drop(unsafe { Box::from_raw(self.0.as_ptr()) });
     }
 }
 
-impl Shown {
-    /// Of `bytes` bytes; none where that is more than can be had.
+impl DeviceReadable {
+    /// Allocates `bytes` bytes; none where that is too much.
     pub(super) fn new(bytes: usize) -> Option<Self> {
-        // Of no alignment, as zeroed memory of this size comes from the kernel untouched then: it costs memory when it is first used.
+        // Without alignment: then zeroed memory of this size comes from the kernel untouched, and is populated at its first use.
         let layout = Layout::array::<u8>(bytes.checked_add(PAGE_SIZE - 1)?).ok()?;
         // SAFETY: of a size that is not zero.
         let all = NonNull::slice_from_raw_parts(NonNull::new(unsafe { alloc_zeroed(layout) })?, layout.size());
@@ -60,10 +60,10 @@ impl Shown {
         unsafe { std::slice::from_raw_parts(self.region.start().as_ptr(), self.region.bytes()) }
     }
 
-    /// Writes `bytes` from `offset` on. A device may be reading there: of each byte it finds the old one or the new one.
+    /// Writes `bytes` from `offset` on. A device that reads there meanwhile finds the old or the new value of each byte.
     ///
     /// # Panics
-    /// Where they are not all within it.
+    /// Panics if the bytes are not all within the memory.
     pub(super) fn store(&mut self, offset: usize, bytes: &[u8]) {
         let at = self.at(offset, bytes.len());
         // SAFETY: that many bytes are within the region, and no other reference to it exists: `self` is the only one.
@@ -76,7 +76,7 @@ impl Shown {
     /// As there.
     ///
     /// # Panics
-    /// Where they are not all within it.
+    /// Panics if the bytes are not all within the memory.
     pub(super) fn apply(&mut self, offset: usize, bytes: usize, record: &[u8]) -> Result<(), DeltaError> {
         let at = self.at(offset, bytes);
         // SAFETY: as in `store`.
@@ -89,7 +89,7 @@ impl Shown {
         self.region.start().as_ptr().wrapping_add(offset)
     }
 
-    /// A part of it, to be read by a device.
+    /// Returns a part of the memory, for a device to read.
     pub(super) fn range(&self, offset: usize, bytes: usize) -> Range {
         self.region.range(offset, bytes).expect("a part of it")
     }
@@ -100,26 +100,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_zero_begins_with_a_page_and_stays_as_long_as_somebody_may_read_it() {
-        let mut shown = Shown::new(3 * PAGE_SIZE).unwrap();
-        assert!(shown.bytes().iter().all(|byte| *byte == 0) && shown.bytes().as_ptr().addr().is_multiple_of(PAGE_SIZE));
-        shown.store(PAGE_SIZE + 5, &[7]);
+    fn it_is_zero_begins_with_a_page_and_stays_as_long_as_a_range_of_it() {
+        let mut memory = DeviceReadable::new(3 * PAGE_SIZE).unwrap();
+        assert!(
+            memory.bytes().iter().all(|byte| *byte == 0) && memory.bytes().as_ptr().addr().is_multiple_of(PAGE_SIZE)
+        );
+        memory.store(PAGE_SIZE + 5, &[7]);
         // Word 0 of that page.
-        shown.apply(PAGE_SIZE, PAGE_SIZE, &[0, 0, 1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
-        assert_eq!(shown.bytes()[PAGE_SIZE - 1..PAGE_SIZE + 10], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0]);
-        shown.store(PAGE_SIZE + 5, &[7]);
-        let range = shown.range(PAGE_SIZE, PAGE_SIZE);
-        drop(shown);
+        memory.apply(PAGE_SIZE, PAGE_SIZE, &[0, 0, 1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+        assert_eq!(memory.bytes()[PAGE_SIZE - 1..PAGE_SIZE + 10], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0]);
+        memory.store(PAGE_SIZE + 5, &[7]);
+        let range = memory.range(PAGE_SIZE, PAGE_SIZE);
+        drop(memory);
         // SAFETY: the range keeps it.
         assert_eq!(unsafe { range.region().start().add(range.offset() + 5).read() }, 7);
-        assert!(Shown::new(0).unwrap().bytes().is_empty());
+        assert!(DeviceReadable::new(0).unwrap().bytes().is_empty());
     }
 
     #[test]
-    fn what_is_more_than_there_is_cannot_be_had() {
+    fn more_than_an_address_space_cannot_be_allocated() {
         // No address space is as large.
         for bytes in [1 << 60, isize::MAX as usize, usize::MAX] {
-            assert!(Shown::new(bytes).is_none());
+            assert!(DeviceReadable::new(bytes).is_none());
         }
     }
 }

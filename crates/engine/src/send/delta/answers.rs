@@ -1,53 +1,55 @@
-//! What devices have said of a batch's pages by the time it is sent: their checksums, and deltas from what was kept of them.
+//! The results of devices for a batch's pages when it is sent: their checksums, and deltas from the kept pages.
 //!
-//! They were asked a few packets ahead. Since then what is kept may have become another page's or have followed a newer packet, and
-//! what was said of it counts for nothing: so each question carries the number of the packet in which that content went.
+//! The devices got the work a few packets ahead. Since then a kept page may have been replaced, or may have followed a newer packet, so
+//! that the result is of no use. So each request carries the number of the packet that had the kept content.
 
 use sterna_offload::Delta;
 
-/// A normal page of a batch, and what a delta of it is against.
+/// A normal page of a batch, and the kept page that is the base of its delta.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) struct Against {
-    /// Its number among the normal pages.
+    /// The page's number among the normal pages.
     pub(in super::super) number: usize,
-    /// Where it is kept, and the packet that this content went in.
+    /// The place of the kept page.
     pub(super) at: usize,
+    /// The packet that had the kept content.
     pub(super) sequence: u64,
 }
 
-/// What turned out wrong.
+/// Which result of a device is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum Wrong {
     /// A delta does not lead to the page.
     Delta,
-    /// A copy is not what its device says that it has read.
+    /// A copy does not have the checksum that its device has computed.
     Copy,
 }
 
-/// Who was asked, and has said something.
+/// The results of devices.
 pub(in super::super) trait Answers {
-    /// The CRC-32C of the normal page `number`.
+    /// Returns the CRC-32C of the normal page `number`.
     fn checksum(&self, number: usize) -> Option<u32>;
 
-    /// The delta of the page that was asked for as number `item`.
+    /// Returns the delta of the page that was requested as number `item`.
     fn delta(&self, item: usize) -> Option<Delta<'_>>;
 }
 
-/// What was said of a batch.
+/// The results for a batch.
 #[derive(Clone, Copy)]
-pub(super) struct Said<'a> {
+pub(super) struct DeviceAnswers<'a> {
     by: &'a dyn Answers,
-    /// What deltas were asked for, ascending, and those of them that lie ahead.
+    /// The deltas that were requested, ascending.
     against: &'a [Against],
+    /// Index of the first of them that was not passed yet.
     item: usize,
 }
 
-impl<'a> Said<'a> {
+impl<'a> DeviceAnswers<'a> {
     pub(super) fn checksum(&self, number: usize) -> Option<u32> {
         self.by.checksum(number)
     }
 
-    /// The delta of a page, later than those asked for before, if it was made against what `page` says.
+    /// Returns the delta of a page, if it was made against the same kept content. Pages must be passed in ascending order.
     pub(super) fn delta(&mut self, page: Against) -> Option<Delta<'a>> {
         while self.against.get(self.item).is_some_and(|asked| asked.number < page.number) {
             self.item += 1;
@@ -57,22 +59,22 @@ impl<'a> Said<'a> {
     }
 }
 
-/// The content of a batch's normal pages, and what devices have said of it.
+/// The content of a batch's normal pages, and the results of devices for it.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Normal<'a> {
     pub(super) bytes: &'a [u8],
-    pub(super) said: Option<Said<'a>>,
+    pub(super) answers: Option<DeviceAnswers<'a>>,
 }
 
 impl<'a> Normal<'a> {
-    /// The content `bytes`, of which nobody has said anything.
+    /// Makes the content `bytes` without results of devices.
     pub(in super::super) fn of(bytes: &'a [u8]) -> Self {
-        Self { bytes, said: None }
+        Self { bytes, answers: None }
     }
 
-    /// That of which `by` has said something, and of `against` what has changed.
-    pub(in super::super) fn said(bytes: &'a [u8], by: &'a dyn Answers, against: &'a [Against]) -> Self {
-        Self { bytes, said: Some(Said { by, against, item: 0 }) }
+    /// Makes the content `bytes` with the results of `by`, which has made deltas against `against`.
+    pub(in super::super) fn with_answers(bytes: &'a [u8], by: &'a dyn Answers, against: &'a [Against]) -> Self {
+        Self { bytes, answers: Some(DeviceAnswers { by, against, item: 0 }) }
     }
 }
 
@@ -83,7 +85,7 @@ mod tests {
 
     use super::super::*;
 
-    /// What a device says of the pages of a batch: their checksums, and one delta of each that it was asked for.
+    /// The results of a device for a batch: the checksums of its pages, and each delta that was requested.
     struct Device {
         checksums: Vec<u32>,
         deltas: Vec<Option<Vec<u8>>>,
@@ -103,12 +105,12 @@ mod tests {
         }
     }
 
-    /// The record of these words.
+    /// Returns the record of these words.
     fn record(words: &[(u16, u64)]) -> Vec<u8> {
         words.iter().flat_map(|(at, word)| [&at.to_le_bytes()[..], &word.to_le_bytes()].concat()).collect()
     }
 
-    /// Pages from the first on of which the channel keeps `before`, sent in packet 1.
+    /// Returns a delta encoder that keeps the pages `before` from the first on, sent in packet 1.
     fn kept(before: &[u8]) -> (Deltas, [Run; 1]) {
         let mut deltas = Deltas::new(64 * PAGE_SIZE, 16 * PAGE_SIZE);
         let run = [Run { kind: RunKind::Normal, first: 0, count: (before.len() / PAGE_SIZE) as u32 }];
@@ -118,13 +120,13 @@ mod tests {
         (deltas, run)
     }
 
-    /// Sends `now`, of which `device` has said something; says besides what became of it what the destination has then, which had
+    /// Sends `now`, with the results of `device`. Returns how the pages were split, and the destination's pages, which were
     /// `before`.
-    fn said(deltas: &mut Deltas, runs: &[Run], before: &[u8], now: &[u8], device: &Device) -> (Split, Vec<u8>) {
+    fn send(deltas: &mut Deltas, runs: &[Run], before: &[u8], now: &[u8], device: &Device) -> (Split, Vec<u8>) {
         let (costs, mut against) = (deltas.whole(None), Vec::new());
         let most = deltas.against(0, runs, costs, &mut against);
         assert_eq!((against.len(), most), (before.len() / PAGE_SIZE, MAX_RECORD));
-        let split = deltas.split(0, runs, Normal::said(now, device, &against), 1, None, costs);
+        let split = deltas.split(0, runs, Normal::with_answers(now, device, &against), 1, None, costs);
         deltas.sent(0, &[], 2, 3);
         let mut there = before.to_vec();
         let (runs, records) = deltas.deltas();
@@ -150,10 +152,10 @@ mod tests {
         now[8..24].copy_from_slice(&[1u64.to_le_bytes(), 2u64.to_le_bytes()].concat());
         let (right, other) = (record(&[(1, 1), (2, 2)]), u64::from_le_bytes([7; 8]));
         let wrong = Some(Wrong::Delta);
-        // What it says; whether that goes, and whether it is wrong.
+        // The device's record; whether it is sent, and whether it is wrong.
         let cases = [
             (Some(right.clone()), 1, None),
-            // What has not changed may be in it.
+            // Words that have not changed may be in it.
             (Some(record(&[(1, 1), (2, 2), (511, other)])), 1, None),
             (Some(record(&[(1, 1)])), 0, wrong),
             (Some(record(&[(1, 1), (2, 3)])), 0, wrong),
@@ -169,10 +171,10 @@ mod tests {
             for (says, goes, expected) in &cases {
                 let (mut deltas, runs) = kept(&before);
                 let device = Device { checksums: checksums.clone(), deltas: vec![says.clone()] };
-                let (split, there) = said(&mut deltas, &runs, &before, &now, &device);
+                let (split, there) = send(&mut deltas, &runs, &before, &now, &device);
                 let is = Split { deltas: *goes, whole: 1 - goes, by_device: *goes, wrong: *expected, same: 0 };
                 assert_eq!((split, there == now), (is, true), "{says:?}");
-                // What is kept is what the destination has.
+                // The kept page is the destination's.
                 let costs = deltas.whole(None);
                 let split = deltas.split(0, &runs, Normal::of(&now), 3, None, costs);
                 assert_eq!(split, Split { same: 1, ..Split::default() }, "{says:?}");
@@ -189,25 +191,25 @@ mod tests {
             apply(&record, &mut now).unwrap();
             let (mut deltas, runs) = kept(&before);
             let device = Device { checksums: vec![], deltas: vec![Some(record)] };
-            let (split, there) = said(&mut deltas, &runs, &before, &now, &device);
+            let (split, there) = send(&mut deltas, &runs, &before, &now, &device);
             assert_eq!((split.deltas, split.wrong, there == now), (goes, None, true));
         }
     }
 
     #[test]
-    fn what_a_device_says_of_content_that_is_not_kept_any_more_counts_for_nothing() {
+    fn a_devices_delta_against_content_that_is_not_kept_any_more_is_ignored() {
         let (before, now) = (vec![7; PAGE_SIZE], vec![7; PAGE_SIZE]);
         let (mut deltas, runs) = kept(&before);
         let (costs, mut against) = (deltas.whole(None), Vec::new());
         deltas.against(0, &runs, costs, &mut against);
-        // The page is sent once more meanwhile, and then again as it was.
+        // The page is sent again meanwhile, and then once more with its first content.
         for (content, packet) in [(vec![8; PAGE_SIZE], 2), (before, 3)] {
             let split = deltas.split(0, &runs, Normal::of(&content), packet - 1, None, costs);
             assert_eq!(split.whole, 1);
             deltas.sent(0, &[], packet, packet);
         }
         let device = Device { checksums: vec![], deltas: vec![Some(record(&[(0, 0)]))] };
-        let split = deltas.split(0, &runs, Normal::said(&now, &device, &against), 3, None, costs);
+        let split = deltas.split(0, &runs, Normal::with_answers(&now, &device, &against), 3, None, costs);
         assert_eq!(split, Split { same: 1, ..Split::default() });
     }
 
@@ -222,7 +224,7 @@ mod tests {
         let delta = || Some(record(&[(0, first)]));
         let (mut deltas, runs) = kept(&before);
         let device = Device { checksums: checksums.clone(), deltas: vec![delta(), None, None, delta()] };
-        let (split, there) = said(&mut deltas, &runs, &before, &read, &device);
+        let (split, there) = send(&mut deltas, &runs, &before, &read, &device);
         assert_eq!((split.deltas, split.whole, split.wrong, there == read), (2, 2, None, true));
         assert_eq!(deltas.rest_checksum(), Some(crc32c(&read[PAGE_SIZE..3 * PAGE_SIZE])));
 
@@ -232,14 +234,14 @@ mod tests {
         let to_copy = Some(record(&[(0, first), (511, u64::from_le_bytes([7, 7, 7, 7, 7, 7, 7, 8]))]));
         let (mut deltas, runs) = kept(&before);
         let device = Device { checksums, deltas: vec![delta(), None, None, to_copy] };
-        let (split, _) = said(&mut deltas, &runs, &before, &copy, &device);
+        let (split, _) = send(&mut deltas, &runs, &before, &copy, &device);
         assert_eq!((split.deltas, split.whole, split.wrong), (1, 3, Some(Wrong::Copy)));
         assert_eq!(deltas.rest_checksum(), Some(crc32c(&read[PAGE_SIZE..])), "the destination will see");
 
         // The same where the CPU makes the delta.
         let (mut deltas, runs) = kept(&before);
         let costs = deltas.whole(None);
-        assert_eq!(deltas.split(0, &runs, Normal::said(&copy, &device, &[]), 1, None, costs).deltas, 2);
+        assert_eq!(deltas.split(0, &runs, Normal::with_answers(&copy, &device, &[]), 1, None, costs).deltas, 2);
         let last = PageDeltas::new(deltas.deltas().1, 2).last().unwrap().unwrap();
         assert_eq!(last.checksum, device.checksums[3]);
     }
