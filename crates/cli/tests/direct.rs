@@ -412,7 +412,7 @@ fn a_destination_that_cannot_reach_its_qemus_memory_refuses_and_takes_the_stream
     receiver.wait_for("refused: ");
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
     assert_eq!(pair.destination.migration_settings(), before);
-    refused_and_streamed(&pair, send, "CAP_SYS_PTRACE");
+    refused_and_streamed(&pair, send, "not permitted to write the memory");
     settled(pair, receiver);
 }
 

@@ -337,7 +337,8 @@ fn refuse_unknown(mapper: &Mapper) -> Result<(), String> {
     }
 }
 
-/// Returns the memory of a destination whose QEMU has read the list of blocks, in the order of the source's `wanted`.
+/// Returns the memory of a destination's QEMU, in the order of the source's `wanted`. Blocks have the source's lengths only once QEMU has
+/// read the list of blocks.
 ///
 /// # Errors
 /// A block is missing, or cannot be written from outside.
@@ -349,6 +350,9 @@ pub(super) fn of_destination(qmp: &Qmp, wanted: &[Block]) -> Result<(GuestRam, A
     let mapped = MappedRam::find(qmp, &listed)?;
     let process = Arc::new(QemuProcess::new(qmp, mapped.process())?);
     let guest = guest_ram(&mapped)?.run_by(Arc::clone(&process) as Arc<dyn GuestProcess>);
+    for block in guest.blocks() {
+        block.process_write().map_err(|error| error.to_string())?;
+    }
     Ok((guest, process))
 }
 
