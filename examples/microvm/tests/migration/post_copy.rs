@@ -74,7 +74,7 @@ fn a_guest_whose_memory_is_lost_with_the_source_waits_until_it_is_ended() {
         let mut sending = Microvm::start(&format!("--insecure --migrate-to {address} {slow} {}", kind.options()));
         receiving.wait_for("pages are still at the source");
         sending.kill();
-        receiving.wait_for("waiting for it to come back");
+        receiving.wait_for("waiting for it to reconnect");
         receiving.signal(Signal::INT);
         receiving.signal(Signal::TERM);
         let received = receiving.end();
