@@ -376,4 +376,39 @@ mod tests {
         // The first packet does not count, and a moving average follows slowly.
         assert!((writing - 1.6 * SMOOTH).abs() < 1e-9, "{writing}");
     }
+
+    /// Returns the price of a byte before and after packets that waited half of their time for the limit, of which `unused` passed unused.
+    /// By the kernel and the window the network was idle all the while.
+    fn prices_under_a_limit(unused: Duration) -> (f64, f64) {
+        const TIME: Duration = Duration::from_millis(1);
+        let compression = Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), 1, None);
+        let mut coding = Coding::new(&compression).unwrap();
+        let kernel = ConnectionTimes { arrived: TIME, window_closed: Duration::ZERO, left: Some(Duration::ZERO) };
+        let times =
+            Times { waited: TIME / 2, limited: TIME / 2, written: 1000, kernel: Some(kernel), ..Times::default() };
+        let mut seen = Seen::default();
+        let first = coding.costs().expect("`auto` was set").price;
+        for _ in 0..50 {
+            (seen.idle, seen.unused) = (seen.idle + TIME, seen.unused + unused);
+            let Coding::Auto(auto) = &mut coding else { unreachable!("`auto` was set") };
+            auto.since = Instant::now() - TIME;
+            coding.sent(times, seen, 1000);
+        }
+        let mut asked = None;
+        let left = |bottleneck| {
+            asked = Some(bottleneck);
+            None
+        };
+        coding.encode(&[0; BATCH], &mut vec![0; BATCH], left).unwrap();
+        assert_eq!(asked, Some(Bottleneck::Limit));
+        (first, coding.costs().expect("`auto` was set").price)
+    }
+
+    #[test]
+    fn under_a_limit_the_price_rises_until_some_of_the_limit_is_not_used() {
+        let (first, all_used) = prices_under_a_limit(Duration::ZERO);
+        assert!(all_used > first, "{first} → {all_used}");
+        let (first, half_used) = prices_under_a_limit(Duration::from_micros(500));
+        assert!(half_used < first, "{first} → {half_used}");
+    }
 }
