@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use sterna_lab::{Dirty, Fill, Guest, LinuxGuest, Pattern, Qemu, QemuOptions, QemuVersion};
+use sterna_qemu_lab::{Dirty, Fill, Guest, LinuxGuest, Pattern, Qemu, QemuOptions, QemuVersion};
 
 const LIMIT: &str = "1Gbit/s";
 const ENOUGH: Duration = Duration::from_secs(60);

@@ -24,8 +24,8 @@ mod zero_page;
 use std::io::Write;
 use std::path::PathBuf;
 
-use sterna::cancel::Cancel;
-use sterna_lab::QemuVersion;
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::QemuVersion;
 
 use crate::commands::{Exit, Failure};
 use crate::signals;

@@ -13,7 +13,7 @@ use std::time::{Duration, SystemTime};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
 };
-use sterna::directory::Directory;
+use sterna_engine::directory::Directory;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 /// The authority outlives what it signs several times over.
@@ -230,7 +230,7 @@ fn describe(args: &CertArgs, made_authority: bool) -> String {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
-    use sterna::tls::TlsSettings;
+    use sterna_engine::tls::TlsSettings;
 
     use super::*;
 

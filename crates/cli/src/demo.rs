@@ -11,9 +11,9 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use sterna::cancel::Cancel;
-use sterna_lab::net::Link;
-use sterna_lab::{Console, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, Tick};
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::net::Link;
+use sterna_qemu_lab::{Console, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, Tick};
 
 use crate::commands::{Exit, Failure};
 use crate::hosts::{Hosts, HostsError, Side, Sterna, doing, patiently};

@@ -10,9 +10,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
-use sterna::cancel::Cancel;
-use sterna_lab::net::{Link, Network, run_in};
-use sterna_lab::usage::Usage;
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::net::{Link, Network, run_in};
+use sterna_qemu_lab::usage::Usage;
 
 /// How often a wait checks for cancellation.
 const SLICE: Duration = Duration::from_millis(200);
@@ -22,8 +22,8 @@ const SLICE: Duration = Duration::from_millis(200);
 #[error("{0}")]
 pub(crate) struct HostsError(pub(crate) String);
 
-impl From<sterna_lab::Error> for HostsError {
-    fn from(error: sterna_lab::Error) -> Self {
+impl From<sterna_qemu_lab::Error> for HostsError {
+    fn from(error: sterna_qemu_lab::Error) -> Self {
         Self(error.to_string())
     }
 }
@@ -66,7 +66,7 @@ impl Hosts {
     ///
     /// # Errors
     /// This user may not make them.
-    pub(crate) fn namespaces(link: Link) -> Result<Self, sterna_lab::Error> {
+    pub(crate) fn namespaces(link: Link) -> Result<Self, sterna_qemu_lab::Error> {
         Ok(Self { network: Some(Network::new(link)?), cpus: None })
     }
 
@@ -74,7 +74,7 @@ impl Hosts {
     ///
     /// # Errors
     /// The kernel lacks a queueing discipline.
-    pub(crate) fn set_link(&self, link: Link) -> Result<(), sterna_lab::Error> {
+    pub(crate) fn set_link(&self, link: Link) -> Result<(), sterna_qemu_lab::Error> {
         self.network.as_ref().map_or(Ok(()), |network| network.set_link(link))
     }
 
@@ -305,16 +305,16 @@ fn cancelled() -> HostsError {
 pub(crate) fn patiently<T>(
     limit: Duration,
     cancel: &Cancel,
-    mut wait: impl FnMut(Duration) -> Result<T, sterna_lab::Error>,
+    mut wait: impl FnMut(Duration) -> Result<T, sterna_qemu_lab::Error>,
 ) -> Result<T, HostsError> {
     let deadline = Instant::now() + limit;
     loop {
         match wait(SLICE) {
-            Err(sterna_lab::Error::Timeout { .. }) if cancel.is_cancelled() => return Err(cancelled()),
-            Err(sterna_lab::Error::Timeout { waiting_for, last, .. }) if Instant::now() >= deadline => {
-                return Err(sterna_lab::Error::Timeout { waiting_for, limit, last }.into());
+            Err(sterna_qemu_lab::Error::Timeout { .. }) if cancel.is_cancelled() => return Err(cancelled()),
+            Err(sterna_qemu_lab::Error::Timeout { waiting_for, last, .. }) if Instant::now() >= deadline => {
+                return Err(sterna_qemu_lab::Error::Timeout { waiting_for, limit, last }.into());
             }
-            Err(sterna_lab::Error::Timeout { .. }) => {}
+            Err(sterna_qemu_lab::Error::Timeout { .. }) => {}
             answer => return Ok(answer?),
         }
     }

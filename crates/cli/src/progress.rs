@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use sterna::cancel::Cancel;
-use sterna::report::{self, Observer, Progress, ReceiveProgress};
+use sterna_engine::cancel::Cancel;
+use sterna_engine::report::{self, Observer, Progress, ReceiveProgress};
 // Notes may quote QEMU or the peer.
 use sterna_wire::text::printable;
 

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 
 /// The effect of signals on a command, as messages to the user.
 #[derive(Clone, Copy, Debug)]

@@ -12,7 +12,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 use sterna_idxd::{DeviceInfo, Directories, Mode, QueueType, discover};
 use sterna_idxd_model::{DeviceConfig, Kind, Mode as ModelMode, Model, ModelConfig, QueueConfig};
-use sterna_lab::{AccelConfig, Configured, Tools, or_skip};
+use sterna_qemu_lab::{AccelConfig, Configured, Tools, or_skip};
 
 /// A model's tree on disk, and the tool that sees it.
 struct Host {

@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use sterna_lab::{Guest, QemuOptions, QemuVersion};
 use sterna_qemu::qmp::Qmp;
+use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion};
 use sterna_wire::control::{Capabilities, ControlMessage, Hello, Machine, Mode};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
 use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};

@@ -7,7 +7,7 @@ mod support;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-use sterna_lab::QemuVersion;
+use sterna_qemu_lab::QemuVersion;
 use sterna_wire::switchover::{CrashPoint, RecordState, SourceState, Step};
 use support::pair::Pair;
 use support::settle::{Migration, Side, killed};

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde_json::Value;
-use sterna_lab::accel::kvm_runs;
-use sterna_lab::{Accel, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
+use sterna_qemu_lab::accel::kvm_runs;
+use sterna_qemu_lab::{Accel, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
 use sterna_wire::limits::MAX_CONTENT;
 use sterna_wire::packet::{PACKET_HEADER_LENGTH, PacketHeader, PacketKind};

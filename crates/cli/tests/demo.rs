@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use serde_json::Value;
-use sterna_lab::{QemuVersion, Tools, or_skip};
+use sterna_qemu_lab::{QemuVersion, Tools, or_skip};
 
 #[test]
 fn the_demo_moves_a_guest_and_its_report_says_so() {

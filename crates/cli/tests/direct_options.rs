@@ -7,9 +7,9 @@ use std::path::Path;
 use std::process::ExitStatus;
 
 use serde_json::{Value, json};
-use sterna_lab::accel::kvm_runs;
-use sterna_lab::huge::HugePages;
-use sterna_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, or_skip};
+use sterna_qemu_lab::accel::kvm_runs;
+use sterna_qemu_lab::huge::HugePages;
+use sterna_qemu_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, or_skip};
 use support::pair::{Pair, eventually};
 use support::settle::{Migration, Side};
 use support::{LONG, Sterna, receive, report, send_by};

@@ -10,8 +10,8 @@ mod support;
 
 use std::time::Duration;
 
-use sterna_lab::ram::Ram;
-use sterna_lab::{
+use sterna_qemu_lab::ram::Ram;
+use sterna_qemu_lab::{
     Aio, Cache, Disk, DiskImage, DiskLoad, DisksDone, Guest, HeldDisk, LinuxGuest, Qemu, QemuOptions, QemuVersion,
     or_skip,
 };

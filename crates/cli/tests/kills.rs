@@ -10,7 +10,7 @@ mod support;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use sterna_lab::QemuVersion;
+use sterna_qemu_lab::QemuVersion;
 use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
 use support::pair::{Pair, eventually};
 use support::settle::{Migration, Side, outcome};

@@ -1,4 +1,4 @@
-//! `sterna proxy` under real libvirts: two hosts (`sterna_lab::libvirt`), a guest that verifies its memory, and libvirt's own commands as
+//! `sterna proxy` under real libvirts: two hosts (`sterna_qemu_lab::libvirt`), a guest that verifies its memory, and libvirt's own commands as
 //! docs/operating.md has them. Run by `make test-libvirt`.
 //!
 //! After every move, whatever became of it: the guest has never run twice, it runs once, and its memory is right.
@@ -10,8 +10,8 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
 
 use rustix::process::{Signal, kill_process};
-use sterna_lab::libvirt::{LibvirtGuest, LibvirtGuestOptions, LibvirtHosts, Side};
-use sterna_lab::or_skip;
+use sterna_qemu_lab::libvirt::{LibvirtGuest, LibvirtGuestOptions, LibvirtHosts, Side};
+use sterna_qemu_lab::or_skip;
 use support::{LONG, Sterna, sterna};
 use tempfile::TempDir;
 

@@ -5,7 +5,7 @@ mod qatzip;
 mod support;
 
 use serde_json::Value;
-use sterna_lab::{Qemu, QemuVersion, or_skip};
+use sterna_qemu_lab::{Qemu, QemuVersion, or_skip};
 use support::{LONG, Sterna, busy_guest, receive, report, send};
 
 #[test]

@@ -5,7 +5,7 @@ mod support;
 use std::time::Duration;
 
 use serde_json::json;
-use sterna_lab::QemuVersion;
+use sterna_qemu_lab::QemuVersion;
 use support::pair::{Pair, eventually};
 use support::settle::{Migration, Side};
 

@@ -7,8 +7,8 @@ use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use sterna_lab::disk::SmallDisk;
-use sterna_lab::{Guest, QemuOptions, QemuVersion, or_skip};
+use sterna_qemu_lab::disk::SmallDisk;
+use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion, or_skip};
 use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
 use support::pair::{Pair, Watched, eventually};
 use support::settle::{Migration, Side};

@@ -11,8 +11,8 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
-use sterna_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
 use sterna_memory::ram::RamBlock;
+use sterna_qemu_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
 use sterna_wire::switchover::{DestinationState, RecordState};
 use support::pair::{Pair, Watched, eventually};
 use support::settle::{Migration, Side};
@@ -370,7 +370,7 @@ fn memory_that_another_process_has_mapped_is_refused_before_the_guest_is_touched
 
 #[test]
 fn huge_pages_of_a_pool_are_refused_before_the_guest_is_touched() {
-    let Some(_pages) = sterna_lab::or_skip(sterna_lab::huge::HugePages::reserve(MEMORY)) else { return };
+    let Some(_pages) = sterna_qemu_lab::or_skip(sterna_qemu_lab::huge::HugePages::reserve(MEMORY)) else { return };
     let source = QemuOptions::new(QemuVersion::V10_0, Guest::BootSector);
     let mut destination = source.incoming();
     destination.backend = Backend::MemfdHuge;

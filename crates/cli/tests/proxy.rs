@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use sterna_lab::{Guest, Qemu, QemuOptions, QemuVersion, or_skip};
 use sterna_qemu::qmp::Qmp;
+use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, or_skip};
 use support::{LONG, Sterna, busy_guest, certificates, sterna};
 
 /// Sets what libvirt sets for a parallel migration over unix sockets; `channels` 0: one stream.

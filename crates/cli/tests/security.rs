@@ -8,8 +8,8 @@ use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use sterna_lab::{Guest, Qemu, QemuOptions, QemuVersion, Tools, or_skip};
 use sterna_qemu::qmp::Qmp;
+use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, Tools, or_skip};
 use support::pair::{Pair, Watched};
 use support::settle::outcome;
 use support::{Hold, Sterna, certificates, receive, send, sterna};

@@ -10,7 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use serde_json::json;
-use sterna_lab::{Disk, DiskImage, DiskLoad, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion};
+use sterna_qemu_lab::{Disk, DiskImage, DiskLoad, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion};
 use support::moving::{Backing, Move, backings, kernel_words, tried};
 use support::pair::{Pair, eventually};
 use support::{LONG, Sterna};

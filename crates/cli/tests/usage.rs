@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use sterna_lab::{Guest, Qemu, QemuOptions, QemuVersion, or_skip};
+use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, or_skip};
 
 const ID: &str = "000102030405060708090a0b0c0d0e0f";
 

@@ -8,8 +8,8 @@ mod support;
 use std::path::Path;
 
 use handles::may_open_by_handle;
-use sterna_lab::ram::{CHANGED_BY_LOADING, compare};
-use sterna_lab::{
+use sterna_qemu_lab::ram::{CHANGED_BY_LOADING, compare};
+use sterna_qemu_lab::{
     Backend, FilesDone, Guest, LinuxGuest, QemuOptions, QemuVersion, Share, SharedDirectory, Virtiofsd, or_skip,
 };
 use support::pair::{Pair, Watched, eventually};

@@ -9,7 +9,7 @@ use proptest::test_runner::contextualize_config;
 use sterna_codec::{CodecError, Encoded, Format, Method, MethodChoice};
 
 // An inflate by nobody's library, which refuses distances beyond the window that it is given.
-#[path = "../../idxd-model/tests/device/inflate.rs"]
+#[path = "../../../lab/idxd-model/tests/device/inflate.rs"]
 mod reference;
 
 fn format(name: &str) -> Format {

@@ -14,7 +14,7 @@ use sterna_offload::trace::Trace;
 use sterna_offload::{Bell, Kind, Nanos, Offload, OffloadReport, Operation, Settings, Time};
 
 // An inflate by nobody's library, which refuses distances beyond the window that it is given.
-#[path = "../../idxd-model/tests/device/inflate.rs"]
+#[path = "../../../lab/idxd-model/tests/device/inflate.rs"]
 mod reference;
 
 const BATCH: usize = 512 << 10;

@@ -1,5 +1,5 @@
-//! Devices that the library moves: passed by a monitor to its [`Source`](sterna::source::Source) and
-//! [`Destination`](sterna::destination::Destination), and called by it when the guest is paused and resumed.
+//! Devices that the library moves: passed by a monitor to its [`Source`](sterna_engine::source::Source) and
+//! [`Destination`](sterna_engine::destination::Destination), and called by it when the guest is paused and resumed.
 //!
 //! | devices | at the source | at the destination |
 //! |---|---|---|

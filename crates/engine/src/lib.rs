@@ -19,11 +19,11 @@
 //! use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 //! use std::thread::JoinHandle;
 //!
-//! use sterna::cancel::Cancel;
-//! use sterna::destination::Destination;
-//! use sterna::source::Source;
-//! use sterna::transport::{Security, simulated::Network};
-//! use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
+//! use sterna_engine::cancel::Cancel;
+//! use sterna_engine::destination::Destination;
+//! use sterna_engine::source::Source;
+//! use sterna_engine::transport::{Security, simulated::Network};
+//! use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
 //! use sterna_memory::dirty::handed_in::{DirtyMarker, HandedInLog};
 //! use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 //!

@@ -12,12 +12,12 @@ use std::time::Duration;
 use common::within_a_minute;
 use guest::{Memory, Monitor, Running, Workload, both_sides};
 use moving::{DEDICATED, SHARED, SMALL, done_by, dsa, start};
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::report::Report;
-use sterna::source::Source;
-use sterna::transport::Security;
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::report::Report;
+use sterna_engine::source::Source;
+use sterna_engine::transport::Security;
 use sterna_offload::{Kind, Offload, OffloadReport, Operation, Settings};
 
 const PAGES: [usize; 2] = [700, 300];

@@ -9,13 +9,13 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
 use common::{HANGS, PAGE, Placed, halves, sockets, within_a_minute};
-use sterna::abort::Abort;
-use sterna::batch::BatchPool;
-use sterna::pacer::Pacer;
-use sterna::receive::{PacketRules, ReceiveCounters, ReceiveError, receive_packets};
-use sterna::send::{Compression, Item, MOST_REFUSED, SendAgain, SendChannel, SendContext};
-use sterna::window::{Window, WindowClosed};
 use sterna_codec::{Engines, MethodChoice};
+use sterna_engine::abort::Abort;
+use sterna_engine::batch::BatchPool;
+use sterna_engine::pacer::Pacer;
+use sterna_engine::receive::{PacketRules, ReceiveCounters, ReceiveError, receive_packets};
+use sterna_engine::send::{Compression, Item, MOST_REFUSED, SendAgain, SendChannel, SendContext};
+use sterna_engine::window::{Window, WindowClosed};
 use sterna_wire::packet::{Ack, BlockShape, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PageRequest, Refusal};
 
 const PACKET: usize = 16 * PAGE;

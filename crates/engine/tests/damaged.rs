@@ -13,13 +13,13 @@ use std::time::Duration;
 
 use common::within_a_minute;
 use guest::{Behind, Memory, Monitor, PAGE, Running, Workload, both_sides};
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::migration::{GuestState, MigrationError};
-use sterna::report::{ReceiveReport, Report};
-use sterna::source::{NotConverging, Source};
-use sterna::transport::Security;
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::migration::{GuestState, MigrationError};
+use sterna_engine::report::{ReceiveReport, Report};
+use sterna_engine::source::{NotConverging, Source};
+use sterna_engine::transport::Security;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::handed_in::HandedInLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
@@ -193,7 +193,7 @@ fn migrate_by(
     let relay = relay(listening.address().to_string().parse().unwrap());
     let log = ByPage { log, ram: source.ram() };
     let migration = settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()));
-    let address = sterna::transport::Address::from(relay.address);
+    let address = sterna_engine::transport::Address::from(relay.address);
     let (sent, received) =
         both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));
     look(&destination, &mut from, &mut to, &running);

@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use common::within_a_minute;
 use guest::{Behind, Memory, Monitor, Running, Workload, both_sides};
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::report::Report;
-use sterna::source::{NotConverging, Source};
-use sterna::transport::Security;
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::report::Report;
+use sterna_engine::source::{NotConverging, Source};
+use sterna_engine::transport::Security;
 use sterna_memory::userfault::{Faults, Userfault};
 
 const PAGES: [usize; 2] = [1500, 700];

@@ -14,14 +14,14 @@ use common::relay::Relay;
 use common::within_a_minute;
 use device::{Device, Devices};
 use guest::{Memory, Monitor, Running, Signal, Workload};
-use sterna::cancel::Cancel;
-use sterna::destination::{Before, Destination};
-use sterna::device_state::{DeviceChannels, DevicePhase};
-use sterna::migration::{GuestState, MigrationError, Phase};
-use sterna::report::{Observer, Progress, ReceiveReport, Report};
-use sterna::source::{Source, TimeLimits};
-use sterna::transport::{Address, Security};
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::{Before, Destination};
+use sterna_engine::device_state::{DeviceChannels, DevicePhase};
+use sterna_engine::migration::{GuestState, MigrationError, Phase};
+use sterna_engine::report::{Observer, Progress, ReceiveReport, Report};
+use sterna_engine::source::{Source, TimeLimits};
+use sterna_engine::transport::{Address, Security};
 
 const CALM: Workload = Workload { writers: 1, span: 300, seed: 1, burst: 8 };
 const ALL_WAYS: [DeviceChannels; 4] =

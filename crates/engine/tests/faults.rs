@@ -19,15 +19,15 @@ use std::time::Duration;
 use common::relay::Relay;
 use device::{Device, Devices};
 use guest::{Behind, Life, Memory, Monitor, Running, Workload};
-use sterna::cancel::Cancel;
-use sterna::destination::{Destination, Fence};
-use sterna::device_state::DeviceChannels;
-use sterna::migration::{GuestState, MigrationError};
-use sterna::report::{Observer, Progress, ReceiveReport, Report};
-use sterna::source::{NotConverging, Source, TimeLimits};
-use sterna::transport::simulated::{Direction, Faults, Network, Which};
-use sterna::transport::{Address, Security};
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::{Destination, Fence};
+use sterna_engine::device_state::DeviceChannels;
+use sterna_engine::migration::{GuestState, MigrationError};
+use sterna_engine::report::{Observer, Progress, ReceiveReport, Report};
+use sterna_engine::source::{NotConverging, Source, TimeLimits};
+use sterna_engine::transport::simulated::{Direction, Faults, Network, Which};
+use sterna_engine::transport::{Address, Security};
 use sterna_memory::userfault::{self, Userfault};
 
 /// Migrations on the simulated network, and on sockets.

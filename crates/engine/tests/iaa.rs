@@ -9,8 +9,8 @@ mod moving;
 use common::within_a_minute;
 use guest::Workload;
 use moving::{done_by, migrate_with, offload_of, report_of};
-use sterna::source::IaaVerify;
 use sterna_codec::MethodChoice;
+use sterna_engine::source::IaaVerify;
 use sterna_offload::{Kind, Operation, Settings};
 
 const IAA: &str = r#"[{"name":"iax1","kind":"iaa","queues":[{"name":"wq1.0","size":16}]}]"#;
@@ -128,7 +128,7 @@ fn the_report_says_who_compressed() {
     within_a_minute(|| {
         let words = |devices, verify| {
             let offload = offload_of(devices, "[]", 1, Settings::default());
-            let settings = |source: sterna::source::Source| source.method(iaa()).iaa_verify(verify);
+            let settings = |source: sterna_engine::source::Source| source.method(iaa()).iaa_verify(verify);
             report_of("report", &offload, FEW_WRITES, &(), settings).method
         };
         // On a busy machine the model may be late, and the CPU have a share.

@@ -10,14 +10,14 @@ use std::time::Duration;
 
 use common::within_a_minute;
 use guest::{Memory, Monitor, Running, Workload};
-use sterna::cancel::Cancel;
-use sterna::destination::{Before, Destination};
-use sterna::migration::{GuestState, MigrationError, Phase, Side};
-use sterna::process;
-use sterna::report::{Observer, Outcome, Progress, ReceiveReport, Report};
-use sterna::source::{NotConverging, Source, Throttle, TimeLimits};
-use sterna::transport::Security;
 use sterna_codec::{Method, MethodChoice};
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::{Before, Destination};
+use sterna_engine::migration::{GuestState, MigrationError, Phase, Side};
+use sterna_engine::process;
+use sterna_engine::report::{Observer, Outcome, Progress, ReceiveReport, Report};
+use sterna_engine::source::{NotConverging, Source, Throttle, TimeLimits};
+use sterna_engine::transport::Security;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 

@@ -11,25 +11,25 @@ use std::time::Duration;
 
 use common::within_a_minute;
 use guest::{Behind, Memory, Monitor, Running, Workload};
-use sterna::abort::Abort;
-use sterna::batch::BatchPool;
-use sterna::cancel::Cancel;
-use sterna::control_link::{self, ControlLink};
-use sterna::destination::{Destination, Fence};
-use sterna::migration::{GuestState, MigrationError, Phase};
-use sterna::pacer::Pacer;
-use sterna::receive::{Sink, SinkError};
-use sterna::report::ReceiveReport;
-use sterna::send::{Compression, Item, SendChannel, SendContext};
-use sterna::session::{
+use sterna_codec::MethodChoice;
+use sterna_engine::abort::Abort;
+use sterna_engine::batch::BatchPool;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::control_link::{self, ControlLink};
+use sterna_engine::destination::{Destination, Fence};
+use sterna_engine::migration::{GuestState, MigrationError, Phase};
+use sterna_engine::pacer::Pacer;
+use sterna_engine::receive::{Sink, SinkError};
+use sterna_engine::report::ReceiveReport;
+use sterna_engine::send::{Compression, Item, SendChannel, SendContext};
+use sterna_engine::session::{
     self, Doorman, Features, Greeting, Heard, Offer, OtherDoor, Peer, PeerNews, Redial, Session, Sinks, TellPeer,
     link_events,
 };
-use sterna::source::{NotConverging, Source, TimeLimits};
-use sterna::transport::simulated::Network;
-use sterna::transport::{Address, Limits, Listener, Reader, Security, Writer, accept_channel};
-use sterna::window::Window;
-use sterna_codec::MethodChoice;
+use sterna_engine::source::{NotConverging, Source, TimeLimits};
+use sterna_engine::transport::simulated::Network;
+use sterna_engine::transport::{Address, Limits, Listener, Reader, Security, Writer, accept_channel};
+use sterna_engine::window::Window;
 use sterna_memory::ram::Backing;
 use sterna_memory::userfault::{Faults, Userfault};
 use sterna_wire::control::{Block, ControlMessage, Machine, Mode, PostCopyFigures, Totals};

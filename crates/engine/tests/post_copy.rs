@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use common::within_a_minute;
 use guest::{Behind, Memory, Monitor, Running, Workload, both_sides};
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::report::{Observer, Progress};
-use sterna::source::{NotConverging, Source, TimeLimits};
-use sterna::transport::Security;
-use sterna::transport::simulated::Network;
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::report::{Observer, Progress};
+use sterna_engine::source::{NotConverging, Source, TimeLimits};
+use sterna_engine::transport::Security;
+use sterna_engine::transport::simulated::Network;
 use sterna_memory::userfault::{Faults, Userfault};
 use sterna_offload::{Accelerators, Kind, Offload, Settings};
 

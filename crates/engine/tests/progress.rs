@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use common::within_a_minute;
 use guest::{Memory, Monitor, Running, Workload};
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::report::{Observer, Progress, ReceiveProgress};
-use sterna::source::{NotConverging, Source};
-use sterna::transport::Security;
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::report::{Observer, Progress, ReceiveProgress};
+use sterna_engine::source::{NotConverging, Source};
+use sterna_engine::transport::Security;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::handed_in::HandedInLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};

@@ -11,13 +11,13 @@ use std::sync::atomic::Ordering;
 
 use common::within_a_minute;
 use guest::{Memory, Monitor, Running, Workload, both_sides};
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::migration::{GuestState, MigrationError};
-use sterna::report::{Observer, Progress, Report};
-use sterna::source::Source;
-use sterna::transport::Security;
 use sterna_codec::{MethodChoice, Qatzip, QatzipSoftware};
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::migration::{GuestState, MigrationError};
+use sterna_engine::report::{Observer, Progress, Report};
+use sterna_engine::source::Source;
+use sterna_engine::transport::Security;
 
 const PAGES: [usize; 2] = [1500, 700];
 const WRITES: Workload = Workload { writers: 2, span: 60, seed: 5, burst: 40 };

@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use common::within_a_minute;
 use guest::{Memory, Monitor, Running, Workload, both_sides};
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::report::Report;
-use sterna::source::Source;
-use sterna::transport::Security;
 use sterna_codec::{MethodChoice, Qatzip, QatzipSoftware};
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::report::Report;
+use sterna_engine::source::Source;
+use sterna_engine::transport::Security;
 
 const PAGES: [usize; 2] = [1500, 700];
 const WRITES: Workload = Workload { writers: 1, span: 60, seed: 5, burst: 40 };

@@ -7,8 +7,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::io::{ErrorKind, Read, Write};
 use std::time::Duration;
 
-use sterna::transport::simulated::{DEFAULT_CAPACITY, Direction, Faults, Network, Port, Which};
-use sterna::transport::{
+use sterna_engine::transport::simulated::{DEFAULT_CAPACITY, Direction, Faults, Network, Port, Which};
+use sterna_engine::transport::{
     Connection, Incoming, Limits, Listener, Reader, Security, TransportError, Writer, accept_channel, open_channel,
 };
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelKind, REPLY_PREFIX_LENGTH};

@@ -10,13 +10,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{PAGE, Placed, halves, sockets, within_a_minute};
-use sterna::abort::Abort;
-use sterna::batch::BatchPool;
-use sterna::entry::{Entry, Pipeline, REGION};
-use sterna::pacer::Pacer;
-use sterna::receive::{PacketRules, ReceiveCounters, receive_packets};
-use sterna::send::{Compression, SendChannel, SendContext};
-use sterna::window::{Window, WindowClosed};
+use sterna_engine::abort::Abort;
+use sterna_engine::batch::BatchPool;
+use sterna_engine::entry::{Entry, Pipeline, REGION};
+use sterna_engine::pacer::Pacer;
+use sterna_engine::receive::{PacketRules, ReceiveCounters, receive_packets};
+use sterna_engine::send::{Compression, SendChannel, SendContext};
+use sterna_engine::window::{Window, WindowClosed};
 use sterna_wire::packet::RunKind;
 
 /// What a window starts with at least, in bytes, and what this one stays at: without an allowance it does not grow.

@@ -102,7 +102,7 @@ impl Inflater {
 
 // An independent inflate, which refuses distances beyond its given window.
 #[cfg(test)]
-#[path = "../../idxd-model/tests/device/inflate.rs"]
+#[path = "../../../lab/idxd-model/tests/device/inflate.rs"]
 mod reference;
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
-use sterna::transport::peer_process;
+use sterna_engine::transport::peer_process;
 use sterna_wire::text::cleaned;
 
 pub use answers::{MigrationInfo, RamInfo, Version};
@@ -411,7 +411,7 @@ fn write_with_descriptor(writer: &mut UnixStream, bytes: &[u8], descriptor: Borr
 
 /// Connects within `timeout`: on a unix socket the send time limit covers the wait for room in the queue.
 fn connect_stream(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
-    sterna::transport::unix::connect(path, timeout)
+    sterna_engine::transport::unix::connect(path, timeout)
 }
 
 /// Formats a time limit for error texts.

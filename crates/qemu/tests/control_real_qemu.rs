@@ -6,12 +6,12 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use sterna_lab::{Guest, QemuOptions, QemuVersion, Tools, or_skip};
 use sterna_memory::place::Way;
 use sterna_qemu::discover::{Backing, FileKind, Freshness, RamBlock, discover};
 use sterna_qemu::placement::{Placement, choose};
 use sterna_qemu::qmp::{Qmp, QmpError};
 use sterna_qemu::settings::{Role, Settings, SettingsError, Wanted};
+use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion, Tools, or_skip};
 
 const SIZE: u64 = 64 << 20;
 
@@ -140,7 +140,7 @@ fn qemu_is_found_behind_a_socket_that_was_handed_over() {
     for version in QemuVersion::ALL {
         // The laboratory opens the QMP socket and passes it on, as libvirt does; QEMU's own `listen` makes it the peer.
         let options = QemuOptions { memory: SIZE, ..QemuOptions::new(version, Guest::None) }.incoming();
-        let Some(qemu) = or_skip(sterna_lab::Qemu::start(&options)) else { return };
+        let Some(qemu) = or_skip(sterna_qemu_lab::Qemu::start(&options)) else { return };
         let qmp = Qmp::connect(qemu.qmp_path()).unwrap();
         assert_eq!(qmp.peer_pid(), Some(qemu.pid() as i32));
         let blocks = discover(&qmp).unwrap();

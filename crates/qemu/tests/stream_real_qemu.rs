@@ -13,11 +13,11 @@ use std::sync::mpsc;
 use std::thread;
 
 use serde_json::{Value, json};
-use sterna_lab::{QemuVersion, Tools, or_skip};
 use sterna_qemu::stream::{
     ChannelSniff, Event, MainReader, MainWriter, MultifdInit, MultifdPacket, MultifdReader, MultifdWriter, PacketKind,
     PageBatch, ReturnMessage, ReturnPathReader, SectionKind, WireVariant,
 };
+use sterna_qemu_lab::{QemuVersion, Tools, or_skip};
 use stream_support::Random;
 
 const PAGE: usize = 4096;

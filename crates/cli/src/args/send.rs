@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use sterna::source::{IaaVerify, NotConverging, Throttle};
+use sterna_engine::source::{IaaVerify, NotConverging, Throttle};
 use sterna_offload::Accelerators;
 use sterna_offload::share::MAX_WEIGHT;
 use sterna_qemu::gateway::{DirectOptions, SendMode};

@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use super::*;
 use clap::CommandFactory;
-use sterna::source::{IaaVerify, NotConverging, Throttle};
 use sterna_codec::{Qatzip, QatzipSoftware};
+use sterna_engine::source::{IaaVerify, NotConverging, Throttle};
 use sterna_qemu::gateway::{DirectOptions, Placement, WaitLimits};
 use sterna_wire::limits::MAX_NAME;
 

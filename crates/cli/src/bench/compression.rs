@@ -1,7 +1,7 @@
 //! `sterna bench compression`: which method is the fastest way through which network, with how many channels, for which content, and
 //! beside QEMU's own.
 //!
-//! Two processes move memory as in `sterna bench ram`; it holds content that machines really have ([`sterna_lab::corpus`]), or a
+//! Two processes move memory as in `sterna bench ram`; it holds content that machines really have ([`sterna_qemu_lab::corpus`]), or a
 //! pattern of published measurements that a thread writes meanwhile at a set rate. Networks with a limit are two namespaces with a
 //! token bucket between them, for QEMU and for the library alike. Which cells there are is in [`plan`].
 
@@ -9,9 +9,9 @@ mod plan;
 
 use std::cell::RefCell;
 
-use sterna::cancel::Cancel;
-use sterna_lab::corpus::Corpus;
-use sterna_lab::net::Link;
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::corpus::Corpus;
+use sterna_qemu_lab::net::Link;
 
 use super::BenchArgs;
 use super::harness::{Cell, Column, Findings, Row, Spread, Target, interleaved};

@@ -8,8 +8,8 @@ pub(crate) mod side;
 
 use std::time::Duration;
 
-use sterna::cancel::Cancel;
-use sterna_lab::net::Link;
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::net::Link;
 
 use super::BenchArgs;
 use super::dirty_rate::attempt::{Guest, PAGE, Setting, Site};
@@ -237,7 +237,7 @@ fn notes(rig: &Rig<'_>, bytes: u64) -> Vec<String> {
              end the destination's memory was compared with the source's.",
             bytes / MIB
         ),
-        "Rounds: a microvm (examples/microvm, KVM with its dirty log) of 1 GiB that nothing shrinks; the destination checks its memory. \
+        "Rounds: a microvm (lab/microvm, KVM with its dirty log) of 1 GiB that nothing shrinks; the destination checks its memory. \
          Not moved: 1 where it was given up or stood for longer than 330 ms. The source's CPU is with the guest's."
             .into(),
     ]

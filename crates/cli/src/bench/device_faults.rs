@@ -10,7 +10,7 @@ mod arrivals;
 mod blocking;
 mod receiver;
 
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 use sterna_memory::PAGE_SIZE;
 
 use super::BenchArgs;

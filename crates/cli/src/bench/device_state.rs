@@ -13,12 +13,12 @@ use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::device_state::DeviceChannels;
-use sterna::source::{Source, TimeLimits};
-use sterna::tls::TlsSettings;
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::device_state::DeviceChannels;
+use sterna_engine::source::{Source, TimeLimits};
+use sterna_engine::tls::TlsSettings;
 
 use super::BenchArgs;
 use super::harness::{Cell, Column, Findings, Spread, Target, interleaved};
@@ -232,8 +232,9 @@ impl Bench<'_> {
             || listening.run(&mut Idle, cancel, &()).map_err(|error| error.to_string()),
         )?;
         check_method(method, &report.method).map_err(|error| error.to_string())?;
-        let longest =
-            |figure: fn(&sterna::report::DeviceReport) -> f64| report.devices.iter().map(figure).fold(0.0, f64::max);
+        let longest = |figure: fn(&sterna_engine::report::DeviceReport) -> f64| {
+            report.devices.iter().map(figure).fold(0.0, f64::max)
+        };
         Ok([
             report.downtime_ms,
             longest(|device| device.save_ms),

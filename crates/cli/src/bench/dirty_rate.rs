@@ -1,6 +1,6 @@
 //! `sterna bench dirty-rate`: the largest rate at which a guest may write its memory and still be moved.
 //!
-//! Guests of `examples/microvm` write page after page at a set rate. For each way of moving them the rate is searched at which
+//! Guests of `lab/microvm` write page after page at a set rate. For each way of moving them the rate is searched at which
 //! that just ends in time ([`mod@search`]); each rate is tried with two processes of their own ([`attempt`]). The same is searched for guests
 //! of QEMU ([`qemu`]).
 
@@ -10,7 +10,7 @@ mod search;
 
 use std::time::{Duration, Instant};
 
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 
 use super::BenchArgs;
 use super::harness::{Column, Findings, Row, Spread, Target};
@@ -370,7 +370,7 @@ fn notes(site: &Site<'_>, runs: usize, quick: bool) -> Vec<String> {
     let [source, destination] = site.cpus();
     vec![
         format!(
-            "A guest of examples/microvm with one vCPU, on KVM with its dirty log; where KVM is missing, or its guest does not \
+            "A guest of lab/microvm with one vCPU, on KVM with its dirty log; where KVM is missing, or its guest does not \
              reach the rates in question, a thread does the same with write protection. Memory is written page after page, the \
              first bytes of each. Source on CPUs {source}, destination on \
              {destination}; 2 channels over the loopback interface, not encrypted; downtime {} ms; given up when rounds do \

@@ -6,7 +6,7 @@
 use std::fmt::Write as _;
 
 use serde_json::{Value, json};
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 
 use super::machine::Machine;
 use crate::hosts::HostsError;

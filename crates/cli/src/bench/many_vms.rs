@@ -3,7 +3,7 @@
 //! What decides who may use a device is the product's own code. The question of the reviewers of the published design was what
 //! the worst of a hundred VMs gets, and whether any of them starves in a queue that knows no shares.
 
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 use sterna_simulator::costs::Costs;
 use sterna_simulator::host::{Outcome, run};
 use sterna_simulator::many_vms::{Content, HEAVY, Mix, Shares, crowd, longest_wait, shares, unequal};

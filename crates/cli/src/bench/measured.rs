@@ -1,7 +1,7 @@
 //! What one migration took: the same figures for a guest of QEMU and for memory that the library moves.
 
 use sterna_codec::MethodChoice;
-use sterna_lab::usage::Usage;
+use sterna_qemu_lab::usage::Usage;
 
 use crate::hosts::HostsError;
 

@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
-use sterna::cancel::Cancel;
 use sterna_codec::MethodChoice;
-use sterna_lab::usage::Usage;
-use sterna_lab::{Backend, Qemu, QemuOptions, Role, Tick, WarmMemory};
+use sterna_engine::cancel::Cancel;
 use sterna_qemu::qmp::Qmp;
+use sterna_qemu_lab::usage::Usage;
+use sterna_qemu_lab::{Backend, Qemu, QemuOptions, Role, Tick, WarmMemory};
 use tempfile::TempDir;
 
 use super::measured::{Measured, check_method};

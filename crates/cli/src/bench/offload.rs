@@ -3,7 +3,7 @@
 mod cpu;
 mod device;
 
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 
 use super::BenchArgs;
 use super::harness::{Column, Findings};

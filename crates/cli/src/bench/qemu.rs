@@ -7,10 +7,10 @@
 
 use std::cell::RefCell;
 
-use sterna::cancel::Cancel;
-use sterna_lab::huge::HugeTmpfs;
-use sterna_lab::net::Link;
-use sterna_lab::{Backend, Fill, Guest, LinuxGuest, QemuOptions};
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::huge::HugeTmpfs;
+use sterna_qemu_lab::net::Link;
+use sterna_qemu_lab::{Backend, Fill, Guest, LinuxGuest, QemuOptions};
 
 use super::BenchArgs;
 use super::harness::{Cell, Column, Findings, Row, Spread, Target, interleaved};

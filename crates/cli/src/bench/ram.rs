@@ -18,8 +18,8 @@ pub(crate) mod writer;
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 
-use sterna::cancel::Cancel;
-use sterna_lab::net::Network;
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::net::Network;
 use tempfile::TempDir;
 
 use super::BenchArgs;

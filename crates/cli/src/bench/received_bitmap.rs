@@ -6,7 +6,7 @@
 
 use std::cell::RefCell;
 
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 
 use super::BenchArgs;
 use super::harness::{Cell, Findings, interleaved};

@@ -8,8 +8,8 @@ mod costs;
 mod plan;
 mod real;
 
-use sterna::cancel::Cancel;
-use sterna_lab::corpus::Corpus;
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::corpus::Corpus;
 use sterna_simulator::path::Took;
 use sterna_simulator::path::choices::Trace;
 

@@ -3,7 +3,7 @@
 //! First the published structure, with costs fitted to one published run: how far the others are off is how far everything
 //! else here may be off. Then the same work in Sterna's structure.
 
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_simulator::costs::{Costs, fit};
 use sterna_simulator::host::run;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::{Args, Subcommand};
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 use sterna_idxd::{DeviceInfo, Directories, Kind, Operation, QueueInfo, Reason, WorkQueue, discover, iaa};
 use sterna_memory::scan::Implementation;
 use sterna_offload::plan::{Accelerator, Plan, PlanDevice};

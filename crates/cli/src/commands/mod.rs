@@ -16,9 +16,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use serde::Serialize;
-use sterna::cancel::Cancel;
-use sterna::report::Outcome;
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::report::Outcome;
 use sterna_qemu::gateway::GatewayError;
 
 use crate::args::{Cli, Command, LinkArgs, ProxyCommand, ReportArgs, ScreenArgs};

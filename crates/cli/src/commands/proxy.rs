@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Mutex;
 
-use sterna::report::Observer;
+use sterna_engine::report::Observer;
 use sterna_qemu::gateway::{
     GatewayError, ProxyReceiveOptions, ProxyReport, ProxySendOptions, ProxyStop, proxy_receive, proxy_send,
 };

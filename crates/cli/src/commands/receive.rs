@@ -1,6 +1,6 @@
 //! `sterna receive`: the destination's side of a migration.
 
-use sterna::report::{Outcome, ReceiveReport};
+use sterna_engine::report::{Outcome, ReceiveReport};
 use sterna_qemu::gateway::{Placement, ReceiveOptions, receive};
 
 use super::{Exit, Failure, Summary, migration, security, state_dir};

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use sterna::record_file::Side;
+use sterna_engine::record_file::Side;
 use sterna_qemu::gateway::{RecoverOptions, recover};
 
 use super::{Exit, Failure, Session, gateway_failure, security, state_dir};

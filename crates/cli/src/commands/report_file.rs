@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use serde::Serialize;
-use sterna::directory::Directory;
+use sterna_engine::directory::Directory;
 
 /// A place for a report.
 #[derive(Debug)]

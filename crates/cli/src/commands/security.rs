@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use sterna::tls::{TlsError, TlsSettings};
-use sterna::transport::Security;
+use sterna_engine::tls::{TlsError, TlsSettings};
+use sterna_engine::transport::Security;
 
 use super::Failure;
 use crate::args::{RecoverArgs, TlsAllowArgs, TlsArgs};

@@ -1,6 +1,6 @@
 //! `sterna send`: the source's side of a migration.
 
-use sterna::report::{Outcome, Report};
+use sterna_engine::report::{Outcome, Report};
 use sterna_qemu::gateway::{DirectOptions, SendOptions, send};
 
 use super::{Exit, Failure, Summary, method_choice, migration, security, state_dir};

@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use serde_json::Value;
-use sterna_lab::{Guest, LinuxGuest, QemuOptions, QemuVersion};
+use sterna_qemu_lab::{Guest, LinuxGuest, QemuOptions, QemuVersion};
 
 /// Time limit of each step of a test, enough for a slow machine.
 pub(crate) const LONG: Duration = Duration::from_secs(120);

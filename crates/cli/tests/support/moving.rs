@@ -4,10 +4,10 @@
 use std::path::Path;
 
 use serde_json::Value;
-use sterna_lab::Backend;
-use sterna_lab::huge::{HugePages, HugeTmpfs};
-use sterna_lab::or_skip;
-use sterna_lab::ram::{CHANGED_BY_LOADING, compare};
+use sterna_qemu_lab::Backend;
+use sterna_qemu_lab::huge::{HugePages, HugeTmpfs};
+use sterna_qemu_lab::or_skip;
+use sterna_qemu_lab::ram::{CHANGED_BY_LOADING, compare};
 
 use super::pair::Pair;
 use super::{Hold, Sterna, certificates, receive, report, send_by};
@@ -135,10 +135,10 @@ const TRIES_OF_7_2: usize = 3;
 
 /// Calls `moved` until memory does not differ, at most as often as the source's release requires. Returns none if it was skipped.
 pub(crate) fn tried<T>(
-    from: sterna_lab::QemuVersion,
+    from: sterna_qemu_lab::QemuVersion,
     mut moved: impl FnMut() -> Option<Result<T, String>>,
 ) -> Option<T> {
-    let tries = if from == sterna_lab::QemuVersion::V7_2 { TRIES_OF_7_2 } else { 1 };
+    let tries = if from == sterna_qemu_lab::QemuVersion::V7_2 { TRIES_OF_7_2 } else { 1 };
     for left in (0..tries).rev() {
         match moved()? {
             Ok(result) => return Some(result),
@@ -151,6 +151,6 @@ pub(crate) fn tried<T>(
 
 /// Kernel options for a Linux guest of a QEMU 7.2: with separate page tables for the kernel, each interrupt drops the cached
 /// translations, which avoids most of the lost writes.
-pub(crate) fn kernel_words(from: sterna_lab::QemuVersion) -> String {
-    if from == sterna_lab::QemuVersion::V7_2 { "pti=on".into() } else { String::new() }
+pub(crate) fn kernel_words(from: sterna_qemu_lab::QemuVersion) -> String {
+    if from == sterna_qemu_lab::QemuVersion::V7_2 { "pti=on".into() } else { String::new() }
 }

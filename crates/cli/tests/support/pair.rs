@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
-use sterna_lab::{Guest, Qemu, QemuOptions, QemuVersion, boot_sector, or_skip, ram::Ram};
 use sterna_qemu::qmp::Qmp;
+use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, boot_sector, or_skip, ram::Ram};
 use tempfile::TempDir;
 
 use super::LONG;
@@ -25,7 +25,7 @@ pub(crate) struct Watched {
 
 impl Watched {
     /// Starts a QEMU; its second monitor's socket is `name` in `directory`.
-    pub(crate) fn start(options: &QemuOptions, directory: &Path, name: &str) -> Result<Self, sterna_lab::Error> {
+    pub(crate) fn start(options: &QemuOptions, directory: &Path, name: &str) -> Result<Self, sterna_qemu_lab::Error> {
         let socket = directory.join(format!("{name}.watch"));
         let mut options = options.clone();
         options.extra.extend([
@@ -34,7 +34,7 @@ impl Watched {
             "-mon".into(),
             "chardev=watch,mode=control".into(),
         ]);
-        let source = options.role == sterna_lab::Role::Source;
+        let source = options.role == sterna_qemu_lab::Role::Source;
         let qemu = Qemu::start(&options)?;
         let monitor = Qmp::connect(&socket).expect("the second monitor answers");
         Ok(Self { qemu, monitor, killed: None, source, turns: RefCell::default() })

@@ -5,8 +5,8 @@ use std::fmt;
 use std::io::{BufRead, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use sterna::device_state::{Ahead, DeviceId, LoadDevice, SaveDevice};
-use sterna::vmm::VmmError;
+use sterna_engine::device_state::{Ahead, DeviceId, LoadDevice, SaveDevice};
+use sterna_engine::vmm::VmmError;
 
 use super::CHUNK;
 use crate::vfio::{
@@ -18,10 +18,10 @@ use crate::vfio::{
 ///
 /// | when | the monitor calls |
 /// |---|---|
-/// | before [`Source::run`](sterna::source::Source::run) | [`save_devices`](Self::save_devices), whose devices it passes to the source |
-/// | [`SourceVmm::pause`](sterna::vmm::SourceVmm::pause), the guest's CPUs are stopped | [`stop`](Self::stop) |
-/// | [`SourceVmm::resume`](sterna::vmm::SourceVmm::resume), before the CPUs run | [`run_on`](Self::run_on) |
-/// | [`Source::run`](sterna::source::Source::run) has returned an error, and the guest runs | [`reset_failed`](Self::reset_failed) |
+/// | before [`Source::run`](sterna_engine::source::Source::run) | [`save_devices`](Self::save_devices), whose devices it passes to the source |
+/// | [`SourceVmm::pause`](sterna_engine::vmm::SourceVmm::pause), the guest's CPUs are stopped | [`stop`](Self::stop) |
+/// | [`SourceVmm::resume`](sterna_engine::vmm::SourceVmm::resume), before the CPUs run | [`run_on`](Self::run_on) |
+/// | [`Source::run`](sterna_engine::source::Source::run) has returned an error, and the guest runs | [`reset_failed`](Self::reset_failed) |
 ///
 /// A migration that fails before the guest was paused calls no `resume`: the devices have been running all the time,
 /// and the engine stops reading them. After any failure the same devices can be moved again.
@@ -85,7 +85,7 @@ impl<D: Device> VfioSource<D> {
         Self { ahead: bytes, ..self }
     }
 
-    /// Returns the devices, each for [`Source::device`](sterna::source::Source::device), for one migration.
+    /// Returns the devices, each for [`Source::device`](sterna_engine::source::Source::device), for one migration.
     pub fn save_devices(&self) -> Vec<(DeviceId, Box<dyn SaveDevice>)>
     where
         D: 'static,
@@ -267,8 +267,8 @@ impl<D: Device> Drop for Saving<D> {
 /// A guest's VFIO devices at the destination. Clones are the same devices.
 ///
 /// The monitor passes the devices of [`load_devices`](Self::load_devices) to its
-/// [`Destination`](sterna::destination::Destination), and calls [`run`](Self::run) in
-/// [`DestinationVmm::resume`](sterna::vmm::DestinationVmm::resume), before the guest's CPUs run. All devices are loaded
+/// [`Destination`](sterna_engine::destination::Destination), and calls [`run`](Self::run) in
+/// [`DestinationVmm::resume`](sterna_engine::vmm::DestinationVmm::resume), before the guest's CPUs run. All devices are loaded
 /// and stopped then.
 pub struct VfioDestination<D: Device> {
     devices: Arc<[Incoming<D>]>,
@@ -310,7 +310,7 @@ impl<D: Device> VfioDestination<D> {
         Ok(Self { devices: devices.into_iter().map(incoming).collect::<Result<_, VfioError>>()? })
     }
 
-    /// Returns the devices, each for [`Destination::device`](sterna::destination::Destination::device), for one
+    /// Returns the devices, each for [`Destination::device`](sterna_engine::destination::Destination::device), for one
     /// migration.
     pub fn load_devices(&self) -> Vec<(DeviceId, Box<dyn LoadDevice>)>
     where

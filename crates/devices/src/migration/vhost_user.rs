@@ -3,17 +3,17 @@
 use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
 
-use sterna::device_state::{LoadDevice, SaveDevice};
-use sterna::vmm::VmmError;
+use sterna_engine::device_state::{LoadDevice, SaveDevice};
+use sterna_engine::vmm::VmmError;
 
 use super::CHUNK;
 use crate::vhost_user::BackEnd;
 
-/// A back-end at the source, for [`Source::device`](sterna::source::Source::device).
+/// A back-end at the source, for [`Source::device`](sterna_engine::source::Source::device).
 ///
 /// The monitor suspends the device (`GET_VRING_BASE` for each vring) in
-/// [`SourceVmm::pause`](sterna::vmm::SourceVmm::pause), and starts its vrings again in
-/// [`SourceVmm::resume`](sterna::vmm::SourceVmm::resume): the device then continues, whether or not its state was read.
+/// [`SourceVmm::pause`](sterna_engine::vmm::SourceVmm::pause), and starts its vrings again in
+/// [`SourceVmm::resume`](sterna_engine::vmm::SourceVmm::resume): the device then continues, whether or not its state was read.
 /// The protocol cannot read ahead of the stop, and does not report the length of a state.
 pub struct VhostUserSource {
     back_end: BackEnd,
@@ -44,10 +44,10 @@ impl SaveDevice for VhostUserSource {
     }
 }
 
-/// A back-end at the destination, for [`Destination::device`](sterna::destination::Destination::device): connected, with its memory table,
+/// A back-end at the destination, for [`Destination::device`](sterna_engine::destination::Destination::device): connected, with its memory table,
 /// its vrings not started.
 ///
-/// The monitor starts the vrings in [`DestinationVmm::resume`](sterna::vmm::DestinationVmm::resume). After a failed
+/// The monitor starts the vrings in [`DestinationVmm::resume`](sterna_engine::vmm::DestinationVmm::resume). After a failed
 /// migration it must not: the back-end has a part of a state, or all of it; load again or end it.
 pub struct VhostUserDestination {
     back_end: BackEnd,

@@ -1,10 +1,10 @@
 //! What goes wrong: the guest runs at the source with all its devices, or it belongs to the destination. Never both.
 
-use sterna::device_state::DeviceChannels;
-use sterna::migration::GuestState;
 use sterna_devices::vfio::model::{Call, Config, Fault, Leaves};
 use sterna_devices::vfio::{Flags, Peers, State, VfioError};
 use sterna_devices::vfio_user::Command;
+use sterna_engine::device_state::DeviceChannels;
+use sterna_engine::migration::GuestState;
 
 use crate::machine::{Guest, some_state};
 use crate::server::{Manner, Trouble};
@@ -151,7 +151,7 @@ fn a_device_that_does_not_run_at_the_destination_is_told_again_and_the_source_st
     assert_eq!(received.guest, GuestState::StandsAtDestination, "{received}");
     assert!(received.reason.contains("nic/2"), "{received}");
     assert_eq!((guest.from.fabric.running(), guest.running.now()), (0, 0));
-    sterna::vmm::DestinationVmm::resume(&mut guest.to).unwrap();
+    sterna_engine::vmm::DestinationVmm::resume(&mut guest.to).unwrap();
     guest.has_moved();
 }
 

@@ -7,18 +7,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use sterna::cancel::Cancel;
-use sterna::destination::{Before, Destination};
-use sterna::device_state::{DeviceChannels, DeviceId, LoadDevice, SaveDevice};
-use sterna::migration::{GuestState, MigrationError};
-use sterna::report::{ReceiveReport, Report};
-use sterna::source::Source;
-use sterna::transport::Security;
-use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_codec::MethodChoice;
 use sterna_devices::migration::{VfioDestination, VfioSource};
 use sterna_devices::vfio::model::{Config, Fabric, ModelDevice};
 use sterna_devices::vfio::{DmaLog, DmaMapping, DmaRange, Peers, State, VfioError};
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::{Before, Destination};
+use sterna_engine::device_state::{DeviceChannels, DeviceId, LoadDevice, SaveDevice};
+use sterna_engine::migration::{GuestState, MigrationError};
+use sterna_engine::report::{ReceiveReport, Report};
+use sterna_engine::source::Source;
+use sterna_engine::transport::Security;
+use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::dirty::union::UnionLog;
 

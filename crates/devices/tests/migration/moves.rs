@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use sterna::device_state::{Ahead, DeviceChannels, LoadDevice, SaveDevice};
-use sterna::migration::GuestState;
-use sterna::vmm::VmmError;
 use sterna_devices::migration::VfioSource;
 use sterna_devices::vfio::model::{Call, Config, Fault, ModelDevice};
 use sterna_devices::vfio::{Flags, Peers, State, VfioError};
+use sterna_engine::device_state::{Ahead, DeviceChannels, LoadDevice, SaveDevice};
+use sterna_engine::migration::GuestState;
+use sterna_engine::vmm::VmmError;
 
 use crate::machine::{Guest, id, some_state};
 use crate::reached::{By, Reached};

@@ -5,15 +5,15 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sterna::cancel::Cancel;
-use sterna::destination::{Before, Destination};
-use sterna::device_state::{DeviceChannels, DeviceId, LoadDevice, SaveDevice};
-use sterna::migration::{GuestState, MigrationError};
-use sterna::report::Report;
-use sterna::source::Source;
-use sterna::transport::{Security, simulated::Network};
-use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_devices::migration::{VhostUserDestination, VhostUserSource};
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::{Before, Destination};
+use sterna_engine::device_state::{DeviceChannels, DeviceId, LoadDevice, SaveDevice};
+use sterna_engine::migration::{GuestState, MigrationError};
+use sterna_engine::report::Report;
+use sterna_engine::source::Source;
+use sterna_engine::transport::{Security, simulated::Network};
+use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_memory::dirty::handed_in::{DirtyMarker, HandedInLog};
 
 use super::support::{Daemon, Fuse, Machine, ROOT};

@@ -1,7 +1,7 @@
 //! The destination of an embedded migration: a monitor gives RAM to be filled and itself, and gets a running guest.
 //!
 //! ```no_run
-//! # use sterna::{cancel::Cancel, destination::Destination, transport::Security, vmm::DestinationVmm};
+//! # use sterna_engine::{cancel::Cancel, destination::Destination, transport::Security, vmm::DestinationVmm};
 //! # fn receive(ram: sterna_memory::ram::GuestRam, vmm: &mut dyn DestinationVmm)
 //! # -> Result<(), Box<dyn std::error::Error>> {
 //! let destination = Destination::new(ram).listen("0.0.0.0:4920", &Security::Insecure)?;

@@ -2,7 +2,7 @@
 //!
 //! ```no_run
 //! # use std::time::Duration;
-//! # use sterna::{cancel::Cancel, source::Source, transport::Security, vmm::SourceVmm};
+//! # use sterna_engine::{cancel::Cancel, source::Source, transport::Security, vmm::SourceVmm};
 //! # fn migrate(ram: sterna_memory::ram::GuestRam, log: Box<dyn sterna_memory::dirty::DirtyLog>, vmm: &mut dyn SourceVmm)
 //! # -> Result<(), Box<dyn std::error::Error>> {
 //! let report = Source::new(ram, log)

@@ -10,8 +10,8 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sterna::receive::{Sink, SinkError};
-use sterna::transport::{Connection, Reader, Security, Writer};
+use sterna_engine::receive::{Sink, SinkError};
+use sterna_engine::transport::{Connection, Reader, Security, Writer};
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 /// Bytes of a page.

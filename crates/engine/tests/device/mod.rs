@@ -7,10 +7,10 @@ use std::io::{BufRead, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use sterna::destination::Destination;
-use sterna::device_state::{Ahead, DeviceId, LoadDevice, SaveDevice};
-use sterna::source::Source;
-use sterna::vmm::VmmError;
+use sterna_engine::destination::Destination;
+use sterna_engine::device_state::{Ahead, DeviceId, LoadDevice, SaveDevice};
+use sterna_engine::source::Source;
+use sterna_engine::vmm::VmmError;
 
 use crate::guest::Signal;
 

@@ -14,11 +14,11 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
 use rustix::mm::{MapFlags, ProtFlags};
-use sterna::cancel::Cancel;
-use sterna::destination::Listening;
-use sterna::migration::MigrationError;
-use sterna::report::ReceiveReport;
-use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Listening;
+use sterna_engine::migration::MigrationError;
+use sterna_engine::report::ReceiveReport;
+use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_memory::dirty::handed_in::{DirtyMarker, HandedInLog};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 

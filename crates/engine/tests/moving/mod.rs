@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::report::{Observer, Report};
-use sterna::source::Source;
-use sterna::transport::Security;
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::report::{Observer, Report};
+use sterna_engine::source::Source;
+use sterna_engine::transport::Security;
 use sterna_offload::{Accelerators, Kind, Offload, OffloadReport, Operation, Settings};
 
 use crate::guest::{Memory, Monitor, Running, Workload};

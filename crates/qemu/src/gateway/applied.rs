@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use sterna::send::MOST_REFUSED;
+use sterna_engine::send::MOST_REFUSED;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::delta::apply;

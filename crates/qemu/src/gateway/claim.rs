@@ -9,8 +9,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
-use sterna::directory::Directory;
-use sterna::process;
+use sterna_engine::directory::Directory;
+use sterna_engine::process;
 use sterna_wire::switchover::ProcessIdentity;
 
 use super::{GatewayError, qemu};
@@ -120,7 +120,7 @@ fn try_lock(file: &File) -> io::Result<bool> {
 
 /// Returns whether `name` still names this open file.
 fn is_at(directory: &Directory, name: &str, file: &File) -> bool {
-    let open = sterna::directory::FileIdentity::of_file(file);
+    let open = sterna_engine::directory::FileIdentity::of_file(file);
     directory.identity_of(name).ok().zip(open.ok()).is_some_and(|(named, open)| named == open)
 }
 

@@ -10,17 +10,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use sterna::abort::Abort;
-use sterna::cancel::Cancel;
-use sterna::control_link::{ControlLink, say};
-use sterna::destination::Destination;
-use sterna::migration::{DELTA, SEND_AGAIN};
-use sterna::process;
-use sterna::record_file::RecordFile;
-use sterna::report::{Observer, Outcome, ReceiveReport};
-use sterna::session::{Doorman, Greeted, Greeting, Heard, Peer, PeerNews, Placing, TellPeer, after, link_events};
-use sterna::transport::{Limits, Listener};
-use sterna::wakers::Registration;
+use sterna_engine::abort::Abort;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::control_link::{ControlLink, say};
+use sterna_engine::destination::Destination;
+use sterna_engine::migration::{DELTA, SEND_AGAIN};
+use sterna_engine::process;
+use sterna_engine::record_file::RecordFile;
+use sterna_engine::report::{Observer, Outcome, ReceiveReport};
+use sterna_engine::session::{
+    Doorman, Greeted, Greeting, Heard, Peer, PeerNews, Placing, TellPeer, after, link_events,
+};
+use sterna_engine::transport::{Limits, Listener};
+use sterna_engine::wakers::Registration;
 use sterna_wire::control::{Block, ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
 use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{
@@ -233,7 +235,7 @@ fn run_session(
     options: &ReceiveOptions,
     address: &str,
     qmp: Qmp,
-    incoming: sterna::transport::Incoming,
+    incoming: sterna_engine::transport::Incoming,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {

@@ -1,7 +1,7 @@
 //! Protocol features of the gateways.
 
-use sterna::migration::{DELTA, SEND_AGAIN};
-use sterna::session::Features;
+use sterna_engine::migration::{DELTA, SEND_AGAIN};
+use sterna_engine::session::Features;
 
 /// Carrying QEMU's migration stream, version 1 of the records in `layout`.
 const QEMU_STREAM: &str = "qemu-stream-1";

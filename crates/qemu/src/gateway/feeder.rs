@@ -15,9 +15,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
-use sterna::abort::Abort;
-use sterna::receive::{Sink, SinkError};
-use sterna::session::Sinks;
+use sterna_engine::abort::Abort;
+use sterna_engine::receive::{Sink, SinkError};
+use sterna_engine::session::Sinks;
 use sterna_memory::place::{Piece, Place};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
 use sterna_wire::delta::PageDeltas;

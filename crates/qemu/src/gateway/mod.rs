@@ -12,11 +12,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use sterna::record_file::Side;
-use sterna::session::SessionError;
-use sterna::source::{IaaVerify, NotConverging};
-use sterna::transport::Security;
 use sterna_codec::{MethodChoice, Qatzip};
+use sterna_engine::record_file::Side;
+use sterna_engine::session::SessionError;
+use sterna_engine::source::{IaaVerify, NotConverging};
+use sterna_engine::transport::Security;
 use sterna_offload::Accelerators;
 use sterna_wire::identity::MigrationId;
 use sterna_wire::switchover::SourceAfter;
@@ -90,7 +90,7 @@ pub struct SendOptions {
 pub struct DirectOptions {
     /// Devices that find zero pages, copy and compress besides the CPU.
     pub accelerators: Accelerators,
-    /// This guest's share of an accelerator beside other guests ([`Source::accelerator_weight`](sterna::source::Source)).
+    /// This guest's share of an accelerator beside other guests ([`Source::accelerator_weight`](sterna_engine::source::Source)).
     pub accelerator_weight: u32,
     /// When the output of an IAA device is decompressed and compared.
     pub iaa_verify: IaaVerify,

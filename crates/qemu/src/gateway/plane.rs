@@ -8,13 +8,13 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use sterna::abort::Abort;
-use sterna::batch::BatchPool;
-use sterna::cancel::Cancel;
-use sterna::entry::Pipeline;
-use sterna::send::{SendChannel, SendContext, Sent};
-use sterna::session::Session;
-use sterna::transport::Security;
+use sterna_engine::abort::Abort;
+use sterna_engine::batch::BatchPool;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::entry::Pipeline;
+use sterna_engine::send::{SendChannel, SendContext, Sent};
+use sterna_engine::session::Session;
+use sterna_engine::transport::Security;
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 
 use super::GatewayError;

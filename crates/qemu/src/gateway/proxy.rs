@@ -30,7 +30,7 @@ pub use receive::proxy_receive;
 pub use report::{ProxyReport, ProxySide};
 pub use send::proxy_send;
 
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 
 /// Stops a proxy.
 #[derive(Clone, Debug, Default)]

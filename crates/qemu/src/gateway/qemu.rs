@@ -6,9 +6,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use sterna::process;
-use sterna::record_file::{now_ms, prepare, unsettled};
-use sterna::session::Session;
+use sterna_engine::process;
+use sterna_engine::record_file::{now_ms, prepare, unsettled};
+use sterna_engine::session::Session;
 use sterna_wire::control::{Machine, Mode};
 use sterna_wire::switchover::{
     ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter, SourceEvent, SourceGuest,

@@ -11,13 +11,15 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
-use sterna::cancel::Cancel;
-use sterna::control_link::{ControlLink, held_back};
-use sterna::process;
-use sterna::record_file::{RecordFile, RecordFileError, Side};
-use sterna::report::Observer;
-use sterna::session::{Backoff, DIAL_PAUSE, Heard, Peer, PeerNews, Redial, Session, TellPeer, after, link_events};
-use sterna::transport::{Address, Limits, Listener, Security, Stop, accept_channel, refuse_channel};
+use sterna_engine::cancel::Cancel;
+use sterna_engine::control_link::{ControlLink, held_back};
+use sterna_engine::process;
+use sterna_engine::record_file::{RecordFile, RecordFileError, Side};
+use sterna_engine::report::Observer;
+use sterna_engine::session::{
+    Backoff, DIAL_PAUSE, Heard, Peer, PeerNews, Redial, Session, TellPeer, after, link_events,
+};
+use sterna_engine::transport::{Address, Limits, Listener, Security, Stop, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader, Mode};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
@@ -674,5 +676,5 @@ fn destination_end(end: &DestinationEnd) -> Result<String, GatewayError> {
 /// Returns an incarnation later than any that the peer has seen, since seconds also grow across processes.
 fn seconds_since_2020() -> u32 {
     const YEAR_2020: u64 = 1_577_836_800_000;
-    (sterna::record_file::now_ms().saturating_sub(YEAR_2020) / 1000) as u32
+    (sterna_engine::record_file::now_ms().saturating_sub(YEAR_2020) / 1000) as u32
 }

@@ -16,8 +16,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use sterna::directory::Directory;
-use sterna::transport::unix;
+use sterna_engine::directory::Directory;
+use sterna_engine::transport::unix;
 use sterna_wire::identity::MigrationId;
 
 use super::SocketDirectory;

@@ -15,19 +15,19 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use sterna::abort::Abort;
-use sterna::cancel::Cancel;
-use sterna::migration::DELTA;
-use sterna::pacer::Pacer;
-use sterna::record_file::RecordFile;
-use sterna::report::{Observer, Progress, Report};
-use sterna::send::{Compression, DeltaBlocks, SendContext, Sent};
-use sterna::session::{
+use sterna_engine::abort::Abort;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::migration::DELTA;
+use sterna_engine::pacer::Pacer;
+use sterna_engine::record_file::RecordFile;
+use sterna_engine::report::{Observer, Progress, Report};
+use sterna_engine::send::{Compression, DeltaBlocks, SendContext, Sent};
+use sterna_engine::session::{
     self, Backoff, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Redial, Session, SourceDriver, SourceLead, TellPeer,
     lead_source,
 };
-use sterna::transport::Address;
-use sterna::window::Window;
+use sterna_engine::transport::Address;
+use sterna_engine::window::Window;
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState};

@@ -11,9 +11,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
-use sterna::entry::{Entry, Pipeline};
-use sterna::send::{Item, SendChannel};
-use sterna::window::WindowClosed;
+use sterna_engine::entry::{Entry, Pipeline};
+use sterna_engine::send::{Item, SendChannel};
+use sterna_engine::window::WindowClosed;
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::packet::{BlockShape, RunKind};
 

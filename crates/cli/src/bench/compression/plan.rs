@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use sterna_lab::corpus::Corpus;
+use sterna_qemu_lab::corpus::Corpus;
 
 use super::super::ram::writer::Pattern;
 

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::source::Source;
-use sterna::transport::Security;
 use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::source::Source;
+use sterna_engine::transport::Security;
 use sterna_guest::content::{PAGE_BYTES, Page, mix};
 use sterna_guest::page::{Fill, Pages};
 use sterna_memory::bitmap::PageBitmap;

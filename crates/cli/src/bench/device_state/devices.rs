@@ -4,8 +4,8 @@ use std::io::{BufRead, Read, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna::device_state::{DeviceId, LoadDevice, SaveDevice};
-use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::device_state::{DeviceId, LoadDevice, SaveDevice};
+use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
 
 /// What a device gives or takes at once.
 const AT_ONCE: usize = 256 << 10;

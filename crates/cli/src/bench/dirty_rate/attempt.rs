@@ -5,9 +5,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use serde_json::Value;
-use sterna::cancel::Cancel;
 use sterna_codec::MethodChoice;
-use sterna_lab::WarmMemory;
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::WarmMemory;
 
 use super::super::measured::check_method;
 use crate::hosts::{Ended, Hosts, HostsError, Side, Sterna, doing};

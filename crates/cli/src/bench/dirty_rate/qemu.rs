@@ -5,8 +5,8 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use sterna::cancel::Cancel;
-use sterna_lab::{Backend, Dirty, Fill, Guest, LinuxGuest, Pattern, QemuOptions};
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::{Backend, Dirty, Fill, Guest, LinuxGuest, Pattern, QemuOptions};
 
 use super::super::BenchArgs;
 use super::super::harness::{Findings, Row};

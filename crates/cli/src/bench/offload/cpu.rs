@@ -9,7 +9,7 @@ use std::hint::black_box;
 
 use rustix::mm::{Advice, madvise};
 use rustix::time::{ClockId, clock_gettime};
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::scan::{Implementation, zero_map_raw};
 use sterna_memory::snapshot::Snapshot;

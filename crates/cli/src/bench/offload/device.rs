@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, TryRecvError, sync_channel};
 use std::time::Instant;
 
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 use sterna_idxd::{Descriptor, Device, Kind, Mode, OperationSet, Portal, QueueInfo, Submission, Way, WorkQueue};
 use sterna_idxd_model::core::Timing;
 use sterna_memory::PAGE_SIZE;

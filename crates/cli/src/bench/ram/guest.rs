@@ -11,10 +11,9 @@ use std::time::{Duration, Instant};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
-use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_guest::content::{PAGE_BYTES, Page, mix};
 use sterna_guest::page::{Fill, Pages};
-use sterna_lab::corpus::Corpus;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::handed_in::HandedInLog;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
@@ -22,6 +21,7 @@ use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::holes::PageMap;
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_memory::snapshot::Snapshot;
+use sterna_qemu_lab::corpus::Corpus;
 
 use super::clock::now_ns;
 use super::writer::Writer;
@@ -57,7 +57,7 @@ const CHUNK: usize = 1 << 20;
 mod by_name {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
-    use sterna_lab::corpus::Corpus;
+    use sterna_qemu_lab::corpus::Corpus;
 
     pub(super) fn serialize<S: Serializer>(corpus: &Corpus, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(corpus.name())

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity};
-use sterna::cancel::Cancel;
+use sterna_engine::cancel::Cancel;
 
 use super::super::measured::Measured;
 use super::guest::{Content, Memory};

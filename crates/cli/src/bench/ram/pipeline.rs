@@ -1,21 +1,21 @@
 //! The library's channels alone, both ends: pages are searched, read, sent, received and placed as in a migration, but there
 //! is no handshake, no dirty log and no switchover. For what has to be measured with and without a part of the destination
-//! that [`sterna::destination::Destination`] cannot do without.
+//! that [`sterna_engine::destination::Destination`] cannot do without.
 
 use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna::abort::Abort;
-use sterna::batch::BatchPool;
-use sterna::entry::{PageSearch, Pipeline};
-use sterna::pacer::Pacer;
-use sterna::receive::{PacketRules, Places, ReceiveCounters, Sink, SinkError, receive_packets};
-use sterna::send::{Compression, SendChannel, SendContext, Sent};
-use sterna::session::Session;
-use sterna::transport::{Address, Incoming, Limits, Listener, Security, accept_channel};
-use sterna::window::Window;
+use sterna_engine::abort::Abort;
+use sterna_engine::batch::BatchPool;
+use sterna_engine::entry::{PageSearch, Pipeline};
+use sterna_engine::pacer::Pacer;
+use sterna_engine::receive::{PacketRules, Places, ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna_engine::send::{Compression, SendChannel, SendContext, Sent};
+use sterna_engine::session::Session;
+use sterna_engine::transport::{Address, Incoming, Limits, Listener, Security, accept_channel};
+use sterna_engine::window::Window;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::holes::PageMap;
 use sterna_memory::ram::{GuestRam, RamBlock};
@@ -25,7 +25,7 @@ use sterna_wire::identity::{MigrationId, MigrationKey};
 use sterna_wire::limits::DEFAULT_PACKET_SIZE;
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
-/// As [`sterna::source::Source`] has them.
+/// As [`sterna_engine::source::Source`] has them.
 const DOWNTIME: Duration = Duration::from_millis(300);
 const BATCHES_PER_CHANNEL: usize = 4;
 const RULES: PacketRules = PacketRules { packet_size: DEFAULT_PACKET_SIZE, checksums: true };
@@ -127,7 +127,7 @@ impl Door {
     }
 }
 
-/// Places pages as [`sterna::destination::Destination`] does. Without a received bitmap a zero page is looked at and cleared
+/// Places pages as [`sterna_engine::destination::Destination`] does. Without a received bitmap a zero page is looked at and cleared
 /// if it holds anything, which is what QEMU did before it had one: it populates memory that nobody used.
 struct PlacingSink {
     ram: GuestRam,

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use sterna_guest::content::PAGE_BYTES;
-use sterna_lab::ram::Ram;
-use sterna_lab::usage::Usage;
-use sterna_lab::{Backend, Guest, Qemu, QemuOptions, QemuVersion, Role};
 use sterna_qemu::qmp::Qmp;
+use sterna_qemu_lab::ram::Ram;
+use sterna_qemu_lab::usage::Usage;
+use sterna_qemu_lab::{Backend, Guest, Qemu, QemuOptions, QemuVersion, Role};
 
 use super::super::measured::Measured;
 use super::guest::{self, Content, Memory, data};

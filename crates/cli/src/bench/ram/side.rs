@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde::{Deserialize, Serialize};
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::migration::GuestState;
-use sterna::source::{NotConverging, Source};
-use sterna::tls::TlsSettings;
-use sterna::transport::Security;
 use sterna_codec::MethodChoice;
-use sterna_lab::usage::Usage;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::migration::GuestState;
+use sterna_engine::source::{NotConverging, Source};
+use sterna_engine::tls::TlsSettings;
+use sterna_engine::transport::Security;
+use sterna_qemu_lab::usage::Usage;
 
 use super::super::delta;
 use super::super::measured::check_method;
@@ -327,7 +327,7 @@ fn receive(guest: &Guest, by: &Mover, channels: u16, at: IpAddr) -> Result<Took,
 
 pub(crate) fn security(
     tls: Option<&Path>,
-    read: impl FnOnce(&Path) -> Result<TlsSettings, sterna::tls::TlsError>,
+    read: impl FnOnce(&Path) -> Result<TlsSettings, sterna_engine::tls::TlsError>,
 ) -> Result<Security, String> {
     match tls {
         None => Ok(Security::Insecure),

@@ -9,8 +9,8 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use sterna_guest::content::{PAGE_BYTES, Page, Random};
 use sterna_guest::page::{Fill, Pages};
-use sterna_lab::corpus::Slabs;
 use sterna_memory::ram::{GuestRam, RamBlock};
+use sterna_qemu_lab::corpus::Slabs;
 
 use super::side::pin;
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use sterna_codec::sample::Sampler;
 use sterna_codec::{CodecError, Encoded, Encoder, EncoderSource, Engines, MethodChoice};
 use sterna_idxd_model::core::Timing;
-use sterna_lab::corpus::Corpus;
+use sterna_qemu_lab::corpus::Corpus;
 use sterna_simulator::measured::thread_cpu;
 use sterna_simulator::path::choices::{Batch, Trace};
 use sterna_simulator::path::{self, Path};

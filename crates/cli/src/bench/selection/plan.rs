@@ -2,7 +2,7 @@
 //! that is there. Some forty have names; `--long` has the product.
 
 use sterna_codec::MethodChoice;
-use sterna_lab::corpus::Corpus;
+use sterna_qemu_lab::corpus::Corpus;
 use sterna_simulator::path::Path;
 
 use super::costs::Bytes;

@@ -4,9 +4,9 @@ use std::cell::RefCell;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-use sterna::cancel::Cancel;
-use sterna_lab::corpus::Corpus;
-use sterna_lab::net::Link;
+use sterna_engine::cancel::Cancel;
+use sterna_qemu_lab::corpus::Corpus;
+use sterna_qemu_lab::net::Link;
 
 use super::super::BenchArgs;
 use super::super::harness::{Cell, Row, Spread, interleaved};

@@ -7,8 +7,8 @@
 //!
 //! ```
 //! use std::io::{Read, Write};
-//! use sterna::transport::simulated::{Direction, Faults, Network, Which};
-//! use sterna::transport::{Connection, Limits, Listener, Security, open_channel};
+//! use sterna_engine::transport::simulated::{Direction, Faults, Network, Which};
+//! use sterna_engine::transport::{Connection, Limits, Listener, Security, open_channel};
 //! # use sterna_wire::{header::ChannelKind, identity::{MigrationId, MigrationKey}};
 //! # let (key, id) = (MigrationKey::from_bytes([1; 32]), MigrationId::from_bytes([2; 16]));
 //!
@@ -22,7 +22,7 @@
 //! let error = open_channel(connection, &key, id, ChannelKind::Control, 0, 1).unwrap_err();
 //! assert!(error.to_string().contains("simulated:destination.example"));
 //! # drop(incoming);
-//! # Ok::<(), sterna::transport::TransportError>(())
+//! # Ok::<(), sterna_engine::transport::TransportError>(())
 //! ```
 
 mod faults;

@@ -7,14 +7,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use sterna::cancel::Cancel;
-use sterna::destination::Destination;
-use sterna::migration::MigrationError;
-use sterna::report::{Observer, ReceiveReport};
-use sterna::session::Greeted;
-use sterna::source::MonitorRecord;
-use sterna::transport::{Address, Incoming};
-use sterna::vmm::{DestinationVmm, VmmError};
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::migration::MigrationError;
+use sterna_engine::report::{Observer, ReceiveReport};
+use sterna_engine::session::Greeted;
+use sterna_engine::source::MonitorRecord;
+use sterna_engine::transport::{Address, Incoming};
+use sterna_engine::vmm::{DestinationVmm, VmmError};
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{Machine, Mode};
 use sterna_wire::limits::SILENCE_LIMIT;
@@ -92,7 +92,7 @@ pub(in crate::gateway) fn receive(
         settings_before: vmm.settings_before.take(),
     };
     let taken = Destination::new(guest)
-        .memory_before(sterna::destination::Before::Written)
+        .memory_before(sterna_engine::destination::Before::Written)
         .prefault(options.prefault)
         .monitor(record)
         // A source that is connected, as far as is known, has the time of a silence more.

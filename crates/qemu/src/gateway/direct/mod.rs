@@ -12,7 +12,7 @@
 //! **What makes it right.** Each round is: scan for written pages and protect them again; wait until QEMU's block layer has nothing under
 //! way (`transaction` without actions, which drains); read the pages. A disk that reads into guest RAM by `O_DIRECT` pins pages: what it
 //! writes after they were protected again takes no page fault, and no later scan sees it ([`SourceVmm::settle_io`]
-//! (sterna::vmm::SourceVmm::settle_io)). QEMU's `stop` drains as well, and the devices are saved before the last scan, so that what
+//! (sterna_engine::vmm::SourceVmm::settle_io)). QEMU's `stop` drains as well, and the devices are saved before the last scan, so that what
 //! saving writes is sent too.
 //!
 //! **Post-copy** is the library's as well: `post_copy` has a userfaultfd made in the destination's QEMU, and memory given back there.
@@ -32,11 +32,11 @@ mod throttle;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna::cancel::Cancel;
-use sterna::migration::MigrationError;
-use sterna::report::{Observer, Outcome, Progress, ReceiveProgress, Report};
-use sterna::source::{MonitorRecord, Source, TimeLimits};
-use sterna::transport::Address;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::migration::MigrationError;
+use sterna_engine::report::{Observer, Outcome, Progress, ReceiveProgress, Report};
+use sterna_engine::source::{MonitorRecord, Source, TimeLimits};
+use sterna_engine::transport::Address;
 use sterna_offload::{Accelerators, LEDGERS, Offload, Settings, Shares, StartError};
 use sterna_wire::control::Mode;
 use sterna_wire::switchover::{Moment, SourceAfter, Step};
@@ -159,7 +159,7 @@ pub(super) fn send(
 
 /// What became of the source's QEMU, and what somebody must know of it.
 fn settle_source(report: &mut Report, record: &MonitorRecord) {
-    let lives = record.process.is_none_or(sterna::process::lives);
+    let lives = record.process.is_none_or(sterna_engine::process::lives);
     match report.outcome {
         Outcome::Completed => {
             let ended = report.source_after == Some(SourceAfter::Quit);

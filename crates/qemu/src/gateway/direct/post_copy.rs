@@ -22,8 +22,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use sterna::destination::Destination;
 use sterna_attach::{AttachError, Process, UserfaultCopy, UserfaultOrigin, advise, share_userfault};
+use sterna_engine::destination::Destination;
 use sterna_memory::guest_process::{Advice, GuestProcess};
 use sterna_memory::place::TargetProcess;
 use sterna_wire::control::{Hello, Mode};
@@ -101,7 +101,7 @@ pub(in crate::gateway) fn waits_for_memory(process: ProcessIdentity) -> bool {
         let mut flags = smaps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
         flags.any(|flags| flags.split_whitespace().any(|flag| flag == "um"))
     });
-    waits && sterna::process::lives(process)
+    waits && sterna_engine::process::lives(process)
 }
 
 /// A destination QEMU's process, in which the library's calls on its address space are performed.

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use serde_json::json;
-use sterna::source::MonitorRecord;
-use sterna::vmm::{AfterMove, SourceVmm, VmmError};
+use sterna_engine::source::MonitorRecord;
+use sterna_engine::vmm::{AfterMove, SourceVmm, VmmError};
 use sterna_memory::ram::GuestRam;
 use sterna_wire::switchover::SourceAfter;
 use sterna_wire::text::cleaned;

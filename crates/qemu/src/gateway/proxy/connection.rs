@@ -19,12 +19,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use sterna::abort::Abort;
-use sterna::pacer::Pacer;
-use sterna::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
-use sterna::send::{Compression, Item, SendChannel, SendContext};
-use sterna::session::Opened;
-use sterna::window::Window;
+use sterna_engine::abort::Abort;
+use sterna_engine::pacer::Pacer;
+use sterna_engine::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna_engine::send::{Compression, Item, SendChannel, SendContext};
+use sterna_engine::session::Opened;
+use sterna_engine::window::Window;
 
 use crate::gateway::GatewayError;
 

@@ -14,9 +14,9 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use sterna::cancel::Cancel;
-use sterna::transport::peer_process;
-use sterna::transport::unix::{self, SocketFile};
+use sterna_engine::cancel::Cancel;
+use sterna_engine::transport::peer_process;
+use sterna_engine::transport::unix::{self, SocketFile};
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_RAM_CHANNELS};
 
 use crate::gateway::GatewayError;

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use sterna::abort::Abort;
-use sterna::control_link::{ControlEvent, ControlLink};
-use sterna::session::{Doorman, LAST_WORDS};
+use sterna_engine::abort::Abort;
+use sterna_engine::control_link::{ControlEvent, ControlLink};
+use sterna_engine::session::{Doorman, LAST_WORDS};
 use sterna_wire::control::ControlMessage;
 use sterna_wire::text::cleaned;
 

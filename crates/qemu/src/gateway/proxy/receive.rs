@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use sterna::abort::Abort;
-use sterna::cancel::Cancel;
-use sterna::control_link::{ControlEvent, ControlLink, say};
-use sterna::receive::Sink;
-use sterna::report::{Observer, Outcome, between};
-use sterna::session::{
+use sterna_engine::abort::Abort;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::control_link::{ControlEvent, ControlLink, say};
+use sterna_engine::receive::Sink;
+use sterna_engine::report::{Observer, Outcome, between};
+use sterna_engine::session::{
     Doorman, Greeted, Greeting, Opened, OtherDoor, PeerNews, Session, Sessions, Sinks, TellPeer, link_events,
 };
-use sterna::transport::{Connection, Limits, Listener, Security, accept_channel, refuse_channel};
+use sterna_engine::transport::{Connection, Limits, Listener, Security, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, Mode, RelayContent};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::limits::HANDSHAKE_TIME;

@@ -2,7 +2,7 @@
 //! bytes, rates in bytes per second.
 
 use serde::Serialize;
-use sterna::report::Outcome;
+use sterna_engine::report::Outcome;
 
 /// Which proxy reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -74,7 +74,7 @@ impl ProxyReport {
         let mut text = format!("migration {id}{of}: {end}, after {total_ms:.0} ms");
         if self.side == ProxySide::Source {
             let seen = self.downtime_seen_ms.map_or(String::new(), |seen| format!(", downtime as seen {seen:.0} ms"));
-            let wire = sterna::report::bytes(self.wire_bytes as f64);
+            let wire = sterna_engine::report::bytes(self.wire_bytes as f64);
             text.push_str(&format!("{seen}; {wire} on the network, ratio {:.2}", self.ratio));
         }
         text

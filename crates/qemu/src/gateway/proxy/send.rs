@@ -6,12 +6,12 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
-use sterna::cancel::Cancel;
-use sterna::control_link::{ControlEvent, ControlLink};
-use sterna::report::Observer;
-use sterna::send::Compression;
-use sterna::session::{self, Offer, PeerNews, Session, TellPeer};
-use sterna::transport::Address;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::control_link::{ControlEvent, ControlLink};
+use sterna_engine::report::Observer;
+use sterna_engine::send::Compression;
+use sterna_engine::session::{self, Offer, PeerNews, Session, TellPeer};
+use sterna_engine::transport::Address;
 use sterna_wire::control::{ControlMessage, Machine, Mode, RelayContent};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_RAM_CHANNELS};

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use sterna::cancel::Cancel;
-use sterna::wakers::Registration;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::wakers::Registration;
 
 use super::ProxyStop;
 

@@ -2,11 +2,11 @@
 
 use std::time::Instant;
 
-use sterna::process::own_cpu_seconds;
-use sterna::report::{Outcome, Progress, Report};
-use sterna::send::Sent;
-use sterna::session::SourceOutcome;
-use sterna::transport::Security;
+use sterna_engine::process::own_cpu_seconds;
+use sterna_engine::report::{Outcome, Progress, Report};
+use sterna_engine::send::Sent;
+use sterna_engine::session::SourceOutcome;
+use sterna_engine::transport::Security;
 use sterna_wire::switchover::{SourceAfter, SourceEnd};
 
 use super::{COMMIT_ESTIMATE, Driver};
@@ -87,7 +87,7 @@ impl Driver<'_> {
     fn warnings(&self, outcome: Outcome) -> Vec<String> {
         let record = self.record.record();
         let mut warnings = Vec::new();
-        let left = record.qemu.is_none_or(sterna::process::lives);
+        let left = record.qemu.is_none_or(sterna_engine::process::lives);
         if outcome == Outcome::Completed && left && self.source_after() == SourceAfter::Keep {
             warnings.push(qemu::kept_warning(record.qemu, record.source_after, self.source_left.as_deref()));
         }

@@ -1,0 +1,167 @@
+//! A disk whose reads are in flight while its guest is moved: what they bring is at the destination where the monitor waits for them.
+//!
+//! `STERNA_DISK_MOVES=100` for the full proof of moves one after the other.
+
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::report::Report;
+use sterna_engine::source::Source;
+use sterna_engine::transport::Security;
+use sterna_engine::vmm::{SourceVmm, VmmError};
+use sterna_microvm::disk::DiskReport;
+use sterna_microvm::migration::{Movable, guest_ram};
+use sterna_microvm::{Config, Execution, Machine, Rate, Tracking, Workload};
+use sterna_qemu_lab::{DiskImage, HeldDisk, or_skip};
+
+use crate::support::{KINDS, LONG, SerialOutput, busy, config, filled, goes_on_well, machine};
+
+fn with_disk(kind: (Execution, Tracking), path: &Path) -> Config {
+    let workload = Workload { write: Rate::PagesPerSecond(500), ..busy() };
+    Config { disk: Some(path.to_owned()), ..config(kind, 2, workload) }
+}
+
+/// A monitor whose disk is slow until the monitor waits for it, or until the guest is stopped.
+struct WithHeldDisk {
+    machine: Movable,
+    held: HeldDisk,
+    settles: bool,
+    settled: u64,
+}
+
+impl SourceVmm for WithHeldDisk {
+    fn name(&self) -> String {
+        SourceVmm::name(&self.machine)
+    }
+
+    fn settle_io(&mut self) -> Result<(), VmmError> {
+        if self.settles {
+            // The read after the one that is waited for is not held: it might be waited for instead.
+            self.held.stop_holding();
+            self.held.release_all();
+            self.machine.settle_io()?;
+            self.held.hold_all();
+            self.settled += 1;
+        }
+        Ok(())
+    }
+
+    fn pause(&mut self) -> Result<(), VmmError> {
+        self.held.stop_holding();
+        self.held.release_all();
+        self.machine.pause()
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        SourceVmm::resume(&mut self.machine)
+    }
+
+    fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        self.machine.save(state)
+    }
+}
+
+/// Moves the guest of `source`, of which the library hears by `monitor`, to `destination`.
+fn migrated(source: &Machine, destination: &Arc<Machine>, monitor: &mut dyn SourceVmm) -> Report {
+    let listening =
+        Destination::new(guest_ram(destination).unwrap()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+    let address = listening.address().clone();
+    let log = source.take_dirty_log().unwrap();
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| listening.run(&mut Movable::new(destination), &Cancel::new(), &()).map(|_| ()));
+        let sent = Source::new(guest_ram(source).unwrap(), log).run(
+            address,
+            &Security::Insecure,
+            monitor,
+            &Cancel::new(),
+            &(),
+        );
+        receiving.join().unwrap().unwrap();
+        sent.unwrap()
+    })
+}
+
+/// Moves a guest while a read of its disk is in flight; what the disk's pages are found to be at the destination. None where this
+/// machine lacks something.
+fn moved(kind: (Execution, Tracking), settles: bool) -> Option<DiskReport> {
+    let image = DiskImage::new(0, 4 << 20).unwrap();
+    let held = or_skip(HeldDisk::serve(&image.path()))?;
+    let config = with_disk(kind, held.path());
+    let source = Arc::new(filled(&config, &SerialOutput::default())?);
+    let destination = Arc::new(machine(&config, &SerialOutput::default()).unwrap());
+    let disk = source.disk().unwrap();
+    source.wait_until(LONG, |_| disk.report().reads > 100).unwrap();
+    held.hold_all();
+    held.wait_held(1, LONG).unwrap();
+    assert_eq!((disk.report().bad, disk.report().failed), (0, None));
+
+    let machine = Movable::new(&source);
+    let mut monitor = WithHeldDisk { machine, held: held.clone(), settles, settled: 0 };
+    let report = migrated(&source, &destination, &mut monitor);
+    assert!(report.rounds >= 1 && (monitor.settled > 0) == settles, "{report:?}");
+    let disk = destination.disk().unwrap();
+    let found = disk.verify();
+    destination.wait_until(LONG, |_| disk.report().reads > 100).unwrap();
+    goes_on_well(&destination, &source.report(), "the guest's own memory");
+    assert!(found.checked > 0, "{found:?}");
+    Some(disk.verify())
+}
+
+#[test]
+fn what_reads_in_flight_bring_is_at_the_destination() {
+    for kind in KINDS {
+        let Some(found) = moved(kind, true) else { continue };
+        assert_eq!((found.bad, &found.failed), (0, &None), "{kind:?}");
+    }
+}
+
+#[test]
+fn where_pages_are_protected_what_reads_in_flight_bring_is_lost_without_waiting_for_them() {
+    for kind in KINDS {
+        let Some(found) = moved(kind, false) else { continue };
+        // KVM's logs are told of a read when it has ended.
+        assert_eq!(found.bad > 0, kind.1 == Tracking::WriteProtect, "{kind:?}: {found:?}");
+    }
+}
+
+/// Moves one after the other in an ordinary test run, of each kind of machine.
+const FEW: u64 = 3;
+
+#[test]
+fn a_guest_that_reads_and_writes_its_disk_is_moved_again_and_again_and_finds_nothing_wrong() {
+    let moves = std::env::var("STERNA_DISK_MOVES").map_or(FEW, |text| text.parse().expect("a number of moves"));
+    for kind in KINDS {
+        let image = DiskImage::new(0, 8 << 20).unwrap();
+        let Some(slow) = or_skip(HeldDisk::serve(&image.path())) else { return };
+        // Most of the time a read is in flight.
+        slow.delay(Duration::from_millis(3));
+        let config = with_disk(kind, slow.path());
+        let Some(machine_of_guest) = filled(&config, &SerialOutput::default()) else { continue };
+        let mut source = Arc::new(machine_of_guest);
+        let (mut reads, mut writes, mut checked) = (0, 0, 0);
+        for number in 1..=moves {
+            let disk = source.disk().unwrap();
+            source.wait_until(LONG, |_| disk.report().reads > 30 && disk.report().writes > 10).unwrap();
+            let destination = Arc::new(machine(&config, &SerialOutput::default()).unwrap());
+            migrated(&source, &destination, &mut Movable::new(&source));
+            let left = disk.report();
+            let found = destination.disk().unwrap().verify();
+            assert_eq!(
+                (left.bad, &left.failed, found.bad, &found.failed),
+                (0, &None, 0, &None),
+                "{kind:?}, move {number}"
+            );
+            goes_on_well(&destination, &source.report(), "the guest's own memory");
+            (reads, writes, checked) =
+                (reads + left.reads, writes + left.writes, checked + left.checked + found.checked);
+            source = destination;
+        }
+        let last = source.disk().unwrap().verify();
+        assert_eq!((last.bad, &last.failed), (0, &None), "{kind:?}");
+        println!("{kind:?}: {moves} moves, {reads} reads, {writes} writes, {checked} pages checked, 0 bad");
+    }
+}

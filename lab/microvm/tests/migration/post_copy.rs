@@ -1,0 +1,83 @@
+//! Guests that go on at the destination before all of their memory is there.
+
+use crate::process::{Kind, Microvm, moves, post_copy_is_possible};
+use rustix::process::Signal;
+
+/// A guest that never converges: as fast as it can, where 100 MB/s are sent.
+const FAST: &str = "--write-rate unlimited --pattern random --bandwidth 100000000 --downtime 10";
+
+#[test]
+fn guests_that_never_converge_go_on_at_the_destination() {
+    if !post_copy_is_possible() {
+        return;
+    }
+    let backings = ["memfd", "anonymous", "anonymous-huge", "memfd"];
+    for (kind, backing) in Kind::ALL.into_iter().zip(backings).filter(|(kind, _)| kind.is_possible()) {
+        for (vcpus, when) in [(1, "--post-copy-after 1"), (4, "--not-converging post-copy")] {
+            let both = format!("{} --vcpus {vcpus} --backing {backing}", kind.options());
+            let (sent, _) = moves(&both, &format!("{FAST} {when} --fill random --channels {vcpus}"), "");
+            let post_copy = &sent.report()["post_copy"];
+            assert!(post_copy["requests"].as_u64() > Some(0), "{both}: {post_copy}");
+        }
+    }
+}
+
+#[test]
+fn huge_pages_follow_the_guest() {
+    if !post_copy_is_possible() {
+        return;
+    }
+    let reserved = sterna_qemu_lab::huge::HugePages::reserve(64 << 20);
+    if let Err(error) = &reserved {
+        println!("skipped: {error}");
+        return;
+    }
+    for kind in Kind::ALL.into_iter().filter(|kind| kind.is_possible()) {
+        let both = format!("{} --backing hugetlb", kind.options());
+        let (sent, _) = moves(&both, &format!("{FAST} --post-copy-after 1 --fill sequence --method zstd"), "");
+        assert!(sent.report()["post_copy"].is_object(), "{}", sent.output);
+    }
+}
+
+#[test]
+fn a_destination_that_may_not_watch_for_page_faults_refuses_in_words_and_the_guest_is_not_touched() {
+    let options = "--insecure --execution threads";
+    let anybody = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
+    if anybody.is_ok_and(|anybody| anybody.trim() == "1") {
+        return println!("skipped: anybody may watch for page faults (vm.unprivileged_userfaultfd)");
+    }
+    let (mut receiving, address) = if rustix::process::geteuid().is_root() {
+        Microvm::destination_of_nobody(options)
+    } else if post_copy_is_possible() {
+        return println!("skipped: this user may watch for page faults");
+    } else {
+        Microvm::destination(options)
+    };
+    let sent = Microvm::start(&format!("{options} --migrate-to {address} {FAST} --post-copy-after 1")).end();
+    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.output);
+    let reason = sent.error()["reason"].as_str().unwrap();
+    assert!(reason.contains("post-copy is not possible at the destination"), "{reason}");
+    sent.guest_is_well();
+    receiving.wait_for("post-copy is not possible at the destination");
+    receiving.signal(Signal::INT);
+    assert_eq!(receiving.end().code, Some(3));
+}
+
+#[test]
+fn a_guest_whose_memory_is_lost_with_the_source_waits_until_it_is_ended() {
+    if !post_copy_is_possible() {
+        return;
+    }
+    for kind in [Kind::Threads, Kind::KvmLog].into_iter().filter(|kind| kind.is_possible()) {
+        let (mut receiving, address) = Microvm::destination(&format!("--insecure {}", kind.options()));
+        let slow = "--write-rate unlimited --bandwidth 30000000 --downtime 10 --post-copy-after 1 --fill random";
+        let mut sending = Microvm::start(&format!("--insecure --migrate-to {address} {slow} {}", kind.options()));
+        receiving.wait_for("pages are still at the source");
+        sending.kill();
+        receiving.wait_for("waiting for it to reconnect");
+        receiving.signal(Signal::INT);
+        receiving.signal(Signal::TERM);
+        let received = receiving.end();
+        assert_eq!(received.code, Some(4), "{}", received.output);
+    }
+}
