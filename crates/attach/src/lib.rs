@@ -138,6 +138,6 @@ mod userfault;
 pub use advise::{Advised, advise};
 pub use error::AttachError;
 pub use process::Process;
-pub use slowdown::{Held, Slowdown, StoppedAt};
+pub use slowdown::{Slowdown, SlowdownStats, StoppedAt};
 pub use thread::StoppedThread;
 pub use userfault::{SharedUserfault, TakenUserfault, UserfaultCopy, UserfaultOrigin, share_userfault, take_userfault};

@@ -57,7 +57,7 @@ pub struct StoppedAt {
 
 /// Statistics of a [`Slowdown`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct SlowdownStats {
     /// Completed slices in which threads were to be held.
     pub slices: u64,
     /// How long threads were held in these slices, summed over all threads.
@@ -84,7 +84,7 @@ pub struct Slowdown {
     orders: Option<Sender<Order>>,
     ended: Receiver<Ended>,
     thread: Option<JoinHandle<()>>,
-    held: Arc<Mutex<Held>>,
+    held: Arc<Mutex<SlowdownStats>>,
 }
 
 /// Sets another share of the time. It is acknowledged when no thread is held any more.
@@ -132,7 +132,7 @@ impl Process {
         }
         let (orders, orders_out) = mpsc::channel();
         let (end, ended) = mpsc::channel();
-        let held = Arc::new(Mutex::new(Held::default()));
+        let held = Arc::new(Mutex::new(SlowdownStats::default()));
         let (process, statistics) = (self.clone(), Arc::clone(&held));
         let threads = threads.iter().map(|&tid| Thread { tid, state: State::Free }).collect();
         let run = move || {
@@ -181,7 +181,7 @@ impl Slowdown {
 
     /// Returns the statistics so far.
     #[must_use]
-    pub fn held(&self) -> Held {
+    pub fn held(&self) -> SlowdownStats {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -210,7 +210,7 @@ impl Slowdown {
         };
         // The thread has nothing left to do. A panic has been printed.
         let _ = thread.join();
-        let Held { slices, time, let_run } = self.held();
+        let SlowdownStats { slices, time, let_run } = self.held();
         tracing::debug!(pid = self.process.pid(), slices, ?time, let_run, "threads are not slowed down any more");
         let deadline = Instant::now() + LIMIT;
         let is_traced = |&tid: &Tid| self.process.tracer_of(tid) == tracer;
@@ -289,7 +289,7 @@ enum State {
     /// Attached to since then, and asked to stop.
     Stopping(Instant),
     /// Stopped; attached to since then.
-    Held(Instant),
+    SlowdownStats(Instant),
 }
 
 /// Why a wait has ended.
@@ -305,7 +305,7 @@ struct Slower<F> {
     process: Process,
     threads: Vec<Thread>,
     may_hold: F,
-    held: Arc<Mutex<Held>>,
+    held: Arc<Mutex<SlowdownStats>>,
 }
 
 impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
@@ -385,7 +385,7 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
             self.stop_free_threads()?;
             let now = Instant::now();
             let left = until.saturating_duration_since(now);
-            let all = self.threads.iter().all(|thread| matches!(thread.state, State::Held(_)));
+            let all = self.threads.iter().all(|thread| matches!(thread.state, State::SlowdownStats(_)));
             let next = if all { left } else { left.min(interval.max((now - begun) * MIN_PAUSE_RATIO)) };
             interval = (interval * 2).min(MAX_POLL_INTERVAL);
             match wait(orders, next) {
@@ -451,7 +451,7 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
                 stopped_by_job_control => stopped_by_job_control,
             };
             if hold && may_be_held {
-                *state = State::Held(since);
+                *state = State::SlowdownStats(since);
                 continue;
             }
             // Detaching delivers a signal that was about to be delivered.
@@ -469,7 +469,7 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
     fn release(&mut self) -> Result<(), Failure> {
         let mut outcome = Ok(());
         for index in 0..self.threads.len() {
-            let Thread { tid, state: State::Held(since) } = self.threads[index] else { continue };
+            let Thread { tid, state: State::SlowdownStats(since) } = self.threads[index] else { continue };
             // The other threads are released even if this one fails.
             outcome = outcome.and(detach(tid, 0));
             self.threads[index].state = State::Free;
@@ -490,7 +490,7 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
         self.threads.iter().any(|thread| matches!(thread.state, State::Stopping(_)))
     }
 
-    fn held(&self) -> std::sync::MutexGuard<'_, Held> {
+    fn held(&self) -> std::sync::MutexGuard<'_, SlowdownStats> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -12,7 +12,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 use sterna_idxd::{DeviceInfo, Directories, Mode, QueueType, discover};
 use sterna_idxd_model::{DeviceConfig, Kind, Mode as ModelMode, Model, ModelConfig, QueueConfig};
-use sterna_qemu_lab::{AccelConfig, Configured, Tools, or_skip};
+use sterna_qemu_lab::{AccelConfig, Configured, Tools, skip_if_unavailable};
 
 /// A model's tree on disk, and the tool that sees it.
 struct Host {
@@ -25,11 +25,11 @@ struct Host {
 impl Host {
     /// `None` where the tool cannot be run here.
     fn new(devices: Vec<DeviceConfig>) -> Option<Host> {
-        let tools = or_skip(Tools::locate())?;
+        let tools = skip_if_unavailable(Tools::locate())?;
         let scratch = tempfile::tempdir().unwrap();
         let config = ModelConfig { devices, ..ModelConfig::default() };
         let tree = Model::manual(config.clone()).unwrap().write_tree(scratch.path()).unwrap();
-        let tool = or_skip(AccelConfig::new(&tools, &tree.sysfs))?;
+        let tool = skip_if_unavailable(AccelConfig::new(&tools, &tree.sysfs))?;
         Some(Host { config, directories: Directories { sysfs: tree.sysfs, dev: tree.dev }, tool, scratch })
     }
 

@@ -3,12 +3,15 @@
 use std::process::Command;
 
 use serde_json::Value;
-use sterna_qemu_lab::{QemuVersion, Tools, or_skip};
+use sterna_qemu_lab::{QemuVersion, Tools, skip_if_unavailable};
 
 #[test]
 fn the_demo_moves_a_guest_and_its_report_says_so() {
-    let Some(tools) = or_skip(Tools::locate()) else { return };
-    let (Some(_), Some(_)) = (or_skip(tools.kernel()), or_skip(tools.qemu(QemuVersion::V10_0))) else { return };
+    let Some(tools) = skip_if_unavailable(Tools::locate()) else { return };
+    let (Some(_), Some(_)) = (skip_if_unavailable(tools.kernel()), skip_if_unavailable(tools.qemu(QemuVersion::V10_0)))
+    else {
+        return;
+    };
     let scratch = tempfile::tempdir().unwrap();
     let mut demo = Command::new(env!("CARGO_BIN_EXE_sterna"));
 

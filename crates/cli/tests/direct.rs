@@ -21,7 +21,7 @@ use sterna_memory::dirty::write_protect::{MappedBlock, MappedPart, WriteProtectL
 use sterna_memory::place::TargetProcess;
 use sterna_memory::userfault::Userfault;
 use sterna_qemu_lab::ram::Ram;
-use sterna_qemu_lab::{Backend, Guest, MemoryGroup, Qemu, QemuOptions, QemuVersion, or_skip};
+use sterna_qemu_lab::{Backend, Guest, MemoryGroup, Qemu, QemuOptions, QemuVersion, skip_if_unavailable};
 use sterna_wire::switchover::{RecordState, SourceState};
 use support::pair::{Pair, eventually};
 use support::relay::{Still, still_relay};
@@ -644,7 +644,7 @@ fn a_qemu_that_ends_while_its_memory_is_tracked_ends_the_move_in_words() {
 fn a_destination_with_too_little_memory_in_its_control_group_leaves_the_guest_at_the_source() {
     let Some(mut pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     // The guest writes 100 MiB.
-    let Some(group) = or_skip(MemoryGroup::new(32 << 20)) else { return };
+    let Some(group) = skip_if_unavailable(MemoryGroup::new(32 << 20)) else { return };
     group.add(pair.destination.qemu.pid()).unwrap();
     let receiver = receiver(&pair, &[]);
     let (code, lines) = sent(&pair, "direct", &receiver);

@@ -9,7 +9,9 @@ use std::process::ExitStatus;
 use serde_json::{Value, json};
 use sterna_qemu_lab::accel::kvm_runs;
 use sterna_qemu_lab::huge::HugePages;
-use sterna_qemu_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, or_skip};
+use sterna_qemu_lab::{
+    Accel, Backend, Dirty, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, skip_if_unavailable,
+};
 use support::pair::{Pair, eventually};
 use support::settle::{Migration, Side};
 use support::{LONG, Sterna, receive, report, send_by};
@@ -54,7 +56,7 @@ impl Case<'_> {
         };
         let mut machine = QemuOptions::new(QemuVersion::V10_0, Guest::Linux(linux));
         (machine.memory, machine.backend) = (MEMORY, self.backend.clone());
-        let source = or_skip(Qemu::start(&machine))?;
+        let source = skip_if_unavailable(Qemu::start(&machine))?;
         let destination = Qemu::start(&machine.incoming()).unwrap();
         source.guest().wait_ready(LONG).unwrap();
         source.guest().wait_tick_after(0, LONG).unwrap();
@@ -149,7 +151,7 @@ fn the_report_names_memory_that_no_accelerator_reaches() {
 
 #[test]
 fn of_huge_pages_only_what_has_changed_is_sent_again() {
-    let Some(_pages) = or_skip(HugePages::reserve(2 * MEMORY)) else { return };
+    let Some(_pages) = skip_if_unavailable(HugePages::reserve(2 * MEMORY)) else { return };
     let send = "--method none --bandwidth 40MB/s";
     let Some(moved) = (Case { backend: Backend::MemfdHuge, fill: Fill::Random, send, ..CASE }).moved() else { return };
     // Each stamp makes 512 pages dirty.

@@ -13,7 +13,7 @@ use std::time::Duration;
 use sterna_qemu_lab::ram::Ram;
 use sterna_qemu_lab::{
     Aio, Cache, Disk, DiskImage, DiskLoad, DisksDone, Guest, HeldDisk, LinuxGuest, Qemu, QemuOptions, QemuVersion,
-    or_skip,
+    skip_if_unavailable,
 };
 use support::pair::{Pair, eventually};
 use support::{LONG, Sterna, receive, report, send_by};
@@ -82,7 +82,7 @@ struct FourKinds {
 /// Disks on new images, with an IOThread where `iothreads` has it; none where they cannot be had.
 fn four_kinds(iothreads: [bool; 4]) -> Option<FourKinds> {
     let images: Vec<DiskImage> = (0..4).map(|number| DiskImage::new(number, IMAGE).unwrap()).collect();
-    let slow = or_skip(HeldDisk::serve(&images[3].path()))?;
+    let slow = skip_if_unavailable(HeldDisk::serve(&images[3].path()))?;
     // So long that reads of this disk are in flight whenever something happens.
     slow.delay(Duration::from_millis(20));
     let disk = |number: usize| Disk { iothread: iothreads[number], ..Disk::new(&images[number].path()) };
@@ -174,7 +174,7 @@ fn all_threads_in_reads(qemu: &Qemu, held: &HeldDisk) -> DisksDone {
 /// A guest that writes its memory and reads the disk of the second; the third must be kept.
 fn with_held_disk() -> Option<(Pair, HeldDisk, DiskImage)> {
     let image = DiskImage::new(0, IMAGE).unwrap();
-    let held = or_skip(HeldDisk::serve(&image.path()))?;
+    let held = skip_if_unavailable(HeldDisk::serve(&image.path()))?;
     let machine = machine(MANY_WRITES, vec![Disk::on(&held)]);
     let pair = Pair::start(&machine, &machine.incoming())?;
     let source = pair.source.qemu.guest();
@@ -292,7 +292,7 @@ fn a_direct_move_whose_storage_does_not_answer_ends_and_names_the_storage() {
 #[test]
 fn what_a_read_brings_that_was_in_flight_over_rounds_is_at_the_destination() {
     let image = DiskImage::new(0, IMAGE).unwrap();
-    let Some(held) = or_skip(HeldDisk::serve(&image.path())) else { return };
+    let Some(held) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };
     // More than is sent meanwhile: the rounds do not end before the guest stops writing.
     let machine = machine(MANY_WRITES, vec![Disk::on(&held)]);
     let Some(pair) = Pair::start(&machine, &machine.incoming()) else { return };

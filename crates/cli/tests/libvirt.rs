@@ -11,7 +11,7 @@ use std::process::{Child, Stdio};
 
 use rustix::process::{Signal, kill_process};
 use sterna_qemu_lab::libvirt::{LibvirtGuest, LibvirtGuestOptions, LibvirtHosts, Side};
-use sterna_qemu_lab::or_skip;
+use sterna_qemu_lab::skip_if_unavailable;
 use support::{LONG, Sterna, sterna};
 use tempfile::TempDir;
 
@@ -27,7 +27,7 @@ impl Lab {
         let made =
             sterna().args(["cert", "--host", "host-a,host-b", "--dir"]).arg(certificates.path()).output().unwrap();
         assert!(made.status.success(), "{made:?}");
-        let hosts = or_skip(LibvirtHosts::start(certificates.path()))?;
+        let hosts = skip_if_unavailable(LibvirtHosts::start(certificates.path()))?;
         Some(Lab { hosts, certificates })
     }
 

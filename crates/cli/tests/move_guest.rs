@@ -5,7 +5,7 @@ mod qatzip;
 mod support;
 
 use serde_json::Value;
-use sterna_qemu_lab::{Qemu, QemuVersion, or_skip};
+use sterna_qemu_lab::{Qemu, QemuVersion, skip_if_unavailable};
 use support::{LONG, Sterna, busy_guest, receive, report, send};
 
 #[test]
@@ -28,7 +28,7 @@ fn it_moves_by_the_software_of_the_real_qatzip_and_the_report_says_so() {
 /// Moves one by `send` with `options`; its report. None where there is no QEMU.
 fn moved(options: &[&str]) -> Option<Value> {
     let machine = busy_guest(QemuVersion::V10_0, "pc-q35-10.0");
-    let source = or_skip(Qemu::start(&machine))?;
+    let source = skip_if_unavailable(Qemu::start(&machine))?;
     let destination = Qemu::start(&machine.incoming()).unwrap();
     source.guest().wait_ready(LONG).unwrap();
     let scratch = tempfile::tempdir().unwrap();
@@ -53,7 +53,7 @@ fn moved(options: &[&str]) -> Option<Value> {
 #[test]
 fn the_receiving_side_shows_how_much_of_the_announced_ram_it_has_placed() {
     let machine = busy_guest(QemuVersion::V10_0, "pc-q35-10.0");
-    let Some(source) = or_skip(Qemu::start(&machine)) else { return };
+    let Some(source) = skip_if_unavailable(Qemu::start(&machine)) else { return };
     let destination = Qemu::start(&machine.incoming()).unwrap();
     source.guest().wait_ready(LONG).unwrap();
     let scratch = tempfile::tempdir().unwrap();

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use sterna_qemu_lab::disk::SmallDisk;
-use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion, or_skip};
+use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion, skip_if_unavailable};
 use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
 use support::pair::{Pair, Watched, eventually};
 use support::settle::{Migration, Side};
@@ -165,7 +165,7 @@ fn a_source_that_cannot_write_its_end_says_so_and_recover_settles_it_when_it_can
     for mode in MODES {
         println!("by {mode}");
         let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
-        let Some(disk) = or_skip(SmallDisk::mount(&pair.source_state())) else { return };
+        let Some(disk) = skip_if_unavailable(SmallDisk::mount(&pair.source_state())) else { return };
         let mut migration = Migration::start_by(mode, pair, SLOW, None, None);
         let sender = migration.sender.take().unwrap();
         sender.wait_for("placement: ");
@@ -202,7 +202,7 @@ fn a_completed_migration_whose_end_is_not_on_both_disks_is_not_called_settled() 
         {
             let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
             let state = if side == Side::Source { pair.source_state() } else { pair.destination_state() };
-            let Some(disk) = or_skip(SmallDisk::mount(&state)) else { return };
+            let Some(disk) = skip_if_unavailable(SmallDisk::mount(&state)) else { return };
             let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
             command.arg("--insecure");
             let at = |of, command: &mut _| (of == side).then(|| Hold::at(point, pair.scratch.path(), command));

@@ -370,7 +370,9 @@ fn memory_that_another_process_has_mapped_is_refused_before_the_guest_is_touched
 
 #[test]
 fn huge_pages_of_a_pool_are_refused_before_the_guest_is_touched() {
-    let Some(_pages) = sterna_qemu_lab::or_skip(sterna_qemu_lab::huge::HugePages::reserve(MEMORY)) else { return };
+    let Some(_pages) = sterna_qemu_lab::skip_if_unavailable(sterna_qemu_lab::huge::HugePages::reserve(MEMORY)) else {
+        return;
+    };
     let source = QemuOptions::new(QemuVersion::V10_0, Guest::BootSector);
     let mut destination = source.incoming();
     destination.backend = Backend::MemfdHuge;

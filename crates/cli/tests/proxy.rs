@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 use sterna_qemu::qmp::Qmp;
-use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, or_skip};
+use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, skip_if_unavailable};
 use support::{LONG, Sterna, busy_guest, certificates, sterna};
 
 /// Sets what libvirt sets for a parallel migration over unix sockets; `channels` 0: one stream.
@@ -121,7 +121,7 @@ struct Guests {
 
 impl Guests {
     fn start(options: &QemuOptions) -> Option<Self> {
-        let source = or_skip(Qemu::start(options))?;
+        let source = skip_if_unavailable(Qemu::start(options))?;
         let destination = Qemu::start(&options.incoming()).unwrap();
         source.guest().wait_ready(LONG).unwrap();
         let source_qmp = Qmp::connect(source.qmp_path()).unwrap();

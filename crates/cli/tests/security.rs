@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use sterna_qemu::qmp::Qmp;
-use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, Tools, or_skip};
+use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, Tools, skip_if_unavailable};
 use support::pair::{Pair, Watched};
 use support::settle::outcome;
 use support::{Hold, Sterna, certificates, receive, send, sterna};
@@ -166,7 +166,7 @@ fn moves(pair: &Pair, temporary: &Path, words: &[String]) {
 
 /// Whether a user of the host may run the unpacked QEMU.
 fn may_run_qemu(user: u32) -> bool {
-    let Some(tools) = or_skip(Tools::locate()) else { return false };
+    let Some(tools) = skip_if_unavailable(Tools::locate()) else { return false };
     let program = tools.directory().join("qemu-10.0/usr/bin/qemu-system-x86_64");
     let user = user.to_string();
     let words = ["--reuid", &user, "--regid", &user, "--clear-groups", "test", "-x"];

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, or_skip};
+use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, skip_if_unavailable};
 
 const ID: &str = "000102030405060708090a0b0c0d0e0f";
 
@@ -230,7 +230,7 @@ fn an_unknown_migration_cannot_be_recovered() {
 
 /// A QEMU without a guest system: its CPU runs the firmware, and its monitor says so.
 fn qemu() -> Option<Qemu> {
-    or_skip(Qemu::start(&QemuOptions::new(QemuVersion::V7_2, Guest::None)))
+    skip_if_unavailable(Qemu::start(&QemuOptions::new(QemuVersion::V7_2, Guest::None)))
 }
 
 /// What `query-status` answers.
@@ -282,7 +282,10 @@ fn a_qmp_socket_that_someone_else_uses_is_one_line_and_the_guest_runs_on() {
 
 #[test]
 fn a_receiver_that_waits_is_cancelled_by_a_signal() {
-    let Some(qemu) = or_skip(Qemu::start(&QemuOptions::new(QemuVersion::V7_2, Guest::None).incoming())) else { return };
+    let Some(qemu) = skip_if_unavailable(Qemu::start(&QemuOptions::new(QemuVersion::V7_2, Guest::None).incoming()))
+    else {
+        return;
+    };
     let home = tempfile::tempdir().unwrap();
     let line =
         format!("receive --qmp {} --listen 127.0.0.1:0 --insecure --json report.json", qemu.qmp_path().display());
@@ -316,7 +319,7 @@ fn certificates_serve_qemus_own_tls_too() {
             options.extra.extend(["-object".to_owned(), object]);
         }
         // A QEMU that does not take a certificate does not start.
-        let Some(qemu) = or_skip(Qemu::start(&options)) else { return };
+        let Some(qemu) = skip_if_unavailable(Qemu::start(&options)) else { return };
         assert_eq!(status(&qemu), "running");
     }
 }

@@ -10,7 +10,8 @@ use std::path::Path;
 use handles::may_open_by_handle;
 use sterna_qemu_lab::ram::{CHANGED_BY_LOADING, compare};
 use sterna_qemu_lab::{
-    Backend, FilesDone, Guest, LinuxGuest, QemuOptions, QemuVersion, Share, SharedDirectory, Virtiofsd, or_skip,
+    Backend, FilesDone, Guest, LinuxGuest, QemuOptions, QemuVersion, Share, SharedDirectory, Virtiofsd,
+    skip_if_unavailable,
 };
 use support::pair::{Pair, Watched, eventually};
 use support::{Hold, LONG, Sterna, receive, report, send, send_by};
@@ -31,7 +32,8 @@ struct Hosts {
 impl Hosts {
     /// Starts both; `None` if the tools are missing.
     fn start(source: (&Path, &[&str]), destination: (&Path, &[&str]), deleted: bool) -> Option<Hosts> {
-        let daemons = [source, destination].map(|(directory, options)| or_skip(Virtiofsd::start(directory, options)));
+        let daemons =
+            [source, destination].map(|(directory, options)| skip_if_unavailable(Virtiofsd::start(directory, options)));
         let [Some(first), Some(second)] = daemons else { return None };
         let share = Some(Share { tag: TAG.into(), deleted });
         let linux = LinuxGuest { memory: Some(96 << 20), dirty_rate: 4 << 20, share, ..LinuxGuest::default() };
@@ -246,10 +248,12 @@ fn a_file_that_cannot_be_found_again_is_the_only_one_that_is_lost_where_that_is_
 #[test]
 fn a_qemu_that_cannot_move_the_device_is_refused_and_its_guest_goes_on() {
     let shared = SharedDirectory::new(&std::env::temp_dir()).unwrap();
-    let Some(daemon) = or_skip(Virtiofsd::start(shared.path(), &[])) else { return };
+    let Some(daemon) = skip_if_unavailable(Virtiofsd::start(shared.path(), &[])) else { return };
     let mut machine = QemuOptions::new(QemuVersion::V7_2, Guest::BootSector);
     machine.backend = Backend::Memfd;
-    let Some(source) = or_skip(Watched::start(&with(&machine, &daemon), shared.path(), "source")) else { return };
+    let Some(source) = skip_if_unavailable(Watched::start(&with(&machine, &daemon), shared.path(), "source")) else {
+        return;
+    };
     let mut command = send(source.qemu.qmp_path(), "127.0.0.1:1", shared.path(), &shared.path().join("report"));
     let (sent, said) = Sterna::start("send", command.arg("--insecure")).finish_with_lines();
     assert_eq!(sent.code(), Some(1));

@@ -5,7 +5,7 @@
 //! shrinks again.
 
 use crate::{CodecError, Encoded, Encoder};
-use sterna_offload::Maker;
+use sterna_offload::Producer;
 
 /// The consecutive batches that must fail to shrink before attempts are skipped.
 const FAILURES: u32 = 4;
@@ -54,7 +54,7 @@ impl Encoder for Adaptive {
         Ok(encoded)
     }
 
-    fn maker(&self) -> Option<Maker> {
+    fn maker(&self) -> Option<Producer> {
         self.inner.maker()
     }
 }

@@ -98,14 +98,14 @@ impl MethodChoice {
         engines.encoder(self)
     }
 
-    /// Returns whether the method is chosen for each batch, among [`MethodChoice::ways_of_auto`].
+    /// Returns whether the method is chosen for each batch, among [`MethodChoice::auto_candidates`].
     pub fn is_auto(self) -> bool {
         self.method.name() == "auto"
     }
 
     /// Returns the methods from which `auto` chooses, the cheapest first. According to the measurements, each is the
     /// best at some price.
-    pub fn ways_of_auto(engines: &Engines) -> Vec<Self> {
+    pub fn auto_candidates(engines: &Engines) -> Vec<Self> {
         let way = |name, level| Self::parse(name, level).expect("the table has it");
         let mut ways = vec![way("none", None), way("lz4", None)];
         let iaa = way("iaa", None);

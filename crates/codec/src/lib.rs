@@ -35,7 +35,7 @@ pub use qat::{Qat, Qatzip, QatzipRefused};
 pub use sterna_qatzip::Software as QatzipSoftware;
 
 use sterna_memory::raw::RawPiece;
-use sterna_offload::Maker;
+use sterna_offload::Producer;
 use thiserror::Error;
 
 /// The longest input of an encoder and the longest output of a decoder, in bytes: the largest possible packet.
@@ -100,7 +100,7 @@ pub trait Encoder: Send {
 
     /// Returns the device that wrote the last output, if the output was not verified: the device to report if it turns
     /// out to be wrong.
-    fn maker(&self) -> Option<Maker> {
+    fn maker(&self) -> Option<Producer> {
         None
     }
 }

@@ -154,7 +154,7 @@ impl Knowledge {
 
 /// What delayed a channel, as parts of its time; for the rest it was busy itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct HeldUp {
+pub struct Delays {
     /// It waited for the network.
     pub network: f64,
     /// It waited for the receiver.
@@ -276,11 +276,11 @@ impl Selection {
     }
 
     /// Records that a packet with content was written. Returns what delayed it.
-    pub fn sent(&mut self, interval: &Interval) -> HeldUp {
+    pub fn sent(&mut self, interval: &Interval) -> Delays {
         let &Interval { busy, writing, waited, idle, arrived, placing, written, beyond } = interval;
         let all = busy.saturating_add(waited);
         if all == 0 || written == 0 {
-            return HeldUp::default();
+            return Delays::default();
         }
         let (time, bytes) = (all as f64, written as f64);
         let follow = |value: &mut f64, newest: f64| *value += (newest - *value) * SMOOTH;
@@ -288,7 +288,7 @@ impl Selection {
         if self.sent == 1 {
             // Before the first data every network is idle.
             self.pace = time / bytes;
-            return HeldUp { network: waited as f64 / time, receiver: 0.0 };
+            return Delays { network: waited as f64 / time, receiver: 0.0 };
         }
         follow(&mut self.pace, ((time - idle.min(all) as f64) / bytes).max(PRICES.0));
         follow(&mut self.empty.0, arrived.min(all) as f64);
@@ -304,7 +304,7 @@ impl Selection {
         let alone = ((*busy_receiver / *of - from) / (to - from)).clamp(0.0, 1.0);
         let receiver = alone * arrived.min(all) as f64 / time;
         let waits = waited as f64 / time * (1.0 - receiver);
-        let held_up = HeldUp { network: waits, receiver: waited as f64 / time * receiver };
+        let held_up = Delays { network: waits, receiver: waited as f64 / time * receiver };
         // No thread waits for an idle network: while one does, the network is less idle than the bytes in flight
         // suggest.
         let idles = idle.min(all) as f64 / time * (1.0 - waits);
@@ -449,12 +449,12 @@ mod tests {
             let mut selection = Selection::new(Arc::new(Knowledge::new(ways, channels)));
             let network = Interval { busy: 100_000, waited: 300_000, written: BATCH, ..Interval::default() };
             for _ in 0..100 {
-                assert_eq!(selection.sent(&network), HeldUp { network: 0.75, receiver: 0.0 });
+                assert_eq!(selection.sent(&network), Delays { network: 0.75, receiver: 0.0 });
             }
             // All sent bytes have arrived, and the receiver is busy with them.
             let receiver = Interval { arrived: 400_000, placing: 400_000, ..network };
             let held_up = (0..100).map(|_| selection.sent(&receiver)).last();
-            assert_eq!(held_up, Some(HeldUp { network: 0.0, receiver: 0.75 }), "{channels} channels");
+            assert_eq!(held_up, Some(Delays { network: 0.0, receiver: 0.75 }), "{channels} channels");
         }
     }
 

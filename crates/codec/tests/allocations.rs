@@ -12,7 +12,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Duration;
 use sterna_codec::{Encoded, Encoder, Engines, Iaa, METHODS, Method, MethodChoice, Qat, QatzipSoftware};
-use sterna_idxd::{Descriptor, Portal, Submission, Way, WorkQueue};
+use sterna_idxd::{Descriptor, Portal, Submission, SubmitMethod, WorkQueue};
 use sterna_idxd_model::{Model, ModelConfig};
 use sterna_offload::{Offload, Settings};
 
@@ -64,7 +64,7 @@ impl Portal for Uncounted {
         if accepted { Submission::Accepted } else { Submission::Retry }
     }
 
-    fn way(&self) -> Way {
+    fn way(&self) -> SubmitMethod {
         self.0.way()
     }
 }

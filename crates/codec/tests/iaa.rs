@@ -240,7 +240,7 @@ fn without_verification_a_wrong_stream_is_whose_it_is() {
             let content = content(256 << 10, number);
             let right = decodes_to(&encoded(&mut *encoder, &content), &content);
             if !right {
-                offload.distrust(encoder.maker().expect("a device has written it"), "it was wrong");
+                offload.report_wrong_result(encoder.maker().expect("a device has written it"), "it was wrong");
             }
             right
         })

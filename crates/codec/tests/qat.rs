@@ -131,7 +131,7 @@ fn without_hardware_nothing_of_it_is_used_unless_that_was_asked_for() {
     assert!(choice(4).encoder(&engines).is_err());
     // What `auto` chooses from has no software of QATzip's, and other methods open nothing.
     let auto = MethodChoice::parse("auto", None).unwrap();
-    assert!(MethodChoice::ways_of_auto(&engines).iter().all(|way| way.method().name() != "qatzip"));
+    assert!(MethodChoice::auto_candidates(&engines).iter().all(|way| way.method().name() != "qatzip"));
     for other in [auto, MethodChoice::default(), MethodChoice::parse("zlib", None).unwrap()] {
         for software in [QatzipSoftware::Forbidden, QatzipSoftware::Always] {
             let (engines, line) = with(software).engines(other, 2).unwrap();

@@ -59,7 +59,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
 
     for software in [QatzipSoftware::Forbidden, QatzipSoftware::WhenBusy, QatzipSoftware::Always] {
         let engines = start(software);
-        let names: Vec<_> = MethodChoice::ways_of_auto(&engines).iter().map(|way| way.method().name()).collect();
+        let names: Vec<_> = MethodChoice::auto_candidates(&engines).iter().map(|way| way.method().name()).collect();
         assert_eq!(names, ["none", "lz4", "qatzip", "zstd", "zstd", "zstd", "zstd"]);
         let mut encoder = choice().untiring_encoder(&engines).unwrap();
         for _ in 0..10 {

@@ -8,7 +8,7 @@ use sterna_codec::{Engines, Iaa};
 use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::node::node_of;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::{Channel, Guest, Maker, Nanos, Offload, Operation, Region, RegionBusy};
+use sterna_offload::{Channel, Guest, Nanos, Offload, Operation, Producer, Region, RegionBusy};
 use sterna_wire::packet::{Run, RunKind};
 
 /// How long abandoned work may still use a guest's RAM at the end.
@@ -42,7 +42,7 @@ struct UnverifiedZeroPages {
 pub(crate) struct Doubt {
     pub(crate) block: u16,
     pub(crate) page: u64,
-    pub(crate) maker: Maker,
+    pub(crate) maker: Producer,
 }
 
 /// Maximum number of doubts that wait for the dirty log. A single page that the log does not name convicts the device, so more need not be
@@ -80,7 +80,7 @@ impl Accelerator {
     }
 
     /// Records that `maker` called `page` zero, and that the CPU found the page not to be zero.
-    pub(crate) fn doubt(&self, block: u16, page: u64, maker: Maker) {
+    pub(crate) fn doubt(&self, block: u16, page: u64, maker: Producer) {
         let mut doubts = self.doubts();
         if doubts.len() < MAX_DOUBTS {
             doubts.push(Doubt { block, page, maker });

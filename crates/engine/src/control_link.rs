@@ -299,7 +299,7 @@ pub fn held_back(
 }
 
 /// Sends a message on a connection that has no link yet.
-pub fn say(writer: &mut Writer, message: &ControlMessage) -> io::Result<()> {
+pub fn send_message(writer: &mut Writer, message: &ControlMessage) -> io::Result<()> {
     writer.write_all(&encoded(message))
 }
 
@@ -313,7 +313,11 @@ fn encoded(message: &ControlMessage) -> Vec<u8> {
 }
 
 /// Reads the next message from a connection that has no link yet. Fails at `deadline`, however slowly bytes trickle in.
-pub fn hear(reader: &mut Reader, messages: &mut ControlReader, deadline: Instant) -> io::Result<ControlMessage> {
+pub fn receive_message(
+    reader: &mut Reader,
+    messages: &mut ControlReader,
+    deadline: Instant,
+) -> io::Result<ControlMessage> {
     next_message(reader, messages, Some(deadline))
 }
 

@@ -17,7 +17,7 @@ use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_wire::packet::{Run, RunKind};
 
 use crate::batch::{BatchPool, PooledBatch};
-use crate::send::{GuestPages, Item, SendChannel, Way};
+use crate::send::{GuestPages, Item, SendChannel, SendMode};
 use crate::window::{Window, WindowClosed};
 
 /// Pages of a region of this many bytes travel on one channel.
@@ -220,7 +220,7 @@ impl Overtaken {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PageAction {
     /// Read the pages and send them in this mode.
-    Send(Way),
+    Send(SendMode),
     /// Have the destination discard their earlier content.
     Discard,
 }
@@ -264,11 +264,11 @@ impl PageSearch {
 
     /// Has the pages of `run` in `block` read and sent. Waits while the channels are busy.
     pub fn pages(&mut self, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
-        self.pages_by(Way::Usual, block, run)
+        self.pages_by(SendMode::Usual, block, run)
     }
 
     /// As [`PageSearch::pages`], in the mode `mode`.
-    pub fn pages_by(&mut self, mode: Way, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
+    pub fn pages_by(&mut self, mode: SendMode, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
         self.handed_over += run.end - run.start;
         self.add(PageAction::Send(mode), block, run)
     }

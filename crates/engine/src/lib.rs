@@ -24,7 +24,7 @@
 //! use sterna_engine::source::Source;
 //! use sterna_engine::transport::{Security, simulated::Network};
 //! use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
-//! use sterna_memory::dirty::handed_in::{DirtyMarker, HandedInLog};
+//! use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 //! use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 //!
 //! const PAGES: usize = 1024;
@@ -40,14 +40,14 @@
 //!
 //! impl Monitor {
 //!     /// A monitor with memory of its own, its guest not running; and the log of what its guest writes.
-//!     fn new() -> (Self, GuestRam, HandedInLog) {
+//!     fn new() -> (Self, GuestRam, ReportedLog) {
 //!         // Two pages more than needed, so that whole pages fit in.
 //!         let memory: &'static [AtomicU64] = Vec::leak((0..WORDS + 1024).map(|_| AtomicU64::new(0)).collect());
 //!         let first = memory.as_ptr().align_offset(4096);
 //!         let memory = &memory[first..first + WORDS];
 //!         // SAFETY: leaked, so it is there for ever, and accessed by atomics only.
 //!         let block = unsafe { RamBlock::new("ram", NonNull::from(memory).cast(), PAGES * 4096, Backing::Other) };
-//!         let log = HandedInLog::new(&[PAGES as u64]);
+//!         let log = ReportedLog::new(&[PAGES as u64]);
 //!         let (dirty, counted, stop) = (log.marker(), Arc::default(), Arc::default());
 //!         (Self { memory, dirty, counted, stop, vcpu: None }, GuestRam::new(vec![block]).unwrap(), log)
 //!     }

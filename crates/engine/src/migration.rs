@@ -16,7 +16,7 @@ pub(crate) const GUEST_STATE: &str = "guest-state-1";
 pub(crate) const POST_COPY: &str = "post-copy-1";
 
 /// The capability to refuse a packet whose content did not arrive as it was read, and to retransmit its pages, version 1.
-pub const SEND_AGAIN: &str = "send-again-1";
+pub const RETRANSMIT: &str = "send-again-1";
 
 /// The capability to send pages as deltas against their earlier content, version 1.
 pub const DELTA: &str = "delta-1";
@@ -76,11 +76,11 @@ pub enum GuestState {
     /// The guest runs at the source.
     RunsAtSource,
     /// The guest belongs to the source and is paused: the source could not resume it.
-    StandsAtSource,
+    PausedAtSource,
     /// The guest belongs to the destination; whether it runs there was not confirmed. It must never run at the source again.
     BelongsToDestination,
     /// The guest belongs to the destination and is paused: the destination could not resume it.
-    StandsAtDestination,
+    PausedAtDestination,
     /// The guest belongs to the destination, and the sides lost each other for good before all of its memory was known to have arrived.
     /// A thread at the destination that touches a missing page waits.
     LacksMemory,
@@ -95,11 +95,11 @@ impl fmt::Display for GuestState {
         f.write_str(match self {
             Self::Untouched => "the guest was not touched",
             Self::RunsAtSource => "the guest runs on at the source",
-            Self::StandsAtSource => "the guest is paused at the source: let the monitor resume it",
+            Self::PausedAtSource => "the guest is paused at the source: let the monitor resume it",
             Self::BelongsToDestination => {
                 "the guest belongs to the destination and must not run at the source; look whether it runs there"
             }
-            Self::StandsAtDestination => {
+            Self::PausedAtDestination => {
                 "the guest belongs to the destination and is paused there: let the monitor resume it"
             }
             Self::LacksMemory => "the guest belongs to the destination, and not all of its memory is known to be there",

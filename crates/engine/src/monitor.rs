@@ -95,8 +95,8 @@ impl<'a> SourceMonitor<'a> {
         self.monitor.call("may_pause", |vmm| vmm.may_pause())?
     }
 
-    pub(crate) fn stood_still(&mut self) -> Result<(), VmmError> {
-        self.monitor.call("stood_still", |vmm| vmm.stood_still())?
+    pub(crate) fn confirm_paused(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("confirm_paused", |vmm| vmm.confirm_paused())?
     }
 
     pub(crate) fn pause(&mut self) -> Result<(), VmmError> {

@@ -31,7 +31,7 @@ pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Maximum number of pieces of guest RAM that the content of one packet is written to directly. With more, smaller pieces, one read
 /// into a buffer is faster than many into memory.
-pub const MOST_PLACES: usize = 16;
+pub const MAX_PLACES: usize = 16;
 
 /// The content of a packet, in the buffer of the thread that has received it.
 #[derive(Debug)]
@@ -51,7 +51,7 @@ impl Deref for Content<'_> {
 }
 
 /// Pieces of guest RAM.
-pub type Places<'a> = ArrayVec<RawPiece<'a>, MOST_PLACES>;
+pub type Places<'a> = ArrayVec<RawPiece<'a>, MAX_PLACES>;
 
 /// Handles the packets of one channel. Called by that channel's thread only, in the order of arrival. A sink implements the
 /// methods for the packets that belong on its channel; every other packet is refused, which ends the migration.
@@ -63,7 +63,7 @@ pub trait Sink: Send {
 
     /// Returns the guest RAM of the normal runs, one piece for each, so that the content can be written directly
     /// there; handles the zero runs itself. None: the content is passed to [`Sink::pages`]. Called for packets with at
-    /// most [`MOST_PLACES`] normal runs.
+    /// most [`MAX_PLACES`] normal runs.
     ///
     /// The content is checked only after it was written. If it is damaged it is refused ([`Sink::refuse`]), or the channel fails, and
     /// with it the migration.
@@ -346,7 +346,7 @@ impl Receiving<'_> {
         }
         let normal = runs.iter().filter(|run| run.kind == RunKind::Normal).count();
         // A decoder writes one piece.
-        let most = if header.method == 0 { MOST_PLACES } else { 1 };
+        let most = if header.method == 0 { MAX_PLACES } else { 1 };
         if normal <= most && self.place_directly(header, runs, sink)? {
             sink.placed();
             return Ok(());

@@ -12,7 +12,7 @@ use sterna_wire::text::cleaned;
 use crate::device_state::{self, DevicePhase};
 
 /// Placements that are shown on a terminal: a destination may have thousands of RAM blocks, or claim so.
-const MOST_PLACEMENTS: usize = 64;
+const MAX_PLACEMENTS: usize = 64;
 
 /// How a migration ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -404,10 +404,10 @@ impl Report {
                 self.source_cpu_seconds, self.destination_cpu_seconds
             ),
         );
-        for placement in self.placement.iter().take(MOST_PLACEMENTS) {
+        for placement in self.placement.iter().take(MAX_PLACEMENTS) {
             line("placement", placement.clone());
         }
-        if let Some(more) = self.placement.len().checked_sub(MOST_PLACEMENTS).filter(|more| *more > 0) {
+        if let Some(more) = self.placement.len().checked_sub(MAX_PLACEMENTS).filter(|more| *more > 0) {
             line("placement", format!("and {more} more, in the report of --json"));
         }
         text
@@ -766,9 +766,9 @@ mod tests {
             let text = Report { placement, ..report(Outcome::Completed) }.text();
             text.lines().filter(|line| line.starts_with("  placement")).map(str::to_owned).collect::<Vec<_>>()
         };
-        assert_eq!(placed(MOST_PLACEMENTS).len(), MOST_PLACEMENTS);
+        assert_eq!(placed(MAX_PLACEMENTS).len(), MAX_PLACEMENTS);
         let many = placed(1000);
-        assert_eq!(many.len(), MOST_PLACEMENTS + 1);
-        assert!(many[MOST_PLACEMENTS].contains("and 936 more"), "{many:?}");
+        assert_eq!(many.len(), MAX_PLACEMENTS + 1);
+        assert!(many[MAX_PLACEMENTS].contains("and 936 more"), "{many:?}");
     }
 }

@@ -61,7 +61,7 @@ pub trait SourceVmm {
     ///
     /// # Errors
     /// The guest has run meanwhile, so the destination's copy is of no use. The migration fails; [`SourceVmm::resume`] is called.
-    fn stood_still(&mut self) -> Result<(), VmmError> {
+    fn confirm_paused(&mut self) -> Result<(), VmmError> {
         Ok(())
     }
 

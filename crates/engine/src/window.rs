@@ -19,7 +19,7 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Maximum time of queueing beyond the round trip, however long a downtime was permitted.
-pub const LONGEST_ALLOWANCE: Duration = Duration::from_millis(50);
+pub const MAX_ALLOWANCE: Duration = Duration::from_millis(50);
 /// Queueing and round trip each count as at most this part of the downtime, so at least half of it stays for
 /// the rest of the switchover.
 const PART_OF_DOWNTIME: u32 = 4;
@@ -183,7 +183,7 @@ impl Window {
     /// path's as far as it is known, `downtime` the target downtime.
     pub fn new(batch: u64, round_trip: Duration, downtime: Duration) -> Self {
         let part = downtime / PART_OF_DOWNTIME;
-        let queueing = LONGEST_ALLOWANCE.min(part);
+        let queueing = MAX_ALLOWANCE.min(part);
         let allowance = round_trip.min(part) + queueing;
         let smallest = 2 * batch;
         let budget = Budget {

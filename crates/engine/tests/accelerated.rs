@@ -17,7 +17,7 @@ use sterna_engine::destination::Destination;
 use sterna_engine::report::{Observer, Progress};
 use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
-use sterna_offload::share::{Ask, Fifo, Grant, Share, Verdict};
+use sterna_offload::share::{AdmissionDecision, Ask, Fifo, Grant, Share};
 use sterna_offload::trace::Trace;
 use sterna_offload::{Kind, Nanos, Offload, OffloadReport, Operation, Recheck, Settings, Shares};
 use tempfile::NamedTempFile;
@@ -126,7 +126,7 @@ type Asked = Arc<Mutex<BTreeMap<u32, (u32, Vec<u32>)>>>;
 struct Listening(Asked);
 
 impl Share for Listening {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
         let mut asked = self.0.lock().unwrap();
         let (weight, channels) = asked.entry(ask.vm).or_default();
         *weight = ask.weight;

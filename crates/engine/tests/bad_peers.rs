@@ -14,7 +14,7 @@ use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
 use sterna_engine::pacer::Pacer;
 use sterna_engine::receive::{PacketRules, ReceiveCounters, ReceiveError, receive_packets};
-use sterna_engine::send::{Compression, Item, MOST_REFUSED, SendAgain, SendChannel, SendContext};
+use sterna_engine::send::{Compression, Item, MAX_REFUSED, Retransmit, SendChannel, SendContext};
 use sterna_engine::window::{Window, WindowClosed};
 use sterna_wire::packet::{Ack, BlockShape, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PageRequest, Refusal};
 
@@ -38,7 +38,7 @@ impl Source {
         Self::hearing_refusals(method, None)
     }
 
-    fn hearing_refusals(method: &str, again: Option<Arc<SendAgain>>) -> Self {
+    fn hearing_refusals(method: &str, again: Option<Arc<Retransmit>>) -> Self {
         let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO));
         let abort = Arc::new(Abort::default());
         let (raised, alarm) = mpsc::channel();
@@ -130,7 +130,7 @@ fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_th
             ("more pages than were in the packet", refusal(2, &[PageRequest { first: 0, count: 100, ..page }]), true),
         ];
         for (words, bytes, agreed) in cases {
-            let again = Arc::new(SendAgain::none_of(memory.clone()));
+            let again = Arc::new(Retransmit::none_of(memory.clone()));
             let mut source = Source::hearing_refusals("none", agreed.then(|| Arc::clone(&again)));
             source.send_zero_page();
             source.send_pages(2);
@@ -145,7 +145,7 @@ fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_th
 #[test]
 fn what_was_refused_is_known_when_everything_is_acknowledged_and_nobody_refuses_for_ever() {
     within_a_minute(|| {
-        let again = Arc::new(SendAgain::none_of(vec![BlockShape { pages: 100, page_size: PAGE as u32 }]));
+        let again = Arc::new(Retransmit::none_of(vec![BlockShape { pages: 100, page_size: PAGE as u32 }]));
         let mut source = Source::hearing_refusals("none", Some(Arc::clone(&again)));
         source.send_pages(3);
         let pages = [PageRequest { block: 0, first: 3, count: 2 }, PageRequest { block: 0, first: 5, count: 1 }];
@@ -158,7 +158,7 @@ fn what_was_refused_is_known_when_everything_is_acknowledged_and_nobody_refuses_
         assert_eq!((again.take(|_, _| panic!("they were taken")), again.packets()), (0, 1));
 
         source.send_pages(2);
-        for _ in 1..MOST_REFUSED {
+        for _ in 1..MAX_REFUSED {
             source.peer.write_all(&refusal(2, &pages[..1])).unwrap();
         }
         source.acknowledge(2);

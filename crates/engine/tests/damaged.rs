@@ -21,7 +21,7 @@ use sterna_engine::report::{ReceiveReport, Report};
 use sterna_engine::source::{NotConverging, Source};
 use sterna_engine::transport::Security;
 use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::ram::GuestRam;
 use sterna_memory::userfault::{Faults, Userfault};
@@ -136,7 +136,7 @@ fn without_refusals(mut from: TcpStream, mut to: TcpStream) {
 
 /// Names what was written as write protection does: by pages of the size that the block's have.
 struct ByPage {
-    log: HandedInLog,
+    log: ReportedLog,
     ram: GuestRam,
 }
 

@@ -332,7 +332,7 @@ fn a_guest_that_cannot_be_started_at_the_destination_never_runs_at_the_source_ag
             let (sent, received) = pair.migrate();
             let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
             assert_eq!(sent.guest, GuestState::BelongsToDestination, "{sent}");
-            assert_eq!(received.guest, GuestState::StandsAtDestination, "{received}");
+            assert_eq!(received.guest, GuestState::PausedAtDestination, "{received}");
             assert_eq!((pair.running.now(), pair.running.ever_twice()), (0, false));
             assert!(!pair.from.runs());
         }
@@ -347,7 +347,7 @@ fn a_guest_that_cannot_be_resumed_is_reported_as_standing() {
             pair.to.fails = Some("load");
             (pair.from.fails, pair.from.panics) = (Some("resume"), panics);
             let (sent, _) = pair.migrate();
-            assert_eq!(sent.unwrap_err().guest, GuestState::StandsAtSource);
+            assert_eq!(sent.unwrap_err().guest, GuestState::PausedAtSource);
             assert_eq!(pair.running.now(), 0);
         }
     });
@@ -369,7 +369,7 @@ fn blocks_that_differ_are_refused_in_words_on_both_sides_before_anything_is_done
 }
 
 /// A dirty log that fails, or panics, when it is asked for the so-manieth time.
-struct FailingLog(sterna_memory::dirty::handed_in::HandedInLog, u32, bool);
+struct FailingLog(sterna_memory::dirty::reported::ReportedLog, u32, bool);
 
 impl FailingLog {
     fn may_fail(&mut self) -> Result<(), DirtyLogError> {

@@ -16,13 +16,15 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::ControlLink;
 use sterna_engine::destination::Destination;
 use sterna_engine::migration::GuestState;
-use sterna_engine::session::{self, Features, Greeting, Heard, Offer, Peer, Session, TellPeer, link_events};
+use sterna_engine::session::{
+    self, Features, Handshake, Offer, OnConnectionEvent, Peer, PeerEvent, Session, link_events,
+};
 use sterna_engine::source::{Source, TimeLimits};
 use sterna_engine::transport::simulated::Network;
 use sterna_engine::transport::{Address, Connection, Limits, Listener, Security, Writer, accept_channel, open_channel};
 use sterna_wire::checksum::crc32c;
 use sterna_wire::control::{Block, ControlMessage, Device as DeviceId, DeviceChannels, Machine, Mode};
-use sterna_wire::device::LEAST_CREDIT;
+use sterna_wire::device::MIN_CREDIT;
 use sterna_wire::header::ChannelKind;
 use sterna_wire::packet::{PacketHeader, PacketKind};
 
@@ -78,7 +80,7 @@ fn refusal(channels: DeviceChannels, odd: impl FnOnce(&mut OddSource) + Send) ->
     let memory = Memory::new(PAGES[0], PAGES[1]);
     let (mut to, _) = Monitor::new(&memory, &Running::default(), CALM);
     let destination = devices().at_destination(Destination::new(memory.ram()));
-    let destination = destination.device_queue(u64::from(DEVICES) * LEAST_CREDIT).linger(Duration::ZERO);
+    let destination = destination.device_queue(u64::from(DEVICES) * MIN_CREDIT).linger(Duration::ZERO);
     let port = Network::new(1).port("there");
     let listening = destination.listen(port, &Security::Insecure).unwrap();
     let address = listening.address().clone();
@@ -104,13 +106,14 @@ fn refusal(channels: DeviceChannels, odd: impl FnOnce(&mut OddSource) + Send) ->
             patience: Duration::ZERO,
         };
         let (told, news) = channel();
-        let tell: TellPeer = Arc::new(move |event| drop(told.send(event)));
+        let tell: OnConnectionEvent = Arc::new(move |event| drop(told.send(event)));
         let (link, session) = session::dial(&offer, &Cancel::new(), &tell).unwrap();
         let mut peer = Peer::new(link);
         odd(&mut OddSource { address: address.clone(), session, sequence: 0 });
         // Until it has hung up, or said that it has failed: this source then does.
         for event in news {
-            if let Some(Heard::Lost(_) | Heard::Said(ControlMessage::Failed { .. }, _)) = peer.hear(event) {
+            if let Some(PeerEvent::Lost(_) | PeerEvent::Message(ControlMessage::Failed { .. }, _)) = peer.handle(event)
+            {
                 break;
             }
         }
@@ -214,7 +217,7 @@ fn a_destination_that_speaks_of_devices_that_do_not_exist_is_refused_and_the_gue
         let credit = |device, up_to| ControlMessage::DeviceCredit { device, up_to };
         let cases = [
             (credit(2, 1 << 20), "the destination names a device 2, which does not exist"),
-            (credit(0, LEAST_CREDIT - 1), "a credit of 65535 bytes for a device is less than 65536"),
+            (credit(0, MIN_CREDIT - 1), "a credit of 65535 bytes for a device is less than 65536"),
             (credit(0, 0), "a credit of 0 bytes"),
         ];
         for (odd, words) in cases {
@@ -227,15 +230,15 @@ fn a_destination_that_speaks_of_devices_that_do_not_exist_is_refused_and_the_gue
             let error = std::thread::scope(|scope| {
                 let stop = incoming.stop_handle();
                 scope.spawn(move || {
-                    let greeting = Greeting { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
+                    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
                     let greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                     let (told, news) = channel();
-                    let tell: TellPeer = Arc::new(move |event| drop(told.send(event)));
+                    let tell: OnConnectionEvent = Arc::new(move |event| drop(told.send(event)));
                     let events = link_events(&tell, 1);
                     let (writer, reader, closer) = (greeted.writer, greeted.reader, greeted.closer);
                     let link = ControlLink::start(writer, reader, closer, greeted.messages, events).unwrap();
                     let mut peer = Peer::new(link);
-                    peer.say(&ControlMessage::Welcome(greeted.welcome));
+                    peer.send(&ControlMessage::Welcome(greeted.welcome));
                     let channels = std::thread::spawn(move || {
                         // They are only kept open.
                         let mut kept = Vec::new();
@@ -244,11 +247,13 @@ fn a_destination_that_speaks_of_devices_that_do_not_exist_is_refused_and_the_gue
                         }
                     });
                     // What is of no consequence, and what is not.
-                    peer.say(&ControlMessage::DeviceTaken { device: 99 });
-                    peer.say(&ControlMessage::DeviceLoaded { device: 99 });
-                    peer.say(&odd);
+                    peer.send(&ControlMessage::DeviceTaken { device: 99 });
+                    peer.send(&ControlMessage::DeviceLoaded { device: 99 });
+                    peer.send(&odd);
                     for event in news {
-                        if let Some(Heard::Lost(_) | Heard::Said(ControlMessage::Failed { .. }, _)) = peer.hear(event) {
+                        if let Some(PeerEvent::Lost(_) | PeerEvent::Message(ControlMessage::Failed { .. }, _)) =
+                            peer.handle(event)
+                        {
                             break;
                         }
                     }

@@ -23,8 +23,8 @@ use sterna_engine::receive::{Sink, SinkError};
 use sterna_engine::report::ReceiveReport;
 use sterna_engine::send::{Compression, Item, SendChannel, SendContext};
 use sterna_engine::session::{
-    self, Doorman, Features, Greeting, Heard, Offer, OtherDoor, Peer, PeerNews, Redial, Session, Sinks, TellPeer,
-    link_events,
+    self, ChannelAcceptor, ConnectionEvent, ExtraChannelHandler, Features, Handshake, Offer, OnConnectionEvent, Peer,
+    PeerEvent, Redial, Session, Sinks, link_events,
 };
 use sterna_engine::source::{NotConverging, Source, TimeLimits};
 use sterna_engine::transport::simulated::Network;
@@ -91,26 +91,31 @@ fn odd_destination(
     mut answers: impl FnMut(&ControlMessage) -> Vec<ControlMessage>,
 ) -> Vec<ControlMessage> {
     let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
-    let greeting = Greeting { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
+    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
     let greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
     let (tell, news) = news();
     let events = link_events(&tell, 1);
     let link = ControlLink::start(greeted.writer, greeted.reader, greeted.closer, greeted.messages, events).unwrap();
     let abort = Arc::new(Abort::default());
     let kept: Arc<Mutex<Vec<(Writer, Reader)>>> = Arc::default();
-    let extra_channels: OtherDoor = {
+    let extra_channels: ExtraChannelHandler = {
         let kept = Arc::clone(&kept);
         Box::new(move |_, connection, _| {
             kept.lock().unwrap().push(accept_channel(connection).unwrap());
             Ok(())
         })
     };
-    let acceptor =
-        Doorman::new(greeted.session, Box::new(Nowhere(SHAPES.into(), stall)), &abort, Some(extra_channels), tell);
+    let acceptor = ChannelAcceptor::new(
+        greeted.session,
+        Box::new(Nowhere(SHAPES.into(), stall)),
+        &abort,
+        Some(extra_channels),
+        tell,
+    );
     acceptor.open();
     let stop = incoming.stop_handle();
     let mut peer = Peer::new(link);
-    peer.say(&ControlMessage::Welcome(greeted.welcome));
+    peer.send(&ControlMessage::Welcome(greeted.welcome));
     let mut said = Vec::new();
     std::thread::scope(|scope| {
         let acceptor = &acceptor;
@@ -120,15 +125,15 @@ fn odd_destination(
             }
         });
         for answer in answers(&ControlMessage::Ready { placement: Vec::new(), deltas: Vec::new() }) {
-            peer.say(&answer);
+            peer.send(&answer);
         }
         for news in news {
-            match peer.hear(news) {
-                Some(Heard::Said(message, _share)) => {
-                    answers(&message).iter().for_each(|answer| peer.say(answer));
+            match peer.handle(news) {
+                Some(PeerEvent::Message(message, _share)) => {
+                    answers(&message).iter().for_each(|answer| peer.send(answer));
                     said.push(message);
                 }
-                Some(Heard::Lost(_)) => break,
+                Some(PeerEvent::Lost(_)) => break,
                 _ => {}
             }
         }
@@ -139,7 +144,7 @@ fn odd_destination(
     said
 }
 
-fn news() -> (TellPeer, Receiver<PeerNews>) {
+fn news() -> (OnConnectionEvent, Receiver<ConnectionEvent>) {
     let (told, news) = channel();
     (Arc::new(move |event| drop(told.send(event))), news)
 }
@@ -183,7 +188,7 @@ fn a_destination_that_answers_an_offer_with_something_else_is_named_in_words_and
         let (connection, _) = incoming.next().unwrap();
         let (mut writer, reader) = accept_channel(connection).unwrap();
         let answer = ControlMessage::Ready { placement: vec!["\u{202e}gnihton".into()], deltas: Vec::new() };
-        control_link::say(&mut writer, &answer).unwrap();
+        control_link::send_message(&mut writer, &answer).unwrap();
         (writer, reader)
     });
     let memory = Memory::new(PAGES[0], PAGES[1]);
@@ -245,9 +250,9 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
         let migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
         let (error, dials) = std::thread::scope(|scope| {
             let destination = scope.spawn(move || {
-                let greeting = Greeting { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
+                let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
                 let mut greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
-                control_link::say(&mut greeted.writer, &ControlMessage::Welcome(greeted.welcome)).unwrap();
+                control_link::send_message(&mut greeted.writer, &ControlMessage::Welcome(greeted.welcome)).unwrap();
                 drop((greeted.writer, greeted.reader));
                 // Accepts what comes, as a load balancer does whose servers are gone, and ends it.
                 let mut dials = 0;
@@ -341,8 +346,8 @@ struct OddSource {
     session: Session,
     redial: Redial,
     peer: Peer,
-    news: Receiver<PeerNews>,
-    tell: TellPeer,
+    news: Receiver<ConnectionEvent>,
+    tell: OnConnectionEvent,
     abort: Arc<Abort>,
     said: Vec<ControlMessage>,
 }
@@ -378,25 +383,25 @@ impl OddSource {
     }
 
     /// Says this.
-    fn say(&self, message: &ControlMessage) {
-        self.peer.say(message);
+    fn send(&self, message: &ControlMessage) {
+        self.peer.send(message);
     }
 
     fn say_of_the_switchover(&self, message: SwitchoverMessage) {
-        self.say(&ControlMessage::Switchover(message));
+        self.send(&ControlMessage::Switchover(message));
     }
 
     /// Listens until something is heard that `wanted` looks for; false if the destination hung up before.
     fn hears(&mut self, wanted: impl Fn(&ControlMessage) -> bool) -> bool {
         while let Ok(news) = self.news.recv() {
-            match self.peer.hear(news) {
-                Some(Heard::Said(message, _share)) => {
+            match self.peer.handle(news) {
+                Some(PeerEvent::Message(message, _share)) => {
                     self.said.push(message);
                     if self.said.last().is_some_and(&wanted) {
                         return true;
                     }
                 }
-                Some(Heard::Lost(_)) => return false,
+                Some(PeerEvent::Lost(_)) => return false,
                 _ => {}
             }
         }
@@ -532,7 +537,7 @@ fn is_switchover(wanted: &SwitchoverMessage) -> impl Fn(&ControlMessage) -> bool
 fn a_source_that_begins_post_copy_without_having_agreed_on_it_is_refused() {
     within_a_minute(|| {
         let (received, said) = destination_against(NOTHING, |source, _| {
-            source.say(&ControlMessage::PostCopy);
+            source.send(&ControlMessage::PostCopy);
             source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
@@ -548,7 +553,7 @@ fn a_source_that_claims_to_have_sent_what_did_not_come_is_refused() {
         for ram in [vec![7, 0], vec![], vec![0; 9]] {
             let totals = ControlMessage::Totals(Totals { ram, normal_pages: 7, zero_pages: 0 });
             let (received, said) = destination_against(NOTHING, |source, _| {
-                source.say(&totals);
+                source.send(&totals);
                 source.until_it_hangs_up()
             });
             let error = received.unwrap_err();
@@ -578,7 +583,7 @@ fn a_source_that_sends_pages_after_its_totals_is_refused() {
         let (received, _) = destination_against(NOTHING, |source, destined| {
             let (ram, stream) = source.open();
             send_state(&stream, &state()[..9], false);
-            source.say(&nothing_sent());
+            source.send(&nothing_sent());
             // It loads, and waits for the rest of the state.
             assert_eq!(destined.calls.recv().unwrap(), "load");
             ram[0].send(pages(3, 1)).unwrap();
@@ -610,7 +615,7 @@ fn a_destination_that_waits_for_state_can_be_cancelled() {
     within_a_minute(|| {
         let (received, _) = destination_against(NOTHING, |source, destined| {
             let (_ram, stream) = source.open();
-            source.say(&nothing_sent());
+            source.send(&nothing_sent());
             send_state(&stream, &state()[..9], false);
             stream.drained().unwrap();
             destined.cancel.cancel();
@@ -629,7 +634,7 @@ fn a_source_that_comes_back_before_anything_was_loaded_in_post_copy_hears_that_n
         }
         let (received, came_back) = destination_against(POST_COPY, |mut source, _| {
             let (_ram, stream) = source.open();
-            source.say(&ControlMessage::PostCopy);
+            source.send(&ControlMessage::PostCopy);
             assert!(source.hears(is_post_copy_ready));
             // Nobody reads it: its thread waits.
             send_state(&stream, &state(), true);
@@ -652,14 +657,14 @@ impl OddSource {
     /// Leads the destination to where it is prepared, and lacks one page of a block.
     fn prepares_without(&mut self, block: u16, page: u64) -> Channels {
         let (ram, stream) = self.open();
-        self.say(&ControlMessage::PostCopy);
+        self.send(&ControlMessage::PostCopy);
         assert!(self.hears(is_post_copy_ready));
         let halves = self.session.open_post_copy(&Security::Insecure, &self.address, &self.abort).unwrap();
         let mut batch = BatchPool::new(1, 64 << 10).take(block).unwrap();
         batch.push_zero(page, 1);
         ram[0].send(Item::Discard(batch)).unwrap();
         let last = ram[0].drained().unwrap();
-        self.say(&ControlMessage::Totals(Totals { ram: vec![last, 0], normal_pages: 0, zero_pages: 0 }));
+        self.send(&ControlMessage::Totals(Totals { ram: vec![last, 0], normal_pages: 0, zero_pages: 0 }));
         send_state(&stream, &state(), true);
         self.say_of_the_switchover(SwitchoverMessage::Prepare);
         assert!(self.hears(is_switchover(&SwitchoverMessage::Prepared)), "{:?}", self.said);
@@ -758,7 +763,7 @@ fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
             let complete = source.hears(|message| matches!(message, ControlMessage::PostCopyDone(_)));
             // Before it noticed, or only with the new channels.
             let runs = source.said.iter().any(is_switchover(&SwitchoverMessage::Running));
-            source.say(&ControlMessage::Goodbye);
+            source.send(&ControlMessage::Goodbye);
             assert!(runs && wants_more && complete, "{:?}", source.said);
             source.abort.finish();
             source.said

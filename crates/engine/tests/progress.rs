@@ -16,7 +16,7 @@ use sterna_engine::report::{Observer, Progress, ReceiveProgress};
 use sterna_engine::source::{NotConverging, Source};
 use sterna_engine::transport::Security;
 use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
 /// More than the queues take, so that the first round lasts.
@@ -171,7 +171,7 @@ fn rounds_that_never_fit_are_noted_once_with_what_would_end_them() {
 }
 
 /// Counts how often it is collected.
-struct Counting(HandedInLog, Arc<AtomicU64>);
+struct Counting(ReportedLog, Arc<AtomicU64>);
 
 impl DirtyLog for Counting {
     fn start(&mut self) -> Result<(), DirtyLogError> {

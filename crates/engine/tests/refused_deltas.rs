@@ -18,7 +18,7 @@ use sterna_engine::batch::BatchPool;
 use sterna_engine::entry::{Entry, Pipeline};
 use sterna_engine::pacer::Pacer;
 use sterna_engine::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
-use sterna_engine::send::{Compression, DeltaBlocks, Item, MOST_REFUSED, SendChannel, SendContext};
+use sterna_engine::send::{Compression, DeltaBlocks, Item, MAX_REFUSED, SendChannel, SendContext};
 use sterna_engine::window::Window;
 use sterna_memory::delta::apply;
 use sterna_wire::checksum::crc32c;
@@ -168,7 +168,7 @@ fn damage(mut near: TcpStream, mut far: TcpStream, faults: &[bool], damaged: &Mu
         let mut rest = vec![0; (packet.table_length + packet.payload_length) as usize];
         near.read_exact(&mut rest)?;
         let mut damaged = damaged.lock().unwrap();
-        if packet.payload_length > 0 && *damaged < MOST_REFUSED && faults.get(number).copied().unwrap_or(false) {
+        if packet.payload_length > 0 && *damaged < MAX_REFUSED && faults.get(number).copied().unwrap_or(false) {
             *rest.last_mut().unwrap() ^= 4;
             *damaged += 1;
         }
@@ -348,7 +348,7 @@ fn refused_for_ever(cache: u64) {
             // Compressed at first, then as it is.
             assert_eq!(header.method == 0, sequence > 1);
             far.write_all(&refusal(sequence, PageRequest { block: 0, first: 3, count: 1 })).unwrap();
-            if sequence > u64::from(MOST_REFUSED) {
+            if sequence > u64::from(MAX_REFUSED) {
                 break;
             }
         }

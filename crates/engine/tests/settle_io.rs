@@ -19,7 +19,7 @@ use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
 use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
 /// Pages that the device writes at a time: more than the downtime has room for, so that there is another round.
@@ -57,7 +57,7 @@ impl Disk {
 
 /// The dirty log by write protection of a monitor with such a device, at its worst moment: the device pins pages just before each
 /// collecting, and is not through with them.
-struct PinnedBefore(HandedInLog, Arc<Disk>);
+struct PinnedBefore(ReportedLog, Arc<Disk>);
 
 impl DirtyLog for PinnedBefore {
     fn start(&mut self) -> Result<(), DirtyLogError> {

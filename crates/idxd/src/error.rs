@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::portal::Way;
+use crate::portal::SubmitMethod;
 use crate::status::Status;
 use crate::sysfs::Unusable;
 
@@ -53,7 +53,7 @@ pub enum OpenError {
         /// The queue.
         queue: String,
         /// The submission method of the test.
-        way: Way,
+        way: SubmitMethod,
         /// The result of the no-op.
         why: NotProven,
     },

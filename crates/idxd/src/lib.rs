@@ -4,7 +4,7 @@
 //!
 //! * [`discover`] lists devices and work queues from sysfs. For each queue it reports whether the queue can be used,
 //!   and if not, why, and the commands that would help.
-//! * [`WorkQueue::open`] opens one, selects the best submission method ([`Way`]) and tests it with a no-op.
+//! * [`WorkQueue::open`] opens one, selects the best submission method ([`SubmitMethod`]) and tests it with a no-op.
 //! * [`Descriptor`] and [`iaa::Descriptor`] are the instructions for the device; the device writes its result to
 //!   [`CompletionRecord`] and [`iaa::CompletionRecord`]; [`Status`] is the result's status.
 //! * [`WorkQueue::submit`] submits. It is `unsafe`: until it has completed, the device works on this process's memory
@@ -42,7 +42,7 @@ pub use descriptor::{
 pub use error::{NoBatches, NotProven, OpenError, SubmitError};
 pub use flags::Operation;
 pub use instructions::Instructions;
-pub use portal::{Portal, Submission, Way};
+pub use portal::{Portal, Submission, SubmitMethod};
 pub use queue::{Opening, WorkQueue};
 pub use record::{Completion, CompletionRecord, Fault, offset as record_offset};
 pub use status::Status;

@@ -23,7 +23,7 @@ use crate::instructions::{enqcmd, movdir64b};
 
 /// The method of submission to a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Way {
+pub enum SubmitMethod {
     /// `ENQCMD` on a mapped portal of a shared queue.
     Enqcmd,
     /// `MOVDIR64B` on a mapped portal of a dedicated queue.
@@ -32,12 +32,12 @@ pub enum Way {
     Write,
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for SubmitMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Way::Enqcmd => "mapped portal, ENQCMD",
-            Way::Movdir64b => "mapped portal, MOVDIR64B",
-            Way::Write => "write(2)",
+            SubmitMethod::Enqcmd => "mapped portal, ENQCMD",
+            SubmitMethod::Movdir64b => "mapped portal, MOVDIR64B",
+            SubmitMethod::Write => "write(2)",
         })
     }
 }
@@ -65,7 +65,7 @@ pub trait Portal: Send + Sync + fmt::Debug {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission;
 
     /// Returns the submission method.
-    fn way(&self) -> Way;
+    fn way(&self) -> SubmitMethod;
 }
 
 /// Bytes of a portal page, whatever the page size of the host.
@@ -74,7 +74,7 @@ const PORTAL_BYTES: usize = 4096;
 /// A mapped portal page. Unmapped before the device file is closed.
 pub(crate) struct MappedPortal {
     page: NonNull<u8>,
-    way: Way,
+    way: SubmitMethod,
     slot: AtomicU32,
     owner: u32,
     file: OwnedFd,
@@ -87,8 +87,8 @@ unsafe impl Send for MappedPortal {}
 unsafe impl Sync for MappedPortal {}
 
 impl MappedPortal {
-    /// Maps the portal of an opened queue. `way` is [`Way::Enqcmd`] or [`Way::Movdir64b`].
-    pub(crate) fn map(file: OwnedFd, way: Way) -> Result<Self, (OwnedFd, io::Error)> {
+    /// Maps the portal of an opened queue. `way` is [`SubmitMethod::Enqcmd`] or [`SubmitMethod::Movdir64b`].
+    pub(crate) fn map(file: OwnedFd, way: SubmitMethod) -> Result<Self, (OwnedFd, io::Error)> {
         // SAFETY: a new shared mapping of one page at an address of the kernel's choice.
         let page = unsafe {
             libc::mmap(
@@ -121,7 +121,7 @@ impl MappedPortal {
 impl Portal for MappedPortal {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
         match self.way {
-            Way::Enqcmd => {
+            SubmitMethod::Enqcmd => {
                 // SAFETY: the page is mapped and 64-byte aligned; the queue was opened by this process (its address space is
                 // bound) with this instruction allowed; for the descriptor the caller answers.
                 if unsafe { enqcmd(self.page.as_ptr(), descriptor) } { Submission::Accepted } else { Submission::Retry }
@@ -134,7 +134,7 @@ impl Portal for MappedPortal {
         }
     }
 
-    fn way(&self) -> Way {
+    fn way(&self) -> SubmitMethod {
         self.way
     }
 }
@@ -177,8 +177,8 @@ impl Portal for WritePortal {
         }
     }
 
-    fn way(&self) -> Way {
-        Way::Write
+    fn way(&self) -> SubmitMethod {
+        SubmitMethod::Write
     }
 }
 
@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     fn slots_are_used_in_rotation_through_the_whole_page_and_stay_aligned() {
-        let portal = MappedPortal::map(portal_file().into(), Way::Movdir64b).unwrap();
+        let portal = MappedPortal::map(portal_file().into(), SubmitMethod::Movdir64b).unwrap();
         let base = portal.page.as_ptr() as usize;
         let slots: Vec<usize> = (0..130).map(|_| portal.next_slot() as usize - base).collect();
         for (turn, slot) in slots.iter().enumerate() {
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn a_file_that_cannot_be_mapped_is_returned_with_the_reason() {
         let (read, _write) = io::pipe().unwrap();
-        let (_file, error) = MappedPortal::map(read.into(), Way::Enqcmd).unwrap_err();
+        let (_file, error) = MappedPortal::map(read.into(), SubmitMethod::Enqcmd).unwrap_err();
         assert!(error.raw_os_error().is_some());
     }
 

@@ -16,7 +16,7 @@ use crate::flags::Operation;
 use crate::fork;
 use crate::iaa;
 use crate::instructions::{Instructions, store_fence};
-use crate::portal::{MappedPortal, Portal, Submission, Way, WritePortal};
+use crate::portal::{MappedPortal, Portal, Submission, SubmitMethod, WritePortal};
 use crate::status::Status;
 use crate::sysfs::{Directories, Kind, Mode, QueueInfo, Reason, Unusable};
 
@@ -138,7 +138,7 @@ impl WorkQueue {
     }
 
     /// Returns the submission method.
-    pub fn way(&self) -> Way {
+    pub fn way(&self) -> SubmitMethod {
         self.portal.way()
     }
 
@@ -261,10 +261,12 @@ impl WorkQueue {
         let declared = self.info.declares(Operation::Batch as u8);
         let first = self.info.device.is_first_generation();
         match (self.portal.way(), declared) {
-            (Way::Write, _) if first => return Err(NoBatches::FirstGeneration),
-            (Way::Write, Some(false)) => return Err(NoBatches::NotOffered),
-            (Way::Enqcmd | Way::Movdir64b, Some(false)) if !first => return Err(NoBatches::NotOffered),
-            (Way::Enqcmd | Way::Movdir64b, Some(true)) => return Ok(self.info.max_batch),
+            (SubmitMethod::Write, _) if first => return Err(NoBatches::FirstGeneration),
+            (SubmitMethod::Write, Some(false)) => return Err(NoBatches::NotOffered),
+            (SubmitMethod::Enqcmd | SubmitMethod::Movdir64b, Some(false)) if !first => {
+                return Err(NoBatches::NotOffered);
+            }
+            (SubmitMethod::Enqcmd | SubmitMethod::Movdir64b, Some(true)) => return Ok(self.info.max_batch),
             _ => {}
         }
         let members = Arc::new([Descriptor::noop(), Descriptor::noop()]);
@@ -346,15 +348,15 @@ fn checked(info: &QueueInfo) -> Result<Mode, OpenError> {
 /// Returns the best portal for an opened queue, and the reason if it is not a mapped one.
 fn portal(file: OwnedFd, mode: Mode, opening: &Opening) -> (Arc<dyn Portal>, Option<String>) {
     let (way, there) = match mode {
-        Mode::Shared => (Way::Enqcmd, opening.instructions.enqcmd()),
-        Mode::Dedicated => (Way::Movdir64b, opening.instructions.movdir64b()),
+        Mode::Shared => (SubmitMethod::Enqcmd, opening.instructions.enqcmd()),
+        Mode::Dedicated => (SubmitMethod::Movdir64b, opening.instructions.movdir64b()),
     };
     if !opening.map {
         return (Arc::new(WritePortal { file }), Some("not asked for".to_owned()));
     }
     if !there {
         let why = match way {
-            Way::Enqcmd => "this CPU has no ENQCMD",
+            SubmitMethod::Enqcmd => "this CPU has no ENQCMD",
             _ => "this CPU has no MOVDIR64B",
         };
         return (Arc::new(WritePortal { file }), Some(why.to_owned()));

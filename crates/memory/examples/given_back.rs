@@ -13,8 +13,8 @@ use std::time::Instant;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::DirtyLog;
-use sterna_memory::dirty::handed_in::HandedInLog;
 use sterna_memory::dirty::punched::{PunchedLog, SharedFile};
+use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 
 const GIB: usize = 1 << 30;
@@ -63,7 +63,7 @@ fn measure(len: usize, shared: bool, advice: Advice) -> Result<(), Box<dyn std::
         // Of shared memory, the log of holes alone: a log of writes comes on top.
         let mut log: Box<dyn DirtyLog> = if shared {
             let block = SharedFile { file: Arc::clone(&file), offset: 0, pages };
-            Box::new(PunchedLog::new(Box::new(HandedInLog::new(&[pages])), vec![Some(block)]))
+            Box::new(PunchedLog::new(Box::new(ReportedLog::new(&[pages])), vec![Some(block)]))
         } else {
             Box::new(WriteProtectLog::new(vec![addresses.clone()])?)
         };

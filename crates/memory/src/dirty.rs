@@ -7,7 +7,7 @@
 //! | [`write_protect`] | a process, this one or another, and KVM vCPUs that run on its memory | a fault per page and round |
 //! | [`kvm_log`] | KVM vCPUs | a fault per page and round (or the CPU's own log); a bitmap of the guest's size per round |
 //! | [`kvm_ring`] | KVM vCPUs | as above, but by what is dirty, not by the size of the guest |
-//! | [`handed_in`] | writers that report their writes: device models, DMA | an atomic operation per write |
+//! | [`reported`] | writers that report their writes: device models, DMA | an atomic operation per write |
 //! | [`punched`] | freed pages of shared memory, and the writes that the wrapped log sees | a mapping of the memory; a walk of its page tables per round |
 //! | [`union`] | all writers of several logs | their sum |
 //!
@@ -36,10 +36,10 @@
 
 mod kvm;
 
-pub mod handed_in;
 pub mod kvm_log;
 pub mod kvm_ring;
 pub mod punched;
+pub mod reported;
 pub mod union;
 pub mod write_protect;
 

@@ -59,13 +59,13 @@ pub enum HoleError {
 #[derive(Debug)]
 pub struct PageMap {
     scanner: Scanner,
-    way: Way,
+    way: PageMapMethod,
     entries: Box<[u8; ENTRIES * ENTRY]>,
 }
 
 /// The method of reading the page map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum PageMapMethod {
     /// By ranges: `PAGEMAP_SCAN`, Linux 6.7 and newer.
     Scan,
     /// Page by page: reading `/proc/PID/pagemap`. Pages that were only ever read (the zero page) count as populated, as
@@ -86,22 +86,23 @@ impl PageMap {
 
     fn open(path: String) -> Result<Self, HoleError> {
         let file = File::open(&path).map_err(|source| HoleError::Open { path, source })?;
-        let mut map = Self { scanner: Scanner::new(file), way: Way::Scan, entries: Box::new([0; ENTRIES * ENTRY]) };
+        let mut map =
+            Self { scanner: Scanner::new(file), way: PageMapMethod::Scan, entries: Box::new([0; ENTRIES * ENTRY]) };
         // Scanning an empty range tests only whether the operation exists: older kernels return ENOTTY.
         if map.scanner.scan(0..0, Query::POPULATED).is_err() {
-            map.way = Way::Read;
+            map.way = PageMapMethod::Read;
         }
         Ok(map)
     }
 
     /// Returns the method in use.
-    pub fn way(&self) -> Way {
+    pub fn way(&self) -> PageMapMethod {
         self.way
     }
 
     /// Uses the method that every kernel supports.
     pub fn use_read(&mut self) {
-        self.way = Way::Read;
+        self.way = PageMapMethod::Read;
     }
 
     /// Calls `populated` for each part of the addresses `range` that was ever populated, in ascending order, whole
@@ -116,8 +117,8 @@ impl PageMap {
         while at < range.end {
             let rest = at..range.end;
             at = match self.way {
-                Way::Scan => self.scan(rest, &mut populated),
-                Way::Read => self.read(rest, &mut populated),
+                PageMapMethod::Scan => self.scan(rest, &mut populated),
+                PageMapMethod::Read => self.read(rest, &mut populated),
             }
             .map_err(|source| HoleError::PageMap { range: range.clone(), source })?;
         }
@@ -213,7 +214,7 @@ mod tests {
         let mut read = PageMap::own().unwrap();
         read.use_read();
         let own = PageMap::own().unwrap();
-        if own.way() == Way::Scan { vec![own, read] } else { vec![read] }
+        if own.way() == PageMapMethod::Scan { vec![own, read] } else { vec![read] }
     }
 
     /// Page numbers relative to the area.
@@ -288,7 +289,7 @@ mod tests {
         assert!(unsafe { crate::scan::is_zero_raw(area.ptr(), 64 * PAGE_SIZE) });
         area.bytes_mut()[5 * PAGE_SIZE] = 1;
         let mut map = PageMap::own().unwrap();
-        if map.way() == Way::Scan {
+        if map.way() == PageMapMethod::Scan {
             assert_eq!(populated(&mut map, &area, 0..64), [5]);
         }
         map.use_read();

@@ -38,7 +38,7 @@ pub struct Piece<'a> {
 /// The method by which pages reach the guest's memory. Named in the log and in the report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Way {
+pub enum PlacementMethod {
     /// Stores into a shared mapping of the backing file.
     Mapping,
     /// `pwritev` into the backing file, without mapping it.
@@ -49,19 +49,19 @@ pub enum Way {
     OwnMemory,
 }
 
-impl Way {
+impl PlacementMethod {
     /// Returns the name used in reports, one word.
     pub fn name(self) -> &'static str {
         match self {
-            Way::Mapping => "mapping",
-            Way::FileWrite => "file-write",
-            Way::ProcessWrite => "process-write",
-            Way::OwnMemory => "own-memory",
+            PlacementMethod::Mapping => "mapping",
+            PlacementMethod::FileWrite => "file-write",
+            PlacementMethod::ProcessWrite => "process-write",
+            PlacementMethod::OwnMemory => "own-memory",
         }
     }
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for PlacementMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -92,7 +92,7 @@ pub trait Place: Send + Sync + fmt::Debug {
     fn zero(&self, offset: u64, len: u64) -> Result<(), PlaceError>;
 
     /// Returns the method by which this place writes.
-    fn way(&self) -> Way;
+    fn way(&self) -> PlacementMethod;
 }
 
 /// Why pages could not be placed.

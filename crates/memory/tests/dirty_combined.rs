@@ -10,9 +10,9 @@ use dirty_support::{Memory, Random, Writer, Writers, collected, misuse_is_refuse
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::handed_in::{DirtyMarker, HandedInLog};
 use sterna_memory::dirty::kvm_log::KvmLog;
 use sterna_memory::dirty::punched::PunchedLog;
+use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 use sterna_memory::dirty::union::UnionLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
@@ -32,7 +32,7 @@ fn device<'a>(memories: &'a [&'a Memory], marker: DirtyMarker, seed: u64) -> Wri
 
 #[test]
 fn exactly_what_is_handed_in_is_named() {
-    let mut log = HandedInLog::new(&[100, 1000]);
+    let mut log = ReportedLog::new(&[100, 1000]);
     let marker = log.marker();
     marker.mark(0, 5..9);
     log.start().unwrap();
@@ -43,13 +43,13 @@ fn exactly_what_is_handed_in_is_named() {
     assert_eq!(collected(&mut log, 1, 1000), (60..70).collect::<Vec<u64>>());
     assert_eq!(collected(&mut log, 1, 1000), []);
     assert_eq!(collected(&mut log, 0, 100), [99]);
-    misuse_is_refused(&mut HandedInLog::new(&[7, 8]), &[7, 8]);
+    misuse_is_refused(&mut ReportedLog::new(&[7, 8]), &[7, 8]);
 }
 
 #[test]
 fn of_devices_that_hand_in_no_write_is_lost() {
     let memory = [&Memory::small(500), &Memory::small(64)];
-    let mut log = HandedInLog::new(&[500, 64]);
+    let mut log = ReportedLog::new(&[500, 64]);
     println!("seeds 5EED0004 5EED0005");
     let threads = vec![device(&memory, log.marker(), 0x5EED_0004), device(&memory, log.marker(), 0x5EED_0005)];
     rounds_against_writers(&mut log, &memory, 300, 100, threads);
@@ -61,7 +61,7 @@ fn a_union_sees_vcpus_by_kvm_and_a_device_by_what_it_hands_in() {
     let Some(mut guest) = Guest::new(memories, 1, |_| true) else { return };
     // SAFETY: these are the guest's slots.
     let kvm = unsafe { KvmLog::new(fd_of(&guest.vm), &BLOCKS, guest.slots.clone()).unwrap() };
-    let device_log = HandedInLog::new(&BLOCKS);
+    let device_log = ReportedLog::new(&BLOCKS);
     let marker = device_log.marker();
     let mut log = UnionLog::new(vec![Box::new(kvm), Box::new(device_log)]);
     let memories = [&guest.memories[0], &guest.memories[1]];
@@ -79,7 +79,7 @@ fn a_union_sees_vcpus_by_kvm_and_a_device_by_what_it_hands_in() {
     }));
     rounds_against_writers(&mut log, &memories, 60, 20_000, threads);
     misuse_is_refused(
-        &mut UnionLog::new(vec![Box::new(HandedInLog::new(&BLOCKS)), Box::new(HandedInLog::new(&BLOCKS))]),
+        &mut UnionLog::new(vec![Box::new(ReportedLog::new(&BLOCKS)), Box::new(ReportedLog::new(&BLOCKS))]),
         &BLOCKS,
     );
 }

@@ -20,8 +20,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::handed_in::HandedInLog;
 use sterna_memory::dirty::punched::{PunchedLog, SharedFile};
+use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::holes::PageMap;
@@ -415,7 +415,7 @@ fn holes_that_another_process_punches_are_named() {
 #[test]
 fn misuse_is_refused_in_words() {
     let file = memory_file(70);
-    let mut log = PunchedLog::new(Box::new(HandedInLog::new(&[70, 8])), vec![file_of(&file, 70)]);
+    let mut log = PunchedLog::new(Box::new(ReportedLog::new(&[70, 8])), vec![file_of(&file, 70)]);
     if !works(&mut log) {
         return;
     }
@@ -423,13 +423,13 @@ fn misuse_is_refused_in_words() {
     misuse_is_refused(&mut log, &[70, 8]);
     // A file that may not be written is no guest's RAM.
     let read_only = File::open("/proc/self/exe").unwrap();
-    let mut log = PunchedLog::new(Box::new(HandedInLog::new(&[4])), vec![file_of(&read_only, 4)]);
+    let mut log = PunchedLog::new(Box::new(ReportedLog::new(&[4])), vec![file_of(&read_only, 4)]);
     let error = log.start().unwrap_err().to_string();
     assert!(error.contains("a file that may not be written"), "{error}");
     // The log that it wraps was stopped.
     assert!(matches!(log.collect(0, &mut PageBitmap::new(4)), Err(DirtyLogError::NotStarted)));
     let (pipe, _writer) = rustix::pipe::pipe().unwrap();
-    let mut log = PunchedLog::new(Box::new(HandedInLog::new(&[4])), vec![file_of(&File::from(pipe), 4)]);
+    let mut log = PunchedLog::new(Box::new(ReportedLog::new(&[4])), vec![file_of(&File::from(pipe), 4)]);
     let error = log.start().unwrap_err().to_string();
     assert!(error.starts_with("cannot map the file of RAM block 0"), "{error}");
 }

@@ -11,7 +11,7 @@ use crate::engine::Kind;
 /// One device selector of an `--accel` list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Wish {
+pub enum DeviceSelector {
     /// All queues that can be opened, possibly none.
     Auto,
     /// Every usable queue of this kind of accelerator; at least one.
@@ -29,7 +29,7 @@ pub enum Wish {
 /// anything is changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Accelerators {
-    wishes: Vec<Wish>,
+    selectors: Vec<DeviceSelector>,
 }
 
 /// An `--accel` list that is not valid.
@@ -44,22 +44,22 @@ pub struct AcceleratorsError {
 impl Accelerators {
     /// Selects all accelerators that are available.
     pub fn auto() -> Self {
-        Self { wishes: vec![Wish::Auto] }
+        Self { selectors: vec![DeviceSelector::Auto] }
     }
 
     /// Selects the CPU alone.
     pub fn cpu() -> Self {
-        Self { wishes: vec![Wish::Kind(Kind::Cpu)] }
+        Self { selectors: vec![DeviceSelector::Kind(Kind::Cpu)] }
     }
 
     /// Selects the software model that `file` describes.
     pub fn model(file: impl Into<PathBuf>) -> Self {
-        Self { wishes: vec![Wish::Model(file.into())] }
+        Self { selectors: vec![DeviceSelector::Model(file.into())] }
     }
 
     /// Returns the selectors, in order.
-    pub fn wishes(&self) -> &[Wish] {
-        &self.wishes
+    pub fn selectors(&self) -> &[DeviceSelector] {
+        &self.selectors
     }
 }
 
@@ -74,37 +74,38 @@ impl FromStr for Accelerators {
 
     fn from_str(given: &str) -> Result<Self, AcceleratorsError> {
         let wrong = |wrong: String| AcceleratorsError { wrong };
-        let mut wishes = Vec::new();
-        for wish in given.split(',').map(str::trim) {
-            let wish = match wish.split_once(':') {
-                None => match wish {
-                    "auto" => Wish::Auto,
-                    "cpu" => Wish::Kind(Kind::Cpu),
-                    "dsa" => Wish::Kind(Kind::Dsa),
-                    "iaa" => Wish::Kind(Kind::Iaa),
+        let mut selectors = Vec::new();
+        for selector in given.split(',').map(str::trim) {
+            let selector = match selector.split_once(':') {
+                None => match selector {
+                    "auto" => DeviceSelector::Auto,
+                    "cpu" => DeviceSelector::Kind(Kind::Cpu),
+                    "dsa" => DeviceSelector::Kind(Kind::Dsa),
+                    "iaa" => DeviceSelector::Kind(Kind::Iaa),
                     "" => return Err(wrong("an empty name".into())),
                     other => return Err(wrong(format!("there is no accelerator called {other}"))),
                 },
                 Some((kind @ ("dsa" | "iaa" | "model"), "")) => return Err(wrong(format!("{kind}: without a path"))),
-                Some(("dsa", path)) => Wish::Queue(Kind::Dsa, path.into()),
-                Some(("iaa", path)) => Wish::Queue(Kind::Iaa, path.into()),
-                Some(("model", path)) => Wish::Model(path.into()),
+                Some(("dsa", path)) => DeviceSelector::Queue(Kind::Dsa, path.into()),
+                Some(("iaa", path)) => DeviceSelector::Queue(Kind::Iaa, path.into()),
+                Some(("model", path)) => DeviceSelector::Model(path.into()),
                 Some((other, _)) => return Err(wrong(format!("there is no accelerator called {other} with a path"))),
             };
-            if wishes.contains(&wish) {
-                return Err(wrong(format!("{wish} twice")));
+            if selectors.contains(&selector) {
+                return Err(wrong(format!("{selector} twice")));
             }
-            wishes.push(wish);
+            selectors.push(selector);
         }
-        let alone = wishes.iter().any(|wish| matches!(wish, Wish::Auto | Wish::Kind(Kind::Cpu)));
-        if alone && wishes.len() > 1 {
+        let alone =
+            selectors.iter().any(|selector| matches!(selector, DeviceSelector::Auto | DeviceSelector::Kind(Kind::Cpu)));
+        if alone && selectors.len() > 1 {
             return Err(wrong("auto and cpu stand alone (the CPU always helps out)".into()));
         }
-        Ok(Self { wishes })
+        Ok(Self { selectors })
     }
 }
 
-impl Display for Wish {
+impl Display for DeviceSelector {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Auto => write!(f, "auto"),
@@ -117,8 +118,8 @@ impl Display for Wish {
 
 impl Display for Accelerators {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        for (at, wish) in self.wishes.iter().enumerate() {
-            write!(f, "{}{wish}", if at == 0 { "" } else { "," })?;
+        for (at, selector) in self.selectors.iter().enumerate() {
+            write!(f, "{}{selector}", if at == 0 { "" } else { "," })?;
         }
         Ok(())
     }

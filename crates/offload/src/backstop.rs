@@ -58,7 +58,7 @@ mod tests {
     use std::sync::atomic::AtomicU64;
     use std::sync::{Mutex, OnceLock};
 
-    use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, Way, WorkQueue};
+    use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue};
 
     use super::*;
     use crate::{Bell, Offload, Operation, Region, Settings, Time};
@@ -84,8 +84,8 @@ mod tests {
             Submission::Accepted
         }
 
-        fn way(&self) -> Way {
-            Way::Enqcmd
+        fn way(&self) -> SubmitMethod {
+            SubmitMethod::Enqcmd
         }
     }
 

@@ -25,7 +25,7 @@ use crate::time::{NEVER, Nanos};
 
 /// The pauses between two looks at an overdue batch: more than a system call's time, and negligible for a migration.
 const SHORTEST_PAUSE: Nanos = 4_000;
-const LONGEST_PAUSE: Nanos = 64_000;
+const MAX_PAUSE: Nanos = 64_000;
 
 /// Why a batch was not accepted. The batch was returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -136,13 +136,13 @@ pub struct Done {
     /// How it ended.
     pub outcome: Outcome,
     /// The device that did all or most of it; none if the CPU did.
-    pub maker: Option<Maker>,
+    pub maker: Option<Producer>,
 }
 
-/// The device that did a batch, to be reported ([`Offload::distrust`](crate::Offload::distrust)) if its result turns
+/// The device that did a batch, to be reported ([`Offload::report_wrong_result`](crate::Offload::report_wrong_result)) if its result turns
 /// out to be wrong later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Maker {
+pub struct Producer {
     pub(crate) engine: usize,
     pub(crate) device: usize,
 }
@@ -254,7 +254,7 @@ impl Channel {
             }
             // An overdue batch cannot be predicted: look less and less often.
             let until = if due > now { due } else { now + pause };
-            pause = if due > now { pause } else { (2 * pause).min(LONGEST_PAUSE) };
+            pause = if due > now { pause } else { (2 * pause).min(MAX_PAUSE) };
             shared.attended.store(true, Ordering::SeqCst);
             time.wait(&shared.table.bell, heard, until.min(deadline));
             shared.attended.store(false, Ordering::SeqCst);

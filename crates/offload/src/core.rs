@@ -8,7 +8,7 @@ use sterna_memory::checksum::crc32c;
 
 use crate::backstop::LATER;
 use crate::batch::Batch;
-use crate::channel::{Done, Maker, Outcome, Pools, Reason, Shared, TicketId};
+use crate::channel::{Done, Outcome, Pools, Producer, Reason, Shared, TicketId};
 use crate::engine::device::{Closers, Common};
 use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run, cpu};
 use crate::lease::Leases;
@@ -323,23 +323,23 @@ impl Core {
         counters.doubtful.fetch_add(doubtful, Relaxed);
         if wrong {
             counters.fell_back(Cause::WrongResult, request.items.len() as u64);
-            self.distrust(self.maker(request), "it called a page zero that is not");
+            self.report_wrong_result(self.maker(request), "it called a page zero that is not");
             request.work.rest.clear();
             request.work.rest.push(Run { first: 0, count: request.items.len() as u32 });
         }
     }
 
     /// Returns the device that did `request`.
-    fn maker(&self, request: &Request) -> Maker {
+    fn maker(&self, request: &Request) -> Producer {
         let engine = request.work.engine;
-        Maker { engine, device: self.engines[engine].device(request) }
+        Producer { engine, device: self.engines[engine].device(request) }
     }
 
     /// Takes a device out of service that gave a wrong result. Its earlier results become suspect, if it makes zero
     /// maps: a device that only compresses has reported no zero pages.
-    pub(crate) fn distrust(&self, maker: Maker, what: &str) {
+    pub(crate) fn report_wrong_result(&self, maker: Producer, what: &str) {
         let engine = &self.engines[maker.engine];
-        engine.distrust(maker.device, what);
+        engine.report_wrong_result(maker.device, what);
         if engine.does(Operation::ZeroMap) {
             self.statistics.refuted.fetch_add(1, Ordering::Release);
         }
@@ -375,7 +375,7 @@ impl Core {
         }
         if wrong > 0 {
             self.statistics.of(request.operation, kind).fell_back(Cause::WrongResult, wrong);
-            self.distrust(self.maker(request), "its copy is not what it has read");
+            self.report_wrong_result(self.maker(request), "its copy is not what it has read");
         }
     }
 

@@ -59,9 +59,9 @@ mod time;
 pub mod trace;
 mod trial;
 
-pub use accelerators::{Accelerators, AcceleratorsError, Wish};
+pub use accelerators::{Accelerators, AcceleratorsError, DeviceSelector};
 pub use batch::{Batch, Delta, PushError};
-pub use channel::{Cancelled, Channel, Done, Maker, Outcome, Reason, Ticket, TicketId};
+pub use channel::{Cancelled, Channel, Done, Outcome, Producer, Reason, Ticket, TicketId};
 pub use deflate::Deflater;
 pub use engine::{Cause, Kind};
 pub use guest::Guest;

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, Way, WorkQueue, iaa};
+use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue, iaa};
 use sterna_idxd_model as model;
 use sterna_idxd_model::{Model, ModelConfig, ModelQueue};
 
@@ -58,7 +58,7 @@ pub(crate) fn open(config: ModelConfig) -> Result<Vec<Arc<WorkQueue>>, String> {
 pub fn queues(model: &Arc<Model>) -> Result<Vec<Arc<WorkQueue>>, String> {
     let open = |queue: ModelQueue| {
         let info = info(&queue);
-        let way = if info.mode == Some(Mode::Dedicated) { Way::Movdir64b } else { Way::Enqcmd };
+        let way = if info.mode == Some(Mode::Dedicated) { SubmitMethod::Movdir64b } else { SubmitMethod::Enqcmd };
         let portal = Arc::new(ModelPortal { model: Arc::clone(model), queue, way });
         WorkQueue::with_portal(info, portal).map_err(|error| error.to_string())
     };
@@ -93,20 +93,20 @@ fn info(queue: &ModelQueue) -> QueueInfo {
 struct ModelPortal {
     model: Arc<Model>,
     queue: ModelQueue,
-    way: Way,
+    way: SubmitMethod,
 }
 
 impl Portal for ModelPortal {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
         let bytes = descriptor.as_bytes();
-        if self.way == Way::Movdir64b {
+        if self.way == SubmitMethod::Movdir64b {
             self.queue.movdir64b(bytes);
             return Submission::Accepted;
         }
         if self.queue.enqcmd(bytes) { Submission::Accepted } else { Submission::Retry }
     }
 
-    fn way(&self) -> Way {
+    fn way(&self) -> SubmitMethod {
         self.way
     }
 }

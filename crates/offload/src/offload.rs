@@ -11,7 +11,7 @@ use sterna_idxd::WorkQueue;
 
 use crate::accelerators::Accelerators;
 use crate::backstop::{Backstop, LATER};
-use crate::channel::{Channel, Maker, Pools, Shared};
+use crate::channel::{Channel, Pools, Producer, Shared};
 use crate::core::Core;
 use crate::engine::device::{Closers, Common, Device};
 use crate::engine::dsa::Dsa;
@@ -50,10 +50,10 @@ pub enum StartError {
         range: &'static str,
     },
     /// An accelerator requested by name does not exist or cannot be used.
-    #[error("--accel {wish}: {why}")]
+    #[error("--accel {selector}: {why}")]
     Missing {
         /// The selector, as in `--accel`.
-        wish: String,
+        selector: String,
         /// The reason, and what would help.
         why: String,
     },
@@ -174,8 +174,8 @@ impl Offload {
 
     /// Takes the device of `maker` out of service because a result of it was wrong. `what` is the reason that is
     /// reported.
-    pub fn distrust(&self, maker: Maker, what: &str) {
-        self.core.distrust(maker, what);
+    pub fn report_wrong_result(&self, maker: Producer, what: &str) {
+        self.core.report_wrong_result(maker, what);
     }
 
     /// Returns how often a device that makes zero maps was taken out of service for a wrong result. When this rises,

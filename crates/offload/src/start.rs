@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use sterna_idxd::{QueueInfo, Reason, WorkQueue, discover};
 
-use crate::accelerators::{Accelerators, Wish};
+use crate::accelerators::{Accelerators, DeviceSelector};
 use crate::engine::Kind;
 use crate::offload::StartError;
 use crate::settings::Settings;
@@ -33,12 +33,12 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
         Ok(devices) => devices.iter().flat_map(|device| device.queues.iter().cloned()).collect(),
         Err(_) => Vec::new(),
     };
-    for wish in choice.wishes() {
-        let missing = |why: String| StartError::Missing { wish: wish.to_string(), why };
-        match wish {
-            Wish::Model(file) => models.push((wish, read_model(file).map_err(missing)?)),
-            Wish::Auto => chosen.extend(all.iter().filter(|queue| queue.unusable.is_none()).cloned()),
-            Wish::Kind(kind) => {
+    for selector in choice.selectors() {
+        let missing = |why: String| StartError::Missing { selector: selector.to_string(), why };
+        match selector {
+            DeviceSelector::Model(file) => models.push((selector, read_model(file).map_err(missing)?)),
+            DeviceSelector::Auto => chosen.extend(all.iter().filter(|queue| queue.unusable.is_none()).cloned()),
+            DeviceSelector::Kind(kind) => {
                 let of_kind: Vec<_> = all.iter().filter(|queue| kind_of(queue) == *kind).collect();
                 let usable: Vec<_> =
                     of_kind.iter().filter(|queue| queue.unusable.is_none()).map(|queue| (*queue).clone()).collect();
@@ -53,7 +53,7 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
                 opened.not_used.extend(reasons(&of_kind));
                 chosen.extend(usable);
             }
-            Wish::Queue(kind, path) => {
+            DeviceSelector::Queue(kind, path) => {
                 let named = |queue: &&QueueInfo| kind_of(queue) == *kind && queue.node == *path;
                 let Some(queue) = all.iter().find(named) else {
                     let there: Vec<_> = all.iter().map(|queue| queue.node.display().to_string()).collect();
@@ -80,8 +80,8 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
     }
     // Queues are identified by their names and grouped by their devices: two devices with one name would be treated as
     // one.
-    for (index, (wish, model)) in models.iter().enumerate() {
-        let missing = |why: String| StartError::Missing { wish: wish.to_string(), why };
+    for (index, (selector, model)) in models.iter().enumerate() {
+        let missing = |why: String| StartError::Missing { selector: selector.to_string(), why };
         for name in devices_of(model) {
             if chosen.iter().any(|queue| queue.device.name == name) {
                 return Err(missing(format!("this host has a device {name}, too, and both are asked for")));
@@ -100,10 +100,13 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
         match WorkQueue::open_with(queue, &settings.directories, &settings.opening) {
             Ok(queue) => opened.queues.push(queue),
             Err(error) => {
-                let asked = choice.wishes().iter().any(|wish| matches!(wish, Wish::Queue(_, path) if *path == node));
+                let asked = choice
+                    .selectors()
+                    .iter()
+                    .any(|selector| matches!(selector, DeviceSelector::Queue(_, path) if *path == node));
                 if asked {
                     return Err(StartError::Missing {
-                        wish: format!("{}:{}", kind.name(), node.display()),
+                        selector: format!("{}:{}", kind.name(), node.display()),
                         why: error.to_string(),
                     });
                 }
@@ -111,8 +114,8 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
             }
         }
     }
-    for (wish, model) in models {
-        let missing = |why: String| StartError::Missing { wish: wish.to_string(), why };
+    for (selector, model) in models {
+        let missing = |why: String| StartError::Missing { selector: selector.to_string(), why };
         let queues = open_model(model).map_err(missing)?;
         if queues.is_empty() {
             return Err(missing("this model has no work queue".into()));
@@ -120,11 +123,11 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
         opened.queues.extend(queues);
     }
     // A kind requested by name is missing if none of its queues could be opened.
-    for wish in choice.wishes() {
-        if let Wish::Kind(kind) = wish
+    for selector in choice.selectors() {
+        if let DeviceSelector::Kind(kind) = selector
             && !opened.queues.iter().any(|queue| kind_of(queue.info()) == *kind)
         {
-            return Err(StartError::Missing { wish: wish.to_string(), why: opened.not_used.join("; ") });
+            return Err(StartError::Missing { selector: selector.to_string(), why: opened.not_used.join("; ") });
         }
     }
     Ok(opened)

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, Way, WorkQueue};
+use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue};
 use sterna_offload::{Accelerators, Batch, Channel, NEVER, Offload, Operation, Outcome, Region, Settings};
 
 /// Counts this thread's allocations.
@@ -72,8 +72,8 @@ impl Portal for Instant {
         Submission::Accepted
     }
 
-    fn way(&self) -> Way {
-        Way::Enqcmd
+    fn way(&self) -> SubmitMethod {
+        SubmitMethod::Enqcmd
     }
 }
 

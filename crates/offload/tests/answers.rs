@@ -7,8 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sterna_idxd::{Descriptor, Device, Kind as DeviceKind, Mode, Portal, QueueInfo, Submission, Way, WorkQueue};
-use sterna_offload::share::{Ask, Fifo, Grant, Share, Verdict};
+use sterna_idxd::{
+    Descriptor, Device, Kind as DeviceKind, Mode, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue,
+};
+use sterna_offload::share::{AdmissionDecision, Ask, Fifo, Grant, Share};
 use sterna_offload::trace::Trace;
 use sterna_offload::{
     Bell, Cancelled, Cause, Channel, Kind, NEVER, Nanos, Offload, Operation, Outcome, Reason, Recheck, Region,
@@ -28,7 +30,7 @@ struct Bench {
 struct Counted(Arc<AtomicI64>);
 
 impl Share for Counted {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
         self.0.fetch_add(1, Ordering::Relaxed);
         Fifo.ask(ask, now)
     }
@@ -327,8 +329,8 @@ impl Portal for Told {
         Submission::Accepted
     }
 
-    fn way(&self) -> Way {
-        Way::Enqcmd
+    fn way(&self) -> SubmitMethod {
+        SubmitMethod::Enqcmd
     }
 }
 

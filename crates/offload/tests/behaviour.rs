@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use sterna_idxd::{Directories, Kind as DeviceKind, WorkQueue};
 use sterna_memory::ram::{Backing, RamBlock};
-use sterna_offload::share::{Ask, Grant, Share, Verdict};
+use sterna_offload::share::{AdmissionDecision, Ask, Grant, Share};
 use sterna_offload::trace::{self, Trace};
 use sterna_offload::{
     Accelerators, Batch, CallError, Callbacks, Cancelled, Cause, Channel, Kind, NEVER, Nanos, Offload, Operation,
@@ -254,7 +254,7 @@ fn while_others_wait_batches_are_as_small_as_the_share_says() {
     /// Four pages at a time.
     struct Small;
     impl Share for Small {
-        fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+        fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
             sterna_offload::share::Fifo.ask(ask, now)
         }
         fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
@@ -342,8 +342,8 @@ fn an_old_ticket_means_nothing_to_the_batch_that_came_after_it() {
 fn what_the_cpu_is_said_to_be_sooner_at_it_does_and_the_share_hears_how_long_it_took() {
     struct Spilling(Arc<AtomicU64>);
     impl Share for Spilling {
-        fn ask(&mut self, _: &Ask, _: Nanos) -> Verdict {
-            Verdict::Spill
+        fn ask(&mut self, _: &Ask, _: Nanos) -> AdmissionDecision {
+            AdmissionDecision::Spill
         }
         fn done(&mut self, _: Grant, _: Nanos, _: Nanos) {
             panic!("nothing was let in");
@@ -370,11 +370,11 @@ fn what_the_cpu_is_said_to_be_sooner_at_it_does_and_the_share_hears_how_long_it_
 struct Gate(Nanos);
 
 impl Share for Gate {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
         if now >= self.0 {
             return sterna_offload::share::Fifo.ask(ask, now);
         }
-        Verdict::Wait { until: self.0 }
+        AdmissionDecision::Wait { until: self.0 }
     }
 
     fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
@@ -412,11 +412,11 @@ fn at_shutdown_what_is_queued_is_given_back_and_what_is_with_a_device_is_waited_
     /// Lets the first in.
     struct First(Arc<AtomicU64>);
     impl Share for First {
-        fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+        fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
             if self.0.fetch_add(1, Ordering::Relaxed) == 0 {
                 return sterna_offload::share::Fifo.ask(ask, now);
             }
-            Verdict::Wait { until: now + 1_000_000_000_000 }
+            AdmissionDecision::Wait { until: now + 1_000_000_000_000 }
         }
         fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
             sterna_offload::share::Fifo.done(grant, sojourn, now);
@@ -665,8 +665,8 @@ fn what_is_asked_for_by_name_and_not_there_is_an_error_and_auto_says_why() {
     settings.directories = Directories { sysfs: empty.path().join("none"), dev: empty.path().into() };
     for name in ["dsa", "iaa", "dsa:/dev/dsa/wq0.0", "dsa,iaa"] {
         let error = Offload::start(&name.parse().unwrap(), &settings).unwrap_err();
-        let StartError::Missing { wish, why } = &error else { panic!("{error}") };
-        assert!(name.contains(wish) && why.contains("modprobe idxd"), "{error}");
+        let StartError::Missing { selector, why } = &error else { panic!("{error}") };
+        assert!(name.contains(selector) && why.contains("modprobe idxd"), "{error}");
     }
     let auto = Offload::start(&Accelerators::auto(), &settings).unwrap();
     let summary = auto.summary();

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sterna_idxd::Kind as DeviceKind;
-use sterna_offload::share::{Ask, Fifo, Grant, Share, Verdict};
+use sterna_offload::share::{AdmissionDecision, Ask, Fifo, Grant, Share};
 use sterna_offload::trace::Trace;
 use sterna_offload::{
     Callbacks, Cancelled, Channel, NEVER, Nanos, Offload, Operation, Outcome, Recheck, Region, Settings, Shares, Ticket,
@@ -70,8 +70,8 @@ fn pages_side_by_side_are_copied_where_the_pages_before_were_all_zero() {
 struct FirstSpilled(bool);
 
 impl Share for FirstSpilled {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
-        if std::mem::replace(&mut self.0, true) { Fifo.ask(ask, now) } else { Verdict::Spill }
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
+        if std::mem::replace(&mut self.0, true) { Fifo.ask(ask, now) } else { AdmissionDecision::Spill }
     }
 
     fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
@@ -139,9 +139,9 @@ fn queues_are_closed_with_offload_even_if_a_channel_went_before_its_work_was_don
 struct Noted(String, Arc<Mutex<Vec<(String, bool)>>>);
 
 impl Share for Noted {
-    fn ask(&mut self, _: &Ask, _: Nanos) -> Verdict {
+    fn ask(&mut self, _: &Ask, _: Nanos) -> AdmissionDecision {
         self.1.lock().unwrap().push((self.0.clone(), true));
-        Verdict::Spill
+        AdmissionDecision::Spill
     }
 
     fn done(&mut self, _: Grant, _: Nanos, _: Nanos) {}
@@ -351,9 +351,9 @@ fn with_two_guests_more_than_the_device_has_at_a_time_waits_before_it_and_not_in
 struct Closed(Nanos, String, Arc<Mutex<Vec<(String, Nanos)>>>);
 
 impl Share for Closed {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
         self.2.lock().unwrap().push((self.1.clone(), now));
-        if now < self.0 { Verdict::Wait { until: self.0 } } else { Fifo.ask(ask, now) }
+        if now < self.0 { AdmissionDecision::Wait { until: self.0 } } else { Fifo.ask(ask, now) }
     }
 
     fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
@@ -391,9 +391,9 @@ fn who_was_told_to_wait_asks_the_same_device_again_and_not_before_it_was_told_to
 struct OneByOne(bool);
 
 impl Share for OneByOne {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
         if std::mem::replace(&mut self.0, true) {
-            return Verdict::Wait { until: now + 1_000_000_000_000 };
+            return AdmissionDecision::Wait { until: now + 1_000_000_000_000 };
         }
         Fifo.ask(ask, now)
     }

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use sterna_offload::share::ledger::file::SLOTS;
 use sterna_offload::share::ledger::{Ledger, LedgerFile, OpenError, Slot, Table};
-use sterna_offload::share::{Ask, Grant, IN_FLIGHT, Nanos, Share, Verdict};
+use sterna_offload::share::{AdmissionDecision, Ask, Grant, IN_FLIGHT, Nanos, Share};
 use sterna_offload::{SystemTime, Time};
 
 const CHILD: &str = "STERNA_LEDGER_CHILD";
@@ -37,7 +37,7 @@ fn ask(weight: u32) -> Ask {
 /// Fills what it may have at this moment.
 fn fill(ledger: &mut impl Share, weight: u32, now: Nanos) -> Vec<Grant> {
     let mut grants = Vec::new();
-    while let Verdict::Admit(grant) = ledger.ask(&ask(weight), now) {
+    while let AdmissionDecision::Admit(grant) = ledger.ask(&ask(weight), now) {
         grants.push(grant);
         assert!(grants.len() < 100, "no limit");
     }
@@ -153,9 +153,9 @@ fn a_killed_process_is_also_forgotten_by_those_who_only_ask() {
     holder.child.wait().unwrap();
     for _ in 0..200 {
         match ledger.ask(&ask(1), now) {
-            Verdict::Admit(grant) => grants.push(grant),
-            Verdict::Wait { until } => now = until,
-            Verdict::Spill => unreachable!("not asked to"),
+            AdmissionDecision::Admit(grant) => grants.push(grant),
+            AdmissionDecision::Wait { until } => now = until,
+            AdmissionDecision::Spill => unreachable!("not asked to"),
         }
     }
     assert!(now < 10_000_000_000);
@@ -263,8 +263,8 @@ fn four_at_the_same_time_never_have_much_more_in_flight_than_one_may() {
                 while batches < 3000 {
                     let admitted = ledger.ask(&ask(1 + thread as u32), now);
                     // Who waits gives back first: else all could hold something and wait for the rest.
-                    let waits = !matches!(admitted, Verdict::Admit(_));
-                    if let Verdict::Admit(grant) = admitted {
+                    let waits = !matches!(admitted, AdmissionDecision::Admit(_));
+                    if let AdmissionDecision::Admit(grant) = admitted {
                         most.fetch_max(in_use.fetch_add(BATCH, Ordering::SeqCst) + BATCH, Ordering::SeqCst);
                         held.push(grant);
                         batches += 1;

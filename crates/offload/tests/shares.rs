@@ -1,7 +1,7 @@
 //! What those who share a queue can rely on: in one process, and between processes by a ledger in a file in memory. Time is passed in.
 
 use sterna_offload::share::ledger::{Ledger, LedgerFile, Slot, Table};
-use sterna_offload::share::{Ask, Fair, Grant, IN_FLIGHT, Nanos, Share, Verdict};
+use sterna_offload::share::{AdmissionDecision, Ask, Fair, Grant, IN_FLIGHT, Nanos, Share};
 
 const BATCH: Nanos = 50_000;
 const START: Nanos = 1_000_000_000;
@@ -12,12 +12,12 @@ fn directory() -> tempfile::TempDir {
 
 fn ask(share: &mut impl Share, predicted: Nanos, now: Nanos) -> Option<Grant> {
     match share.ask(&Ask { vm: 1, channel: 0, weight: 1, predicted, bytes: 512 << 10 }, now) {
-        Verdict::Admit(grant) => Some(grant),
-        Verdict::Wait { until } => {
+        AdmissionDecision::Admit(grant) => Some(grant),
+        AdmissionDecision::Wait { until } => {
             assert!(until > now);
             None
         }
-        Verdict::Spill => panic!("nobody asked it to"),
+        AdmissionDecision::Spill => panic!("nobody asked it to"),
     }
 }
 

@@ -35,7 +35,7 @@ pub enum Role {
 
 /// The settings that a migration needs.
 #[derive(Debug, Clone)]
-pub struct Wanted {
+pub struct RequiredSettings {
     /// This QEMU's side.
     pub role: Role,
     /// Multifd channels of this QEMU, 1 to 255; 0 for a single stream without multifd.
@@ -207,7 +207,7 @@ impl Settings {
     /// Both sides: multifd with `wanted.channels` channels (or off), return-path, late-block-activate, events. The source also: no
     /// bandwidth limit (Sterna paces), the downtime limit, pause-before-switchover. The destination also: no multifd
     /// compression, since Sterna feeds raw pages.
-    pub fn plan(qmp: &Qmp, wanted: &Wanted) -> Result<Plan, SettingsError> {
+    pub fn plan(qmp: &Qmp, wanted: &RequiredSettings) -> Result<Plan, SettingsError> {
         if wanted.downtime_limit.is_some_and(|limit| limit > MAX_DOWNTIME_LIMIT) {
             return Err(SettingsError::Invalid(format!(
                 "a downtime limit of {} s is longer than QEMU accepts ({} s)",
@@ -227,11 +227,11 @@ impl Settings {
     }
 
     /// Makes the plan of [`Settings::plan`] and carries it out.
-    pub fn apply(qmp: &Qmp, wanted: &Wanted) -> Result<Restore, SettingsError> {
+    pub fn apply(qmp: &Qmp, wanted: &RequiredSettings) -> Result<Restore, SettingsError> {
         Ok(Self::plan(qmp, wanted)?.carry_out()?)
     }
 
-    fn plan_capabilities(&self, wanted: &Wanted, plan: &mut Plan) {
+    fn plan_capabilities(&self, wanted: &RequiredSettings, plan: &mut Plan) {
         let mut desired = vec![
             ("multifd", wanted.channels > 0),
             ("return-path", true),
@@ -250,7 +250,7 @@ impl Settings {
         }
     }
 
-    fn plan_parameters(&self, wanted: &Wanted, plan: &mut Plan) {
+    fn plan_parameters(&self, wanted: &RequiredSettings, plan: &mut Plan) {
         let mut desired = Map::new();
         if wanted.channels > 0 {
             desired.insert("multifd-channels".into(), wanted.channels.into());

@@ -6,12 +6,12 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use sterna_memory::place::Way;
+use sterna_memory::place::PlacementMethod;
 use sterna_qemu::discover::{Backing, FileKind, Freshness, RamBlock, discover};
 use sterna_qemu::placement::{Placement, choose};
 use sterna_qemu::qmp::{Qmp, QmpError};
-use sterna_qemu::settings::{Role, Settings, SettingsError, Wanted};
-use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion, Tools, or_skip};
+use sterna_qemu::settings::{RequiredSettings, Role, Settings, SettingsError};
+use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion, Tools, skip_if_unavailable};
 
 const SIZE: u64 = 64 << 20;
 
@@ -24,8 +24,8 @@ struct Qemu {
 impl Qemu {
     /// Starts a QEMU; `None`, with the reason printed, if it was not unpacked.
     fn start(version: QemuVersion, arguments: &[&str]) -> Option<Self> {
-        let tools = or_skip(Tools::locate())?;
-        let mut command = or_skip(tools.qemu(version))?;
+        let tools = skip_if_unavailable(Tools::locate())?;
+        let mut command = skip_if_unavailable(tools.qemu(version))?;
         let directory = tempfile::tempdir().unwrap();
         let child = command
             .args(["-nodefaults", "-display", "none", "-accel", "tcg", "-M", version.machine()])
@@ -86,7 +86,7 @@ fn guest_memory(qmp: &Qmp, address: u64, size: usize) -> Vec<u8> {
 }
 
 /// Writes through `place` and makes QEMU read it back.
-fn prove(qmp: &Qmp, block: &RamBlock, way: Way) {
+fn prove(qmp: &Qmp, block: &RamBlock, way: PlacementMethod) {
     let Placement::Direct { place, why } = choose(block) else {
         panic!("in-stream: {:?}", choose(block));
     };
@@ -126,7 +126,7 @@ fn default_memory_is_found_and_written_by_process() {
         assert_eq!((ram.used, ram.page_size), (SIZE, 4096));
         // Nothing has run yet: all but a corner is known to be fresh.
         assert!(ram.freshness().touched_bytes(SIZE) <= 4 << 20, "{:?}", ram.freshness());
-        prove(&qmp, ram, Way::ProcessWrite);
+        prove(&qmp, ram, PlacementMethod::ProcessWrite);
 
         for name in ["pc.bios", "0000:00:01.0/vga.vram", "/rom@etc/acpi/tables"] {
             let Placement::InStream { why } = choose(block(&blocks, name)) else { panic!("{name} is written") };
@@ -140,13 +140,13 @@ fn qemu_is_found_behind_a_socket_that_was_handed_over() {
     for version in QemuVersion::ALL {
         // The laboratory opens the QMP socket and passes it on, as libvirt does; QEMU's own `listen` makes it the peer.
         let options = QemuOptions { memory: SIZE, ..QemuOptions::new(version, Guest::None) }.incoming();
-        let Some(qemu) = or_skip(sterna_qemu_lab::Qemu::start(&options)) else { return };
+        let Some(qemu) = skip_if_unavailable(sterna_qemu_lab::Qemu::start(&options)) else { return };
         let qmp = Qmp::connect(qemu.qmp_path()).unwrap();
         assert_eq!(qmp.peer_pid(), Some(qemu.pid() as i32));
         let blocks = discover(&qmp).unwrap();
         let ram = block(&blocks, "pc.ram");
         assert_eq!(ram.location.as_ref().unwrap().process.pid(), qemu.pid() as i32);
-        prove(&qmp, ram, Way::ProcessWrite);
+        prove(&qmp, ram, PlacementMethod::ProcessWrite);
     }
 }
 
@@ -162,7 +162,7 @@ fn shared_memfd_is_written_as_a_file() {
         let Backing::Shared { kind: FileKind::Memfd { huge }, offset: 0, .. } = location.backing else {
             panic!("{location:?}");
         };
-        let way = if huge { Way::Mapping } else { Way::FileWrite };
+        let way = if huge { PlacementMethod::Mapping } else { PlacementMethod::FileWrite };
         prove(&qmp, ram, way);
     }
 }
@@ -177,7 +177,7 @@ fn private_memfd_is_written_by_process() {
         let ram = block(&blocks, "ram0");
         assert!(matches!(ram.location.as_ref().unwrap().backing, Backing::PrivateFile));
         let Placement::Direct { place, .. } = choose(ram) else { panic!("{:?}", choose(ram)) };
-        assert_eq!(place.way(), Way::ProcessWrite);
+        assert_eq!(place.way(), PlacementMethod::ProcessWrite);
         place.write(1 << 20, &[0x5a; 8192]).unwrap();
         assert_eq!(guest_memory(&qmp, 1 << 20, 8192), [0x5a; 8192]);
         assert!(matches!(ram.freshness(), Freshness::Touched(_)));
@@ -205,7 +205,7 @@ fn file_in_memory_is_written_and_file_on_disk_is_left_to_qemu() {
                 let Backing::Shared { kind: FileKind::Tmpfs { huge }, .. } = location.backing else {
                     panic!("{location:?}");
                 };
-                prove(&qmp, ram, if huge { Way::Mapping } else { Way::FileWrite });
+                prove(&qmp, ram, if huge { PlacementMethod::Mapping } else { PlacementMethod::FileWrite });
             } else if rustix::fs::statfs(directory.path()).unwrap().f_type != 0x0102_1994 {
                 let Placement::InStream { why } = choose(ram) else { panic!("{:?}", choose(ram)) };
                 assert!(why.contains("on disk"), "{why}");
@@ -251,8 +251,13 @@ fn settings(qmp: &Qmp) -> (Value, Value) {
     )
 }
 
-fn wanted(role: Role) -> Wanted {
-    Wanted { role, channels: 4, downtime_limit: Some(Duration::from_millis(250)), pause_before_switchover: true }
+fn wanted(role: Role) -> RequiredSettings {
+    RequiredSettings {
+        role,
+        channels: 4,
+        downtime_limit: Some(Duration::from_millis(250)),
+        pause_before_switchover: true,
+    }
 }
 
 #[test]

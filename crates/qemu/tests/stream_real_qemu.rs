@@ -17,7 +17,7 @@ use sterna_qemu::stream::{
     ChannelSniff, Event, MainReader, MainWriter, MultifdInit, MultifdPacket, MultifdReader, MultifdWriter, PacketKind,
     PageBatch, ReturnMessage, ReturnPathReader, SectionKind, WireVariant,
 };
-use sterna_qemu_lab::{QemuVersion, Tools, or_skip};
+use sterna_qemu_lab::{QemuVersion, Tools, skip_if_unavailable};
 use stream_support::Random;
 
 const PAGE: usize = 4096;
@@ -34,7 +34,7 @@ struct Qemu {
 
 impl Qemu {
     fn start(tools: &Tools, version: QemuVersion, machine: &str, disk: &Path, more: &[&str]) -> Option<Self> {
-        let mut command = or_skip(tools.qemu(version))?;
+        let mut command = skip_if_unavailable(tools.qemu(version))?;
         std::fs::write(disk, boot_sector()).unwrap();
         command.args(["-M", machine, "-accel", "tcg", "-m", "64M", "-nodefaults", "-display", "none", "-qmp", "stdio"]);
         command.arg("-drive").arg(format!("file={},format=raw,if=ide", disk.display())).args(more);
@@ -329,7 +329,7 @@ fn migrate(from: QemuVersion, to: QemuVersion, machine: &str, channels: (usize, 
 
 /// What was seen; none where there is no QEMU.
 fn migrate_once(from: QemuVersion, to: QemuVersion, machine: &str, channels: (usize, usize)) -> Option<Seen> {
-    let tools = or_skip(Tools::locate())?;
+    let tools = skip_if_unavailable(Tools::locate())?;
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();
     let path = |name: &str| directory.join(name);

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 /// The cost of a piece beyond its content, in bytes: many small pieces take more memory than their content.
 pub const PIECE_OVERHEAD: u64 = 4096;
 /// The smallest first credit of a device, in bytes.
-pub const LEAST_CREDIT: u64 = 64 << 10;
+pub const MIN_CREDIT: u64 = 64 << 10;
 
 /// Returns the cost of a piece with this many bytes of content.
 pub const fn cost(content: usize) -> u64 {
@@ -49,7 +49,7 @@ pub enum DeviceError {
     #[error("piece {0} of the device's state lies behind its end")]
     BehindEnd(u64),
     /// The first credit is too small to send anything.
-    #[error("a credit of {0} bytes for a device is less than {LEAST_CREDIT}")]
+    #[error("a credit of {0} bytes for a device is less than {MIN_CREDIT}")]
     Credit(u64),
 }
 
@@ -67,10 +67,10 @@ impl DeviceSender {
     /// Records that the destination permits this many bytes in total.
     ///
     /// # Errors
-    /// The first credit is below [`LEAST_CREDIT`].
+    /// The first credit is below [`MIN_CREDIT`].
     pub fn credit(&mut self, up_to: u64) -> Result<(), DeviceError> {
         if self.at_once == 0 {
-            if up_to < LEAST_CREDIT {
+            if up_to < MIN_CREDIT {
                 return Err(DeviceError::Credit(up_to));
             }
             self.at_once = up_to;
@@ -123,9 +123,9 @@ pub struct DeviceReceiver<B> {
 }
 
 impl<B> DeviceReceiver<B> {
-    /// Makes a receiver that permits `at_once` bytes at first: at least [`LEAST_CREDIT`].
+    /// Makes a receiver that permits `at_once` bytes at first: at least [`MIN_CREDIT`].
     pub fn new(at_once: u64) -> Self {
-        debug_assert!(at_once >= LEAST_CREDIT);
+        debug_assert!(at_once >= MIN_CREDIT);
         Self { next: 0, waiting: BTreeMap::new(), received: 0, taken: 0, permitted: at_once, at_once, end: None }
     }
 
@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     fn receiver() -> DeviceReceiver<Vec<u8>> {
-        DeviceReceiver::new(LEAST_CREDIT)
+        DeviceReceiver::new(MIN_CREDIT)
     }
 
     fn bytes(content: &[u8]) -> Piece<Vec<u8>> {
@@ -247,7 +247,7 @@ mod tests {
         assert_eq!(receiver.arrived(2, 0, Piece::End), Err(DeviceError::BehindEnd(3)));
         receiver.arrived(4, 0, Piece::End).unwrap();
         assert_eq!(receiver.arrived(5, 1, bytes(b"f")), Err(DeviceError::BehindEnd(5)));
-        let too_much = LEAST_CREDIT as usize;
+        let too_much = MIN_CREDIT as usize;
         assert!(matches!(receiver.check(1, too_much), Err(DeviceError::BeyondCredit { .. })));
         assert!(receiver.check(1, usize::MAX).is_err(), "and does not overflow");
     }
@@ -256,7 +256,7 @@ mod tests {
     fn empty_pieces_without_end_are_beyond_the_credit_too() {
         let mut receiver = receiver();
         let took = (0..).take_while(|place| receiver.arrived(place + 1, 0, bytes(b"")).is_ok()).count();
-        assert_eq!(took as u64, LEAST_CREDIT / PIECE_OVERHEAD);
+        assert_eq!(took as u64, MIN_CREDIT / PIECE_OVERHEAD);
     }
 
     #[test]
@@ -283,14 +283,14 @@ mod tests {
     fn a_first_credit_that_nothing_fits_into_is_refused() {
         let mut sender = DeviceSender::default();
         assert_eq!((sender.largest_piece(1 << 19), sender.send(0)), (None, None));
-        assert_eq!(sender.credit(LEAST_CREDIT - 1), Err(DeviceError::Credit(LEAST_CREDIT - 1)));
-        sender.credit(LEAST_CREDIT).unwrap();
+        assert_eq!(sender.credit(MIN_CREDIT - 1), Err(DeviceError::Credit(MIN_CREDIT - 1)));
+        sender.credit(MIN_CREDIT).unwrap();
         assert_eq!(sender.largest_piece(1 << 19), Some(12 << 10));
         assert_eq!(sender.largest_piece(4096), Some(4096));
         // An older credit that arrives late does not reduce it.
-        sender.credit(2 * LEAST_CREDIT).unwrap();
+        sender.credit(2 * MIN_CREDIT).unwrap();
         sender.credit(1).unwrap();
-        assert!(sender.send(LEAST_CREDIT as usize).is_some());
+        assert!(sender.send(MIN_CREDIT as usize).is_some());
     }
 
     proptest! {
@@ -299,7 +299,7 @@ mod tests {
         #[test]
         fn a_state_arrives_whole_within_its_bound(
             lengths in prop::collection::vec(0usize..=100, 0..200),
-            at_once in LEAST_CREDIT..1 << 20,
+            at_once in MIN_CREDIT..1 << 20,
             seed: u64,
         ) {
             let (mut sender, mut receiver) = (DeviceSender::default(), DeviceReceiver::new(at_once));

@@ -8,7 +8,7 @@ use serde_json::Value;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::delta::PageDelta;
-use sterna_wire::device::{LEAST_CREDIT, PIECE_OVERHEAD};
+use sterna_wire::device::{MIN_CREDIT, PIECE_OVERHEAD};
 use sterna_wire::header::{ChannelHeader, ChannelKind, ChannelReply, MAGIC, PROTOCOL_VERSION};
 use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 use sterna_wire::limits as limit;
@@ -142,7 +142,7 @@ fn packets_and_acknowledgements_are_those_of_the_document() {
 #[test]
 fn numbers_in_the_tables_are_those_of_the_code() {
     let document = document();
-    assert_eq!((PIECE_OVERHEAD, LEAST_CREDIT), (4096, 65_536));
+    assert_eq!((PIECE_OVERHEAD, MIN_CREDIT), (4096, 65_536));
     let kinds = [
         ("pages", PacketKind::Pages),
         ("end of a generation", PacketKind::GenerationEnd),

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use sterna_guest::memory::Bad;
 use sterna_guest::share::{Counters, RAM_START};
 use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::union::UnionLog;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
@@ -64,12 +64,12 @@ impl Machine {
         let devices = (0..).zip(config.devices.iter().copied()).map(device).collect::<Result<_, _>>()?;
         let gate = Gate::new(config.vcpus)?;
         let pages: Vec<u64> = ram.blocks().iter().map(|block| block.bytes() / PAGE).collect();
-        let handed_in = HandedInLog::new(&pages);
-        let marker = handed_in.marker();
+        let reported = ReportedLog::new(&pages);
+        let marker = reported.marker();
         let Engine { vcpus, on_kvm, tracking, description, log } = Engine::new(config, &ram, &layout)?;
         let log: Box<dyn DirtyLog> = match log {
             // KVM's logs do not contain the monitor's own writes.
-            Some(log) => Box::new(UnionLog::new(vec![log, Box::new(handed_in)])),
+            Some(log) => Box::new(UnionLog::new(vec![log, Box::new(reported)])),
             None => {
                 let start = |block: &Block| block.start().expose_provenance().get();
                 let ranges = ram.blocks().iter().map(|block| start(block)..start(block) + block.bytes() as usize);

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use sterna_guest::share::{Counters, Orders};
-use sterna_memory::dirty::handed_in::DirtyMarker;
+use sterna_memory::dirty::reported::DirtyMarker;
 
 /// Runs a vCPU. Errors are texts for the user.
 pub(crate) trait Vcpu: Send {

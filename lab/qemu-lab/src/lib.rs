@@ -53,7 +53,7 @@ pub use memory_group::MemoryGroup;
 pub use options::{Backend, Dirty, DiskLoad, Fill, Guest, LinuxGuest, Pattern, QemuOptions, Role, Share};
 pub use qemu::Qemu;
 pub use shared::{FilesDone, SharedDirectory};
-pub use skip::or_skip;
+pub use skip::skip_if_unavailable;
 pub use tools::{QemuVersion, Tools, guest_program};
 pub use virtiofsd::Virtiofsd;
 pub use warm::WarmMemory;

@@ -138,7 +138,7 @@ fn tc(namespace: &str, action: &str, words: &[&str]) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::or_skip;
+    use crate::skip_if_unavailable;
 
     fn namespaces() -> String {
         run(Command::new("ip").args(["netns", "list"])).expect("ip works here")
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn the_hosts_reach_each_other_and_are_removed_afterwards() {
-        let Some(network) = or_skip(Network::new(Link::default())) else { return };
+        let Some(network) = skip_if_unavailable(Network::new(Link::default())) else { return };
         let (a, b) = (network.a().to_owned(), network.b().to_owned());
         assert!(namespaces().contains(&a) && namespaces().contains(&b));
         let route = run(run_in(&a, "ip").args(["route", "get", &Network::ADDRESS_B.to_string()])).expect("a route");
@@ -157,7 +157,9 @@ mod tests {
 
     #[test]
     fn a_rate_is_set_on_both_ends() {
-        let Some(network) = or_skip(Network::new(Link { bits_per_second: Some(1_000_000_000), delay: None })) else {
+        let Some(network) =
+            skip_if_unavailable(Network::new(Link { bits_per_second: Some(1_000_000_000), delay: None }))
+        else {
             return;
         };
         for name in [network.a(), network.b()] {

@@ -10,7 +10,7 @@ use crate::Error;
 /// # Panics
 /// On every other error, with its text.
 #[track_caller]
-pub fn or_skip<T>(result: Result<T, Error>) -> Option<T> {
+pub fn skip_if_unavailable<T>(result: Result<T, Error>) -> Option<T> {
     match result {
         Ok(value) => Some(value),
         Err(error) if error.is_absence() && !is_required(&error) => {
@@ -32,7 +32,7 @@ mod tests {
     #[test]
     fn a_tool_that_the_mirrors_lack_is_skipped_even_if_tools_are_required() {
         let error = Error::NotInMirrors { what: "QEMU 11.1".into(), reason: "none there".into() };
-        assert!(!is_required(&error) && or_skip::<()>(Err(error)).is_none());
+        assert!(!is_required(&error) && skip_if_unavailable::<()>(Err(error)).is_none());
         let required = std::env::var_os("STERNA_REQUIRE_TOOLS").is_some();
         assert_eq!(is_required(&Error::missing("QEMU 10.0", &[])), required);
     }

@@ -240,13 +240,13 @@ fn which_cargo_is_missing() -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Guest, Qemu, QemuOptions, or_skip};
+    use crate::{Guest, Qemu, QemuOptions, skip_if_unavailable};
 
     #[test]
     fn every_release_starts_from_where_it_was_unpacked() {
-        let Some(tools) = or_skip(Tools::locate()) else { return };
+        let Some(tools) = skip_if_unavailable(Tools::locate()) else { return };
         for version in QemuVersion::ALL {
-            let Some(mut qemu) = or_skip(tools.qemu(version)) else { return };
+            let Some(mut qemu) = skip_if_unavailable(tools.qemu(version)) else { return };
             let output = run(qemu.arg("--version")).expect("QEMU starts");
             assert!(output.contains(&format!("version {version}.")), "{output}");
         }
@@ -254,7 +254,9 @@ mod tests {
 
     #[test]
     fn qemu_11_1_maps_no_library_of_this_machine() {
-        let Some(qemu) = or_skip(Qemu::start(&QemuOptions::new(QemuVersion::V11_1, Guest::None))) else { return };
+        let Some(qemu) = skip_if_unavailable(Qemu::start(&QemuOptions::new(QemuVersion::V11_1, Guest::None))) else {
+            return;
+        };
         let tree = Tools::locate().unwrap().directory().canonicalize().unwrap().join("qemu-11.1");
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", qemu.pid())).unwrap();
         let mapped: Vec<&str> = maps.lines().filter(|line| line.contains(".so")).collect();

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use sterna_qemu_lab::corpus::Corpus;
-use sterna_qemu_lab::or_skip;
+use sterna_qemu_lab::skip_if_unavailable;
 
 const PAGE: usize = 4096;
 /// As much as a packet has.
@@ -11,7 +11,7 @@ const BATCH: usize = 512 << 10;
 const BYTES: usize = 4 << 20;
 
 fn content(corpus: Corpus, seed: u64) -> Option<Vec<u8>> {
-    let opened = or_skip(corpus.open(BYTES as u64, seed))?;
+    let opened = skip_if_unavailable(corpus.open(BYTES as u64, seed))?;
     assert_eq!(opened.bytes(), BYTES as u64);
     assert!(!opened.origin().is_empty());
     let mut bytes = vec![0; BYTES];

@@ -18,8 +18,8 @@ use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_qemu_lab::{
-    Aio, Cache, Disk, DiskImage, DiskLoad, Fill, Guest, HeldDisk, LinuxGuest, Qemu, QemuOptions, QemuVersion, or_skip,
-    ram,
+    Aio, Cache, Disk, DiskImage, DiskLoad, Fill, Guest, HeldDisk, LinuxGuest, Qemu, QemuOptions, QemuVersion, ram,
+    skip_if_unavailable,
 };
 
 const MIB: u64 = 1 << 20;
@@ -52,7 +52,7 @@ fn a_guest_reads_and_writes_disks_of_every_kind_and_finds_them_right() {
         Disk { aio: Aio::IoUring, iothread: true, ..disk(2) },
         Disk { cache: Cache::Writeback, ..disk(3) },
     ]);
-    let Some(qemu) = or_skip(Qemu::start(&machine)) else { return };
+    let Some(qemu) = skip_if_unavailable(Qemu::start(&machine)) else { return };
     qemu.guest().wait_ready(LONG).expect("the guest boots");
     let done = qemu.guest().wait_disks("200 reads and 50 writes", LONG, |done| done.reads > 200 && done.writes > 50);
     let done = done.expect("the guest reads and writes");
@@ -83,7 +83,7 @@ fn a_block_of_the_disk_that_is_wrong_is_reported_with_its_place() {
         write_block(&mut page, 0, pair * 2 + 1, 9);
         file.write_all_at(&page, pair * 8192 + 4096).expect("written");
     });
-    let Some(qemu) = or_skip(Qemu::start(&machine(vec![Disk::new(&image.path())]))) else { return };
+    let Some(qemu) = skip_if_unavailable(Qemu::start(&machine(vec![Disk::new(&image.path())]))) else { return };
     qemu.guest().wait_ready(LONG).expect("the guest boots");
     let done = qemu.guest().wait_disks("something bad", LONG, |_| false).expect("a line");
     assert!(done.bad > 0);
@@ -99,7 +99,7 @@ fn a_block_of_the_disk_that_is_wrong_is_reported_with_its_place() {
 fn a_page_that_was_read_and_is_lost_later_is_found() {
     let image = DiskImage::new(0, IMAGE).expect("an image");
     let machine = machine(vec![Disk::new(&image.path())]);
-    let Some(qemu) = or_skip(Qemu::start(&machine)) else { return };
+    let Some(qemu) = skip_if_unavailable(Qemu::start(&machine)) else { return };
     let guest = qemu.guest();
     guest.wait_ready(LONG).expect("the guest boots");
     guest.wait_disks("some reads", LONG, |done| done.reads > 50).expect("a line");
@@ -160,7 +160,7 @@ fn read_directly(path: &Path, offset: u64, length: usize) -> Receiver<std::io::R
 fn a_held_disk_holds_the_reads_that_were_ordered_and_no_others() {
     let image = DiskImage::new(0, IMAGE).expect("an image");
     let content = std::fs::read(image.path()).expect("an image");
-    let Some(held) = or_skip(HeldDisk::serve(&image.path())) else { return };
+    let Some(held) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };
     let read = |offset: u64| read_directly(held.path(), offset, 8192);
     let expected = |offset: u64| content[offset as usize..offset as usize + 8192].to_vec();
     let get = |reading: &Receiver<std::io::Result<Vec<u8>>>| {
@@ -220,7 +220,7 @@ fn a_held_disk_holds_the_reads_that_were_ordered_and_no_others() {
 fn no_write_protection_sees_what_a_held_read_brings() {
     const PAGES: usize = 16;
     let image = DiskImage::new(0, IMAGE).expect("an image");
-    let Some(held) = or_skip(HeldDisk::serve(&image.path())) else { return };
+    let Some(held) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };
     let mut memory = vec![1; (PAGES + 1) * PAGE_BYTES];
     let start = memory.as_ptr().align_offset(PAGE_BYTES);
     let buffer = &mut memory[start..start + PAGES * PAGE_BYTES];
@@ -259,9 +259,9 @@ fn a_guest_waits_for_the_reads_that_its_disk_holds_and_goes_on() {
     // One thread where a held read may keep another one from the disk.
     for (aio, iothread, threads) in [(Aio::Threads, false, 1), (Aio::Native, true, 2)] {
         let image = DiskImage::new(0, IMAGE).expect("an image");
-        let Some(held) = or_skip(HeldDisk::serve(&image.path())) else { return };
+        let Some(held) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };
         let machine = machine_with_threads(threads, vec![Disk { aio, iothread, ..Disk::on(&held) }]);
-        let Some(qemu) = or_skip(Qemu::start(&machine)) else { return };
+        let Some(qemu) = skip_if_unavailable(Qemu::start(&machine)) else { return };
         let guest = qemu.guest();
         guest.wait_ready(LONG).expect("the guest boots");
         guest.wait_disks("some reads", LONG, |done| done.reads > 20).expect("a line");
@@ -295,13 +295,13 @@ fn an_empty_transaction_ends_after_all_reads_that_were_in_flight() {
         let (mut images, mut served, mut disks) = (Vec::new(), Vec::new(), Vec::new());
         for (number, (aio, iothread)) in (0..).zip(kinds) {
             let image = DiskImage::new(number, IMAGE).expect("an image");
-            let Some(held) = or_skip(HeldDisk::serve(&image.path())) else { return };
+            let Some(held) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };
             disks.push(Disk { aio, iothread, ..Disk::on(&held) });
             served.push(held);
             images.push(image);
         }
         let machine = QemuOptions { version, machine: version.machine().into(), ..machine(disks) };
-        let Some(qemu) = or_skip(Qemu::start(&machine)) else { return };
+        let Some(qemu) = skip_if_unavailable(Qemu::start(&machine)) else { return };
         qemu.guest().wait_ready(LONG).expect("the guest boots");
         // Far longer than a transaction takes that does not wait.
         served.iter().for_each(|disk| disk.delay(Duration::from_millis(300)));
@@ -333,8 +333,10 @@ fn an_empty_transaction_ends_after_all_reads_that_were_in_flight() {
 fn a_killed_machine_ends_although_its_disk_holds_reads() {
     for aio in Aio::ALL {
         let image = DiskImage::new(0, IMAGE).expect("an image");
-        let Some(held) = or_skip(HeldDisk::serve(&image.path())) else { return };
-        let Some(mut qemu) = or_skip(Qemu::start(&machine(vec![Disk { aio, ..Disk::on(&held) }]))) else { return };
+        let Some(held) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };
+        let Some(mut qemu) = skip_if_unavailable(Qemu::start(&machine(vec![Disk { aio, ..Disk::on(&held) }]))) else {
+            return;
+        };
         // The firmware and the guest's kernel read the disk, too.
         held.hold_all();
         held.wait_held(1, LONG).expect("a read");

@@ -9,7 +9,7 @@ use qmp::{LONG, Qmp};
 use serde_json::json;
 use sterna_qemu_lab::{
     Backend, Dirty, Error, Fill, Guest, LinuxGuest, Pattern, Qemu, QemuOptions, QemuVersion, boot_sector, huge, net,
-    or_skip, ram,
+    ram, skip_if_unavailable,
 };
 
 /// Moves the running guest by QEMU alone. Afterwards both machines are stopped and the destination is loaded.
@@ -63,7 +63,7 @@ fn a_moved_linux_guest_finds_its_memory_right(version: QemuVersion, guest: &Linu
 /// Moves a guest and makes it verify its memory, unless memory differs already while both are paused: then returns where.
 fn move_linux_guest(version: QemuVersion, guest: LinuxGuest) -> Option<Vec<u64>> {
     let options = small_linux(version, guest);
-    let source = or_skip(Qemu::start(&options))?;
+    let source = skip_if_unavailable(Qemu::start(&options))?;
     let ready = source.guest().wait_ready(LONG).expect("the guest boots");
     assert_eq!(ready.pages, (96 << 20) / 4096);
     let destination = Qemu::start(&options.incoming()).expect("a destination");
@@ -104,7 +104,7 @@ fn a_linux_guest_that_only_renews_stamps_moves() {
 fn every_fill_is_accepted_and_verifies() {
     for fill in Fill::ALL {
         let guest = LinuxGuest { memory: Some(8 << 20), ..linux(fill) };
-        let Some(qemu) = or_skip(Qemu::start(&small_linux(QemuVersion::V10_0, guest))) else { return };
+        let Some(qemu) = skip_if_unavailable(Qemu::start(&small_linux(QemuVersion::V10_0, guest))) else { return };
         qemu.guest().wait_ready(LONG).unwrap_or_else(|error| panic!("{fill:?}: {error}"));
         let dirtied = qemu.guest().wait_tick_after(2, LONG).expect("ticks").dirtied;
         assert!(dirtied > 0, "{fill:?}");
@@ -116,7 +116,7 @@ fn every_fill_is_accepted_and_verifies() {
 #[test]
 fn the_guest_finds_a_page_that_is_lost_in_its_memory() {
     let guest = LinuxGuest { dirty_rate: 0, verify_rate: 0, ..linux(Fill::Random) };
-    let Some(source) = or_skip(Qemu::start(&small_linux(QemuVersion::V10_0, guest))) else { return };
+    let Some(source) = skip_if_unavailable(Qemu::start(&small_linux(QemuVersion::V10_0, guest))) else { return };
     source.guest().wait_ready(LONG).expect("the guest boots");
     let mut qmp = Qmp::connect(source.qmp_path());
     qmp.run("stop", &json!({}));
@@ -142,7 +142,9 @@ fn the_guest_finds_a_page_that_is_lost_in_its_memory() {
 
 #[test]
 fn the_guest_obeys_its_console() {
-    let Some(mut qemu) = or_skip(Qemu::start(&small_linux(QemuVersion::V7_2, linux(Fill::Text)))) else { return };
+    let Some(mut qemu) = skip_if_unavailable(Qemu::start(&small_linux(QemuVersion::V7_2, linux(Fill::Text)))) else {
+        return;
+    };
     let guest = qemu.guest();
     guest.wait_ready(LONG).expect("the guest boots");
     guest.stop_dirtying().expect("sent");
@@ -163,7 +165,7 @@ fn the_guest_obeys_its_console() {
 #[test]
 fn a_setting_that_the_guest_does_not_know_is_an_error_in_words() {
     let guest = LinuxGuest { kernel_words: "sterna.colour=red".into(), ..linux(Fill::Zeros) };
-    let Some(qemu) = or_skip(Qemu::start(&small_linux(QemuVersion::V10_0, guest))) else { return };
+    let Some(qemu) = skip_if_unavailable(Qemu::start(&small_linux(QemuVersion::V10_0, guest))) else { return };
     let error = qemu.guest().wait_ready(LONG).expect_err("refused");
     assert!(matches!(&error, Error::Guest(text) if text.contains("colour")), "{error}");
 }
@@ -192,7 +194,7 @@ fn a_boot_sector_guest_moves_over_every_backing() {
         }
         for backend in backends {
             options.backend = backend;
-            let Some(source) = or_skip(Qemu::start(&options)) else { return };
+            let Some(source) = skip_if_unavailable(Qemu::start(&options)) else { return };
             // Some passes, so that counters differ from their start.
             source.console().wait_for_bytes(5, LONG).expect("letters");
             let destination = Qemu::start(&options.incoming()).expect("a destination");
@@ -218,8 +220,8 @@ fn reserved_huge_pages_back_a_machine() {
         preallocate: true,
         ..QemuOptions::new(QemuVersion::V10_0, Guest::BootSector)
     };
-    let Some(_pages) = or_skip(huge::HugePages::reserve(options.memory)) else { return };
-    let Some(qemu) = or_skip(Qemu::start(&options)) else { return };
+    let Some(_pages) = skip_if_unavailable(huge::HugePages::reserve(options.memory)) else { return };
+    let Some(qemu) = skip_if_unavailable(Qemu::start(&options)) else { return };
     qemu.console().wait_for_bytes(3, LONG).expect("letters");
     let ram = ram::Ram::open(qemu.pid(), options.memory).expect("RAM is found");
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", qemu.pid())).expect("smaps");
@@ -230,11 +232,11 @@ fn reserved_huge_pages_back_a_machine() {
 
 #[test]
 fn a_machine_runs_in_the_namespace_and_on_the_processor_it_is_given() {
-    let Some(network) = or_skip(net::Network::new(net::Link::default())) else { return };
+    let Some(network) = skip_if_unavailable(net::Network::new(net::Link::default())) else { return };
     let mut options = QemuOptions::new(QemuVersion::V7_2, Guest::None);
     options.namespace = Some(network.b().to_owned());
     options.host_cpus = Some("0".into());
-    let Some(qemu) = or_skip(Qemu::start(&options)) else { return };
+    let Some(qemu) = skip_if_unavailable(Qemu::start(&options)) else { return };
     let proc = format!("/proc/{}", qemu.pid());
     let status = std::fs::read_to_string(format!("{proc}/status")).expect("status");
     assert!(status.lines().any(|line| line == "Cpus_allowed_list:\t0"), "{status}");
@@ -245,7 +247,8 @@ fn a_machine_runs_in_the_namespace_and_on_the_processor_it_is_given() {
 
 #[test]
 fn a_machine_outlives_the_thread_that_started_it() {
-    let started = std::thread::spawn(|| or_skip(Qemu::start(&QemuOptions::new(QemuVersion::V7_2, Guest::None))));
+    let started =
+        std::thread::spawn(|| skip_if_unavailable(Qemu::start(&QemuOptions::new(QemuVersion::V7_2, Guest::None))));
     let Some(mut qemu) = started.join().expect("started") else { return };
     let mut qmp = Qmp::connect(qemu.qmp_path());
     assert_eq!(qmp.run("query-status", &json!({}))["running"], true);
@@ -255,7 +258,9 @@ fn a_machine_outlives_the_thread_that_started_it() {
 
 #[test]
 fn a_killed_machine_is_gone_with_its_files() {
-    let Some(qemu) = or_skip(Qemu::start(&QemuOptions::new(QemuVersion::V10_0, Guest::None))) else { return };
+    let Some(qemu) = skip_if_unavailable(Qemu::start(&QemuOptions::new(QemuVersion::V10_0, Guest::None))) else {
+        return;
+    };
     let (pid, directory) = (qemu.pid(), qemu.directory().to_owned());
     assert!(qemu.is_running() && qemu.qmp_path().exists());
     drop(qemu);

@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-use sterna_offload::share::{Ask, Grant, Predictor, Share, Verdict};
+use sterna_offload::share::{AdmissionDecision, Ask, Grant, Predictor, Share};
 
 use crate::Nanos;
 use crate::costs::{Cpu, after};
@@ -613,7 +613,7 @@ impl<'a> World<'a> {
         self.outcome
     }
 
-    fn ask(&mut self, vm: usize, channel: usize, device: usize, packet: Packet) -> (Verdict, Nanos) {
+    fn ask(&mut self, vm: usize, channel: usize, device: usize, packet: Packet) -> (AdmissionDecision, Nanos) {
         let process = self.process(vm);
         let predicted = self.views[process][device].predictor.predict(packet.bytes(), packet.pages);
         let weight = self.scenario.vms[vm].weight;

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use rustix::time::{ClockId, clock_gettime};
 use sterna_offload::share::ledger::{Ledger, LedgerFile};
-use sterna_offload::share::{Ask, Fair, Share, Verdict};
+use sterna_offload::share::{AdmissionDecision, Ask, Fair, Share};
 
 use crate::costs::Costs;
 
@@ -40,7 +40,7 @@ pub fn asking(share: &mut dyn Share) -> f64 {
         each(2000, || {
             now += 20_000;
             let ask = Ask { vm: 1, channel: 0, weight: 10, predicted: 17_000, bytes: 512 << 10 };
-            if let Verdict::Admit(grant) = share.ask(black_box(&ask), now) {
+            if let AdmissionDecision::Admit(grant) = share.ask(black_box(&ask), now) {
                 share.done(grant, 20_000, now + 19_000);
             }
         })

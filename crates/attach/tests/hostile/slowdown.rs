@@ -4,7 +4,7 @@
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use sterna_attach::{AttachError, Held, Slowdown, StoppedAt};
+use sterna_attach::{AttachError, Slowdown, SlowdownStats, StoppedAt};
 
 use crate::deaths::Numbers;
 use crate::target::Target;
@@ -54,7 +54,7 @@ fn assert_free(target: &Target, threads: &[i32]) {
 }
 
 /// Waits until `more` further slices are over.
-fn wait_for_slices(slowdown: &Slowdown, more: u64) -> Held {
+fn wait_for_slices(slowdown: &Slowdown, more: u64) -> SlowdownStats {
     let end = slowdown.held().slices + more;
     let deadline = Instant::now() + Duration::from_secs(60);
     while slowdown.held().slices < end {
@@ -109,7 +109,7 @@ fn no_percent() {
     let threads = workers_of(&target);
     let slowdown = target.hold().slow_down(&threads, 0, anywhere).unwrap();
     assert_free(&target, &threads);
-    assert_eq!(slowdown.held(), Held::default());
+    assert_eq!(slowdown.held(), SlowdownStats::default());
     let slowdown = slowdown.set(80).unwrap();
     wait_for_slices(&slowdown, 3);
     let slowdown = slowdown.set(0).unwrap();

@@ -40,7 +40,7 @@ const PAGE: f64 = 4096.0;
 /// What a QEMU takes beside guest RAM.
 const BESIDE_RAM: u64 = 128 << 20;
 /// A guest that writes less of its set rate is not what was to be measured.
-const LEAST_ACHIEVED: f64 = 0.95;
+const MIN_ACHIEVED: f64 = 0.95;
 /// So many runs may be repeated for that.
 const STARVED_RUNS: u32 = 3;
 /// Seconds after which a guest that writes is given up.
@@ -174,7 +174,7 @@ fn measure_part(
 }
 
 fn is_starved(measured: &Measured) -> bool {
-    measured.achieved.is_some_and(|achieved| achieved < LEAST_ACHIEVED)
+    measured.achieved.is_some_and(|achieved| achieved < MIN_ACHIEVED)
 }
 
 /// What a cell's guest did, over all rounds.

@@ -42,7 +42,7 @@ const SLOW: u64 = 1_000_000_000;
 /// What a guest that writes writes a second.
 const DIRTY_RATE: u64 = 50_000_000;
 /// A guest that writes less than this part of what it is to write is not what was to be measured. It shares its CPU with what moves it.
-const LEAST_ACHIEVED: f64 = 0.5;
+const MIN_ACHIEVED: f64 = 0.5;
 /// A sparse guest's RAM, and what it fills of it: with its kernel's tables about 256 MiB, and twice that much RAM.
 const SPARSE: [(u64, u64); 2] = [(16 << 30, 16 << 20), (8 << 30, 128 << 20)];
 /// What a sparse guest has populated at most.
@@ -301,7 +301,7 @@ fn measure_part(
         };
         row.detail = format!("{channels} channels");
         let least = Spread::of(&row.runs.iter().map(|run| run[achieved]).collect::<Vec<_>>());
-        if let Some(least) = least.filter(|achieved| achieved.median < LEAST_ACHIEVED) {
+        if let Some(least) = least.filter(|achieved| achieved.median < MIN_ACHIEVED) {
             row.void = Some(format!("the guest wrote only {:.0} % of what it was to write", least.median * 100.0));
         }
     }

@@ -14,7 +14,7 @@ use sterna_idxd::{DeviceInfo, Directories, Kind, Operation, QueueInfo, Reason, W
 use sterna_memory::scan::Implementation;
 use sterna_offload::plan::{Accelerator, Plan, PlanDevice};
 use sterna_offload::trace::Trace;
-use sterna_offload::{Accelerators, QueueTrial, Settings, Trials, Wish};
+use sterna_offload::{Accelerators, DeviceSelector, QueueTrial, Settings, Trials};
 
 use super::report_file::{Named, ReportFile};
 use super::{Exit, Failure};
@@ -281,8 +281,8 @@ const PLAN: Named = Named { option: "--json", what: "plan" };
 
 /// Returns the model files in a choice.
 fn models(choice: &Accelerators) -> impl Iterator<Item = &Path> {
-    choice.wishes().iter().filter_map(|wish| match wish {
-        Wish::Model(file) => Some(file.as_path()),
+    choice.selectors().iter().filter_map(|selector| match selector {
+        DeviceSelector::Model(file) => Some(file.as_path()),
         _ => None,
     })
 }

@@ -6,8 +6,8 @@ use std::path::Path;
 use serde_json::Value;
 use sterna_qemu_lab::Backend;
 use sterna_qemu_lab::huge::{HugePages, HugeTmpfs};
-use sterna_qemu_lab::or_skip;
 use sterna_qemu_lab::ram::{CHANGED_BY_LOADING, compare};
+use sterna_qemu_lab::skip_if_unavailable;
 
 use super::pair::Pair;
 use super::{Hold, Sterna, certificates, receive, report, send_by};
@@ -34,7 +34,7 @@ pub(crate) fn backings(of: [Backing; 2], memory: u64) -> Option<[Backed; 2]> {
     let huge = of.iter().filter(|backing| **backing == Backing::Hugetlb).count() as u64;
     let mut pages = match huge {
         0 => None,
-        count => Some(or_skip(HugePages::reserve(count * memory))?),
+        count => Some(skip_if_unavailable(HugePages::reserve(count * memory))?),
     };
     let mut make = |backing| {
         let plain = |backend| Backed { backend, _mount: None, _pages: None };
@@ -42,7 +42,7 @@ pub(crate) fn backings(of: [Backing; 2], memory: u64) -> Option<[Backed; 2]> {
             Backing::Anonymous => plain(Backend::Anonymous),
             Backing::Memfd => plain(Backend::Memfd),
             Backing::HugeTmpfs => {
-                let mount = or_skip(HugeTmpfs::mount(memory + (16 << 20)))?;
+                let mount = skip_if_unavailable(HugeTmpfs::mount(memory + (16 << 20)))?;
                 Backed { backend: Backend::File { path: mount.file("ram") }, _mount: Some(mount), _pages: None }
             }
             Backing::Hugetlb => Backed { backend: Backend::MemfdHuge, _mount: None, _pages: pages.take() },

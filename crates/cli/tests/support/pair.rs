@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 use sterna_qemu::qmp::Qmp;
-use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, boot_sector, or_skip, ram::Ram};
+use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, boot_sector, ram::Ram, skip_if_unavailable};
 use tempfile::TempDir;
 
 use super::LONG;
@@ -171,7 +171,7 @@ impl Pair {
             let everyone = std::os::unix::fs::PermissionsExt::from_mode(0o777);
             std::fs::set_permissions(scratch.path(), everyone).expect("it is ours");
         }
-        let source = or_skip(Watched::start(source, scratch.path(), "source"))?;
+        let source = skip_if_unavailable(Watched::start(source, scratch.path(), "source"))?;
         let destination = Watched::start(destination, scratch.path(), "destination").expect("a second QEMU");
         Some(Self { source, destination, scratch })
     }

@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna_offload::{Batch, Channel, Deflater, Maker, Offload, Operation, Outcome, Region};
+use sterna_offload::{Batch, Channel, Deflater, Offload, Operation, Outcome, Producer, Region};
 
 use super::account::{Account, Trouble};
 use super::batch_memory;
@@ -28,7 +28,7 @@ pub(super) struct IaaEncoder {
     rest: Rest,
     account: Arc<Account>,
     /// The device that wrote the last stream, if the stream was not verified.
-    maker: Option<Maker>,
+    maker: Option<Producer>,
 }
 
 impl fmt::Debug for IaaEncoder {
@@ -49,7 +49,7 @@ impl IaaEncoder {
     }
 
     /// Submits `input` to offload and waits for the result; none if it was not accepted, or takes too long.
-    fn offloaded(&mut self, input: &[u8]) -> Option<(Batch, Option<Maker>)> {
+    fn offloaded(&mut self, input: &[u8]) -> Option<(Batch, Option<Producer>)> {
         self.region.range(0, input.len()).ok()?;
         if self.rest.goes_on() {
             return None;
@@ -116,7 +116,7 @@ impl Encoder for IaaEncoder {
         Ok(Encoded::Shrunk(length))
     }
 
-    fn maker(&self) -> Option<Maker> {
+    fn maker(&self) -> Option<Producer> {
         self.maker
     }
 }

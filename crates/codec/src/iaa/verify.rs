@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna_offload::{Channel, Done, Maker, Offload, Operation, Outcome, Region};
+use sterna_offload::{Channel, Done, Offload, Operation, Outcome, Producer, Region};
 
 use super::batch_memory;
 use crate::CodecError;
@@ -26,7 +26,7 @@ enum Read {
     /// It equals the content.
     Right,
     /// It differs, or the device has decompressed it wrongly.
-    Doubtful(Option<Maker>),
+    Doubtful(Option<Producer>),
     /// No device has decompressed it.
     Not,
 }
@@ -39,7 +39,7 @@ impl Verifier {
 
     /// Returns whether `stream`, which `maker` has written, decompresses to `content`. A device that has erred, in
     /// writing or in reading, is taken out of service. `channel` has nothing in progress, except discarded batches.
-    pub(super) fn is_right(&mut self, channel: &Channel, stream: &[u8], content: &[u8], maker: Maker) -> bool {
+    pub(super) fn is_right(&mut self, channel: &Channel, stream: &[u8], content: &[u8], maker: Producer) -> bool {
         let reader = match self.by_device(channel, stream, content) {
             Read::Right => return true,
             Read::Doubtful(reader) => reader,
@@ -48,9 +48,12 @@ impl Verifier {
         // If two devices disagree, the CPU determines which is wrong.
         let right = self.by_cpu(stream, content);
         if !right {
-            self.offload.distrust(maker, "what it had compressed decompresses to something else");
+            self.offload.report_wrong_result(maker, "what it had compressed decompresses to something else");
         } else if let Some(reader) = reader {
-            self.offload.distrust(reader, "it has decompressed to something else what the CPU reads as it should be");
+            self.offload.report_wrong_result(
+                reader,
+                "it has decompressed to something else what the CPU reads as it should be",
+            );
         }
         right
     }

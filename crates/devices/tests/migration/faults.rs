@@ -148,7 +148,7 @@ fn a_device_that_does_not_run_at_the_destination_is_told_again_and_the_source_st
     (0..3).for_each(|_| guest.to.models[2].fail(Fault::of(Call::SetStateTo(State::RunningP2p))));
     let (_, received) = guest.migrate(DeviceChannels::Mixed);
     let received = received.unwrap_err();
-    assert_eq!(received.guest, GuestState::StandsAtDestination, "{received}");
+    assert_eq!(received.guest, GuestState::PausedAtDestination, "{received}");
     assert!(received.reason.contains("nic/2"), "{received}");
     assert_eq!((guest.from.fabric.running(), guest.running.now()), (0, 0));
     sterna_engine::vmm::DestinationVmm::resume(&mut guest.to).unwrap();
@@ -193,7 +193,7 @@ impl Random {
 enum Outcome {
     Moved,
     Stayed,
-    StandsAtDestination,
+    PausedAtDestination,
 }
 
 fn case(seed: u64) -> Outcome {
@@ -219,7 +219,7 @@ fn case(seed: u64) -> Outcome {
             guest.stays();
             Outcome::Stayed
         }
-        (sent, Err(received)) if received.guest == GuestState::StandsAtDestination => {
+        (sent, Err(received)) if received.guest == GuestState::PausedAtDestination => {
             assert!(sent.is_err_and(|sent| sent.guest != GuestState::RunsAtSource));
             assert_eq!((guest.from.fabric.running(), guest.running.now()), (0, 0));
             // It is tried again, and that helps unless the device has failed.
@@ -227,7 +227,7 @@ fn case(seed: u64) -> Outcome {
             let again = (0..5).map(|_| again()).find(Result::is_ok).unwrap_or_else(again);
             assert!(matches!(again, Ok(()) | Err(VfioError::NeedsReset { .. })), "{again:?}");
             guest.no_violations();
-            Outcome::StandsAtDestination
+            Outcome::PausedAtDestination
         }
         (sent, received) => panic!("{sent:?}; {received:?}"),
     }
@@ -250,7 +250,7 @@ fn random_faults_never_leave_two_guests_nor_a_device_of_the_source_stopped() {
         }
     }
     let count = |wanted| outcomes.iter().filter(|outcome| **outcome == wanted).count();
-    let all = [Outcome::Moved, Outcome::Stayed, Outcome::StandsAtDestination];
+    let all = [Outcome::Moved, Outcome::Stayed, Outcome::PausedAtDestination];
     println!("seeds from {first}: {:?}", all.map(|outcome| (outcome, count(outcome))));
     assert!(one.is_some() || all[..2].iter().all(|outcome| count(*outcome) > 0), "a case that these seeds never met");
 }
@@ -282,7 +282,7 @@ fn a_server_dies(deaths: &Deaths, after: u32, pre_copy: bool) -> Option<GuestSta
     };
     let expected = match error.guest {
         GuestState::RunsAtSource => (true, false),
-        GuestState::StandsAtSource | GuestState::BelongsToDestination => (false, false),
+        GuestState::PausedAtSource | GuestState::BelongsToDestination => (false, false),
         other => panic!("{other:?}: {error}"),
     };
     assert_eq!(at, expected, "{error}");
@@ -310,7 +310,7 @@ fn wherever_a_vfio_user_server_dies_there_is_one_guest_and_its_device_is_named()
     ];
     for pre_copy in [true, false] {
         for (deaths, stands) in
-            [(&source[..], GuestState::StandsAtSource), (&destination[..], GuestState::BelongsToDestination)]
+            [(&source[..], GuestState::PausedAtSource), (&destination[..], GuestState::BelongsToDestination)]
         {
             let dies = |deaths: &Deaths| {
                 let replies = deaths.first..deaths.first + deaths.replies;

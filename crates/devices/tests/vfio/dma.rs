@@ -4,7 +4,7 @@ use super::errno;
 use sterna_devices::vfio::model::{Call, Config, Fault, ModelDevice};
 use sterna_devices::vfio::{Device, DmaLog, DmaMapping, DmaRange, State};
 use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::union::UnionLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
@@ -179,7 +179,7 @@ fn mappings_that_do_not_fit_are_refused() {
 #[test]
 fn in_a_guests_log_a_device_is_one_of_several() {
     let device = ModelDevice::new(Config::empty(0));
-    let cpus = HandedInLog::new(&[100]);
+    let cpus = ReportedLog::new(&[100]);
     let marker = cpus.marker();
     let nic = DmaLog::new(device.clone(), "nic", &[100], vec![whole(0, 100)]).unwrap();
     let mut log = UnionLog::new(vec![Box::new(cpus), Box::new(nic)]);

@@ -14,7 +14,7 @@ use sterna_engine::report::Report;
 use sterna_engine::source::Source;
 use sterna_engine::transport::{Security, simulated::Network};
 use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
-use sterna_memory::dirty::handed_in::{DirtyMarker, HandedInLog};
+use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 
 use super::support::{Daemon, Fuse, Machine, ROOT};
 use super::{Shared, Side, lengthen};
@@ -44,8 +44,8 @@ struct Monitor {
 }
 
 impl Monitor {
-    fn new(side: Side, runs: bool) -> (Self, HandedInLog) {
-        let log = HandedInLog::new(&[Machine::pages()]);
+    fn new(side: Side, runs: bool) -> (Self, ReportedLog) {
+        let log = ReportedLog::new(&[Machine::pages()]);
         let Side { daemon, device, guest } = side;
         let daemon = Arc::new(Mutex::new(daemon));
         (Self { guest, device, daemon, dirty: log.marker(), last: None, runs, patience: PATIENCE }, log)
@@ -121,7 +121,7 @@ impl DestinationVmm for Monitor {
 fn migrate(
     shared: &Shared,
     from: &mut Monitor,
-    log: HandedInLog,
+    log: ReportedLog,
     ways: DeviceChannels,
     saving: impl FnOnce(Box<dyn SaveDevice>) -> Box<dyn SaveDevice>,
     loading: impl FnOnce(Box<dyn LoadDevice>, &Process) -> Box<dyn LoadDevice>,
@@ -225,7 +225,7 @@ impl Read for LosesOnSecondRead<'_> {
     }
 }
 /// A guest with an open file and a state that is longer than a pipe has room for.
-fn with_a_long_state(shared: &Shared) -> (Monitor, HandedInLog, (u64, u64)) {
+fn with_a_long_state(shared: &Shared) -> (Monitor, ReportedLog, (u64, u64)) {
     let mut source = shared.source(&[]);
     let opened = source.create(ROOT, "file");
     source.write(opened, 0, b"content");
@@ -247,7 +247,7 @@ fn where_the_destinations_daemon_dies_the_guest_goes_on_at_the_source_and_moves_
     assert!(from.runs && !to.runs);
     assert_eq!(from.read(opened), b"content");
 
-    let log = HandedInLog::new(&[Machine::pages()]);
+    let log = ReportedLog::new(&[Machine::pages()]);
     from.dirty = log.marker();
     let (mut to, sent, received) =
         migrate(&shared, &mut from, log, DeviceChannels::Mixed, |device| device, |device, _| device);
@@ -268,7 +268,7 @@ fn where_the_sources_daemon_dies_the_error_names_it() {
     assert!(received.reason.contains("fs/0") && received.reason.contains("fs-source"), "{received}");
     // The device is gone there too, and this monitor does not let a guest run without it.
     assert!(sent.reason.contains("the back-end fs0 has ended"), "{sent}");
-    assert_eq!((sent.guest, received.guest), (GuestState::StandsAtSource, GuestState::NotHere), "{sent}; {received}");
+    assert_eq!((sent.guest, received.guest), (GuestState::PausedAtSource, GuestState::NotHere), "{sent}; {received}");
     assert!(!from.runs && !to.runs);
 }
 

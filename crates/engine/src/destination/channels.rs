@@ -9,7 +9,7 @@ use sterna_wire::header::ChannelKind;
 use super::target::{RamSink, Target};
 use crate::cpu_time;
 use crate::receive::{PacketRules, ReceiveCounters, SinkError, receive_packets};
-use crate::session::OtherDoor;
+use crate::session::ExtraChannelHandler;
 use crate::transport::accept_channel;
 
 /// The post-copy channels: one of each incarnation.
@@ -25,7 +25,7 @@ struct PostCopyThreads {
 
 impl PostCopyChannels {
     /// Returns the handler that admits post-copy channels.
-    pub(super) fn handler(&self, target: &Arc<Target>, rules: PacketRules) -> OtherDoor {
+    pub(super) fn handler(&self, target: &Arc<Target>, rules: PacketRules) -> ExtraChannelHandler {
         let (target, channels) = (Arc::clone(target), Arc::clone(&self.0));
         Box::new(move |header, connection, abort| {
             let Some(post_copy) = target.post_copy().filter(|_| header.kind == ChannelKind::PostCopy) else {

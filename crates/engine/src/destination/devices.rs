@@ -7,7 +7,7 @@ use sterna_wire::control::{ControlMessage, DeviceChannels, Machine};
 use sterna_wire::switchover::DestinationEvent;
 
 use super::driver::{Driver, Event};
-use crate::device_state::load::{LoadNews, LoadingDevices};
+use crate::device_state::load::{LoadEvent, LoadingDevices};
 use crate::device_state::{DeviceId, LoadDevice, Threads};
 use crate::report::Observer;
 
@@ -65,7 +65,7 @@ impl Driver<'_> {
                 // An echo: the alarm has the reason.
                 return;
             }
-            let failed = if let LoadNews::Failed(reason) = &news { Some(reason.clone()) } else { None };
+            let failed = if let LoadEvent::Failed(reason) = &news { Some(reason.clone()) } else { None };
             drop(events.send(Event::Device(news)));
             if let Some(reason) = failed {
                 // The driver may be loading the monitor's state.
@@ -80,21 +80,21 @@ impl Driver<'_> {
             }
         };
         for credit in self.devices.known.credits() {
-            self.peer.say(&credit);
+            self.peer.send(&credit);
         }
         let devices = std::mem::take(&mut self.devices.waiting);
         let started = self.devices.known.start(devices, &mut self.devices.threads, send, news);
         started.map_err(|error| format!("no thread for a device: {error}"))
     }
 
-    pub(super) fn handle_device(&mut self, news: LoadNews) -> Option<DestinationEvent> {
+    pub(super) fn handle_device(&mut self, news: LoadEvent) -> Option<DestinationEvent> {
         match news {
-            LoadNews::Loaded(device) => {
+            LoadEvent::Loaded(device) => {
                 self.devices.missing -= 1;
-                self.peer.say(&ControlMessage::DeviceLoaded { device });
+                self.peer.send(&ControlMessage::DeviceLoaded { device });
                 self.all_loaded()
             }
-            LoadNews::Failed(reason) => self.failed_to_load(&reason),
+            LoadEvent::Failed(reason) => self.failed_to_load(&reason),
         }
     }
 }

@@ -17,18 +17,18 @@ use sterna_wire::text::cleaned;
 
 use super::channels::PostCopyChannels;
 use super::devices::Devices;
-use super::post_copy::{self, PostCopy, PostCopyNews};
+use super::post_copy::{self, PostCopy, PostCopyEvent};
 use super::target::{RamSink, Target};
 use super::{Destination, Listening, Taking};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
-use crate::control_link::{ControlEvent, ControlLink, say};
+use crate::control_link::{ControlEvent, ControlLink, send_message};
 use crate::cpu_time::{self, CpuTime};
-use crate::device_state::load::{DeviceSink, LoadNews, LoadingDevices};
+use crate::device_state::load::{DeviceSink, LoadEvent, LoadingDevices};
 use crate::device_state::{self, DeviceChannels, DeviceId};
 use crate::ledger::Ledger;
 use crate::migration::{
-    GuestState, MigrationError, POST_COPY, Phase, SEND_AGAIN, Side, difference, machine, size_difference,
+    GuestState, MigrationError, POST_COPY, Phase, RETRANSMIT, Side, difference, machine, size_difference,
 };
 use crate::monitor::{CaughtObserver, DestinationMonitor};
 use crate::occupied::Occupied;
@@ -36,8 +36,8 @@ use crate::process;
 use crate::receive::Sink;
 use crate::report::{Observer, Outcome, ReceiveReport};
 use crate::session::{
-    Doorman, Features, Greeted, Greeting, Heard, LAST_WORDS, Peer, PeerNews, Placing, Sinks, TellPeer, after,
-    link_events,
+    AcceptedSource, ChannelAcceptor, ConnectionEvent, Features, Handshake, LAST_WORDS, OnConnectionEvent, Peer,
+    PeerEvent, Placing, Sinks, after, link_events,
 };
 use crate::state::{Part, StateReader, StateSink, state_sink};
 use crate::transport::{Address, Incoming, Stop, Writer};
@@ -51,11 +51,11 @@ const CANCELLED: &str = "cancelled";
 /// What wakes the driver.
 #[derive(Debug)]
 pub(super) enum Event {
-    Peer(PeerNews),
+    Peer(ConnectionEvent),
     State(Part),
-    Device(LoadNews),
+    Device(LoadEvent),
     Fenced,
-    PostCopy(PostCopyNews),
+    PostCopy(PostCopyEvent),
     /// The guest's start, which had to wait, is possible now.
     Start,
     /// The data channels of this incarnation have failed.
@@ -94,7 +94,7 @@ pub(super) fn run(
     let mut offered = Destination::FEATURES.offered.to_vec();
     offered.extend(no_post_copy.is_none().then_some(POST_COPY));
     let features = Features { offered: &offered, ..Destination::FEATURES };
-    let greeting = Greeting { takes: &[(Mode::Embedded, features)], refusal: &refusal };
+    let greeting = Handshake { takes: &[(Mode::Embedded, features)], refusal: &refusal };
     let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
     let Some(greeted) = greeted else {
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
@@ -115,7 +115,7 @@ fn no_post_copy(vmm: &mut DestinationMonitor<'_>, ram: &GuestRam) -> Result<Opti
 pub(super) fn run_greeted(
     taking: Taking,
     address: &Address,
-    mut greeted: Greeted,
+    mut greeted: AcceptedSource,
     incoming: Incoming,
     vmm: &mut dyn DestinationVmm,
     cancel: &Cancel,
@@ -139,7 +139,7 @@ pub(super) fn run_greeted(
 /// Refuses a source with the reason, and returns the error.
 fn refuse(writer: &mut Writer, reason: String) -> MigrationError {
     // Fails where the peer is gone, which needs no answer.
-    let _ = say(writer, &ControlMessage::Refused { reason: reason.clone() });
+    let _ = send_message(writer, &ControlMessage::Refused { reason: reason.clone() });
     MigrationError::not_accepted(reason)
 }
 
@@ -147,7 +147,7 @@ fn refuse(writer: &mut Writer, reason: String) -> MigrationError {
 fn take<'a>(
     taking: Taking,
     address: &Address,
-    greeted: Greeted,
+    greeted: AcceptedSource,
     incoming: Incoming,
     vmm: DestinationMonitor<'a>,
     cpu: CpuTime,
@@ -155,7 +155,7 @@ fn take<'a>(
     observer: &'a dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
     let Taking { target, devices, device_share, state_dir, linger, stall, give_up_after, monitor, fence } = taking;
-    let Greeted { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
+    let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
     observer.note(&format!("migration {} from {peer}", session.id));
 
     let state = RecordState::Destination(DestinationState::Started);
@@ -166,8 +166,8 @@ fn take<'a>(
     let peer_events = events_in.clone();
     let occupied = Occupied::default();
     let monitor_call = occupied.clone();
-    let tell: TellPeer = Arc::new(move |news| {
-        if let PeerNews::Control(_, ControlEvent::Lost(reason)) = &news {
+    let tell: OnConnectionEvent = Arc::new(move |news| {
+        if let ConnectionEvent::Control(_, ControlEvent::Lost(reason)) = &news {
             monitor_call.lost(format_args!("the source was lost: {reason}"));
         }
         drop(peer_events.send(Event::Peer(news)));
@@ -193,7 +193,7 @@ fn take<'a>(
     let (state_sink, ahead, last) = state_sink(move |part| drop(begun.send(Event::State(part))), serial);
     let sinks = TargetSinks {
         target: Arc::clone(&target),
-        may_refuse: session.has(SEND_AGAIN),
+        may_refuse: session.has(RETRANSMIT),
         state: Mutex::new(Some(state_sink)),
         mixed: devices.on(DeviceChannels::Mixed),
         own: devices.on(DeviceChannels::Own(0)),
@@ -201,7 +201,7 @@ fn take<'a>(
     let rules = session.rules();
     let channels = PostCopyChannels::default();
     let extra_channels = channels.handler(&target, rules);
-    let acceptor = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(extra_channels), tell));
+    let acceptor = Arc::new(ChannelAcceptor::new(session, Box::new(sinks), &abort, Some(extra_channels), tell));
     let admitting = Arc::clone(&acceptor);
     let admit = move || {
         while let Some((connection, header)) = incoming.next() {
@@ -318,7 +318,7 @@ pub(super) struct Driver<'a> {
     pub(super) occupied: Occupied,
     data_incarnation: u32,
     welcome: Option<Welcome>,
-    acceptor: Arc<Doorman>,
+    acceptor: Arc<ChannelAcceptor>,
     pub(super) abort: Arc<Abort>,
     /// Reader of the state that is sent ahead, until it was read.
     ahead: Option<StateReader>,
@@ -388,7 +388,7 @@ impl Driver<'_> {
             let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
             self.report_progress();
             if self.lacks_pages() && self.target.post_copy().is_some_and(|post_copy| post_copy.guest_has_ended()) {
-                self.handle_post_copy(PostCopyNews::Failed("the guest's process has ended".into()));
+                self.handle_post_copy(PostCopyEvent::Failed("the guest's process has ended".into()));
                 continue;
             }
             if let Some(reason) = self.overdue() {
@@ -493,8 +493,8 @@ impl Driver<'_> {
                 self.phase = Phase::Rounds;
                 self.acceptor.open();
                 if let Some(welcome) = self.welcome.take() {
-                    self.peer.say(&ControlMessage::Welcome(welcome));
-                    self.peer.say(&ControlMessage::Ready { placement: self.target.placement(), deltas: Vec::new() });
+                    self.peer.send(&ControlMessage::Welcome(welcome));
+                    self.peer.send(&ControlMessage::Ready { placement: self.target.placement(), deltas: Vec::new() });
                 }
                 match self.start_devices() {
                     Ok(()) => None,
@@ -505,9 +505,9 @@ impl Driver<'_> {
                 if message == SwitchoverMessage::Running {
                     self.figures.cpu_seconds = self.cpu.seconds();
                     self.figures.faults = process::faults(std::process::id()).saturating_sub(self.faults_before);
-                    self.peer.say(&ControlMessage::Figures(self.figures.clone()));
+                    self.peer.send(&ControlMessage::Figures(self.figures.clone()));
                 }
-                self.peer.say(&ControlMessage::Switchover(message));
+                self.peer.send(&ControlMessage::Switchover(message));
                 None
             }
             DestinationAction::Cont => self.start_guest(),
@@ -605,9 +605,9 @@ impl Driver<'_> {
 
     fn translate(&mut self, event: Event) -> Option<DestinationEvent> {
         match event {
-            Event::Peer(news) => match self.peer.hear(news)? {
-                Heard::Said(message, _share) => self.receive(message),
-                Heard::Lost(reason) => {
+            Event::Peer(news) => match self.peer.handle(news)? {
+                PeerEvent::Message(message, _share) => self.receive(message),
+                PeerEvent::Lost(reason) => {
                     self.hang_up_at = None;
                     if self.end.is_none() {
                         self.observer.note(&format!("the connection to the source is lost: {reason}"));
@@ -619,7 +619,7 @@ impl Driver<'_> {
                     }
                     Some(DestinationEvent::ConnectionLost)
                 }
-                Heard::Connected => {
+                PeerEvent::Connected => {
                     // The source gets its full time again to receive the outcome.
                     self.hang_up_at = None;
                     if let Some(DestinationEnd::Stuck { reason }) = &self.end {
@@ -628,7 +628,7 @@ impl Driver<'_> {
                     self.renew_channels();
                     Some(DestinationEvent::Connected)
                 }
-                Heard::Unreachable(_) => None,
+                PeerEvent::Unreachable(_) => None,
             },
             Event::Device(news) => self.handle_device(news),
             Event::State(Part::Ahead) if self.state_begun => {
@@ -649,7 +649,7 @@ impl Driver<'_> {
                 if pages > 0 {
                     let reason =
                         format!("the source is gone for good, and {pages} pages of the guest's memory with it");
-                    self.handle_post_copy(PostCopyNews::Failed(reason));
+                    self.handle_post_copy(PostCopyEvent::Failed(reason));
                     self.start_now();
                 }
                 Some(DestinationEvent::SourceFenced)
@@ -752,7 +752,7 @@ impl Driver<'_> {
         }
         let (events, monitor_call) = (self.events_in.clone(), self.occupied.clone());
         let news = Box::new(move |news| {
-            let failed = if let PostCopyNews::Failed(reason) = &news { Some(reason.clone()) } else { None };
+            let failed = if let PostCopyEvent::Failed(reason) = &news { Some(reason.clone()) } else { None };
             // Queued before the alarm, whose event closes the connection to the source.
             drop(events.send(Event::PostCopy(news)));
             if let Some(reason) = failed {
@@ -765,7 +765,7 @@ impl Driver<'_> {
         self.abort.on_end(move || released.release_if_not_loaded());
         self.target.begin_post_copy(post_copy)?;
         self.lacks_memory = Some(Lacks::Awaited);
-        self.peer.say(&ControlMessage::PostCopyReady);
+        self.peer.send(&ControlMessage::PostCopyReady);
         Ok(())
     }
 
@@ -778,7 +778,7 @@ impl Driver<'_> {
         }
         match &self.lacks_memory {
             Some(Lacks::Awaited) => {}
-            Some(Lacks::Nothing(figures)) => return self.peer.say(&ControlMessage::PostCopyDone(*figures)),
+            Some(Lacks::Nothing(figures)) => return self.peer.send(&ControlMessage::PostCopyDone(*figures)),
             // The source may not have received it before.
             Some(Lacks::ForGood(reason)) => return self.send_failure(reason),
             None => return,
@@ -792,23 +792,23 @@ impl Driver<'_> {
         self.abort.on_end(move || drop(broken.send(Event::Broken(incarnation))));
         self.broken = None;
         self.acceptor.renew(incarnation, &self.abort);
-        self.peer.say(&ControlMessage::PostCopyReady);
+        self.peer.send(&ControlMessage::PostCopyReady);
         self.start_now();
     }
 
-    fn handle_post_copy(&mut self, news: PostCopyNews) {
+    fn handle_post_copy(&mut self, news: PostCopyEvent) {
         match news {
-            PostCopyNews::Complete => {
+            PostCopyEvent::Complete => {
                 let figures = self.target.post_copy().map(|post_copy| post_copy.figures()).unwrap_or_default();
                 self.lacks_memory = Some(Lacks::Nothing(figures));
                 self.observer.note("all of the guest's memory is here");
-                self.peer.say(&ControlMessage::PostCopyDone(figures));
+                self.peer.send(&ControlMessage::PostCopyDone(figures));
             }
-            PostCopyNews::Note(text) => self.observer.note(&text),
-            PostCopyNews::NoMemory(reason) => {
+            PostCopyEvent::Note(text) => self.observer.note(&text),
+            PostCopyEvent::NoMemory(reason) => {
                 self.observer.note(&format!("the guest waits for memory of this host: {reason}"));
             }
-            PostCopyNews::Failed(reason) => {
+            PostCopyEvent::Failed(reason) => {
                 self.observer.note(&format!("the guest's memory: {reason}"));
                 self.send_failure(&reason);
                 self.abort.raise(&reason);
@@ -825,7 +825,7 @@ impl Driver<'_> {
         drop(inside);
         match loaded {
             Ok(_) => {
-                self.peer.say(&ControlMessage::SwitchoverAck);
+                self.peer.send(&ControlMessage::SwitchoverAck);
                 None
             }
             Err(_) if reader.was_lost() => self.state_incomplete(),
@@ -878,7 +878,7 @@ impl Driver<'_> {
     }
 
     fn send_failure(&self, reason: &str) {
-        self.peer.say(&ControlMessage::Failed { reason: reason.to_owned() });
+        self.peer.send(&ControlMessage::Failed { reason: reason.to_owned() });
     }
 
     fn finish(mut self, source: String) -> Result<ReceiveReport, MigrationError> {
@@ -913,7 +913,7 @@ impl Driver<'_> {
             Some(DestinationEnd::Discarded { reason }) => (Outcome::Failed, GuestState::NotHere, Some(reason)),
             Some(DestinationEnd::Lost { reason }) => (Outcome::Lost, GuestState::NotHere, Some(reason)),
             Some(DestinationEnd::Stuck { reason }) => {
-                (Outcome::Unconfirmed, GuestState::StandsAtDestination, Some(reason))
+                (Outcome::Unconfirmed, GuestState::PausedAtDestination, Some(reason))
             }
             Some(DestinationEnd::Conflict) => (
                 Outcome::Unconfirmed,

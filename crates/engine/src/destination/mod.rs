@@ -32,9 +32,9 @@ use crate::cancel::Cancel;
 use crate::device_state::load::share;
 use crate::device_state::{DeviceId, LoadDevice};
 use crate::ledger::MonitorRecord;
-use crate::migration::{DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, SEND_AGAIN};
+use crate::migration::{DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, RETRANSMIT};
 use crate::report::{Observer, ReceiveReport};
-use crate::session::{Features, Greeted, UNCHECKED};
+use crate::session::{AcceptedSource, Features, UNCHECKED};
 use crate::transport::{Address, Incoming, Limits, Listener, Security};
 use crate::vmm::DestinationVmm;
 
@@ -107,12 +107,12 @@ impl Fence {
 impl Destination {
     /// The features of a migration that is [accepted](Destination::take) after its handshake was made elsewhere.
     pub const FEATURES: Features<'static> =
-        Features { offered: &[GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA, DEVICE_STATE], required: &[GUEST_STATE] };
+        Features { offered: &[GUEST_STATE, UNCHECKED, RETRANSMIT, DELTA, DEVICE_STATE], required: &[GUEST_STATE] };
 
     /// [`Destination::FEATURES`] and post-copy, for a caller that refuses a source that [wants](Destination::wants_post_copy) it where it is not
     /// possible.
     pub const FEATURES_WITH_POST_COPY: Features<'static> = Features {
-        offered: &[GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA, DEVICE_STATE, POST_COPY],
+        offered: &[GUEST_STATE, UNCHECKED, RETRANSMIT, DELTA, DEVICE_STATE, POST_COPY],
         required: Self::FEATURES.required,
     };
 
@@ -253,13 +253,13 @@ impl Destination {
     /// Runs the migration of a source whose hello was accepted already, where the RAM depends on that hello. `address`: where
     /// `incoming` listens, for a source that reconnects and for the record. As [`Listening::run`] otherwise.
     ///
-    /// The handshake ([`Greeting::first`](crate::session::Greeting::first)) uses [`Destination::FEATURES`].
+    /// The handshake ([`Handshake::first`](crate::session::Handshake::first)) uses [`Destination::FEATURES`].
     ///
     /// # Errors
     /// As [`Listening::run`]. A source whose RAM blocks have other names or sizes is refused, and receives the reason.
     pub fn take(
         self,
-        greeted: Greeted,
+        greeted: AcceptedSource,
         incoming: Incoming,
         address: &Address,
         vmm: &mut dyn DestinationVmm,

@@ -37,7 +37,7 @@ const MAX_LATENCIES: usize = 1 << 20;
 
 /// A message of post-copy to the driver.
 #[derive(Debug)]
-pub(super) enum PostCopyNews {
+pub(super) enum PostCopyEvent {
     /// No page is missing any more.
     Complete,
     /// Missing memory cannot be placed, with the reason.
@@ -85,7 +85,7 @@ pub(super) struct PostCopy {
     /// Whether a lack of memory has been reported.
     no_memory: AtomicBool,
     load: Mutex<Load>,
-    news: Box<dyn Fn(PostCopyNews) + Send + Sync>,
+    news: Box<dyn Fn(PostCopyEvent) + Send + Sync>,
 }
 
 /// Returns why `ram` cannot be filled after the guest has started; none if it can. Does nothing in another process that runs the guest:
@@ -122,7 +122,7 @@ fn features(ram: &GuestRam) -> Result<u64, String> {
 
 impl PostCopy {
     /// Begins to watch for missing pages of `ram`: all pages that were sent so far are in place.
-    pub(super) fn begin(ram: &GuestRam, news: Box<dyn Fn(PostCopyNews) + Send + Sync>) -> Result<Arc<Self>, String> {
+    pub(super) fn begin(ram: &GuestRam, news: Box<dyn Fn(PostCopyEvent) + Send + Sync>) -> Result<Arc<Self>, String> {
         let features = features(ram)?;
         let process = ram.guest().map(|guest| &**guest.process());
         let huge_pages = HugePageAdvice::of(process).map_err(|error| format!("the mappings of guest RAM: {error}"))?;
@@ -168,14 +168,14 @@ impl PostCopy {
                     Ok(Some(faults)) => {
                         let outcome = faults.iter().try_for_each(|fault| post_copy.answer(fault.address()));
                         if let Err(error) = outcome {
-                            (post_copy.news)(PostCopyNews::Failed(format!(
+                            (post_copy.news)(PostCopyEvent::Failed(format!(
                                 "a page fault could not be answered: {error}"
                             )));
                             return;
                         }
                     }
                     Err(error) => {
-                        (post_copy.news)(PostCopyNews::Failed(error.to_string()));
+                        (post_copy.news)(PostCopyEvent::Failed(error.to_string()));
                         return;
                     }
                 }
@@ -189,7 +189,7 @@ impl PostCopy {
             match self.fault(address) {
                 Err(error) if error.is_no_memory() => {
                     if !self.no_memory.swap(true, Ordering::Relaxed) {
-                        (self.news)(PostCopyNews::NoMemory(error.to_string()));
+                        (self.news)(PostCopyEvent::NoMemory(error.to_string()));
                     }
                     if self.stop.within(NO_MEMORY_PAUSE) {
                         return Ok(());
@@ -272,7 +272,7 @@ impl PostCopy {
     pub(super) fn place(&self, block: u16, runs: &[Run], content: &[u8], huge: &mut HugePage) -> Result<(), SinkError> {
         let placed = self.place_runs(block, runs, content, huge);
         if let Err(PlaceError::Missing(error @ MissingError::NotMissing { .. })) = &placed {
-            (self.news)(PostCopyNews::Failed(error.to_string()));
+            (self.news)(PostCopyEvent::Failed(error.to_string()));
         }
         self.if_complete();
         Ok(placed?)
@@ -333,9 +333,9 @@ impl PostCopy {
             (self.news)(match self.missing.iter().try_for_each(MissingPages::finish) {
                 Ok(()) => {
                     self.leave();
-                    PostCopyNews::Complete
+                    PostCopyEvent::Complete
                 }
-                Err(error) => PostCopyNews::Failed(error.to_string()),
+                Err(error) => PostCopyEvent::Failed(error.to_string()),
             });
         }
     }
@@ -345,11 +345,11 @@ impl PostCopy {
     fn leave(&self) {
         for block in &self.missing {
             if let Err(error) = block.backing().restore_huge_pages(&self.huge_pages) {
-                (self.news)(PostCopyNews::Note(format!("the guest goes on without transparent huge pages: {error}")));
+                (self.news)(PostCopyEvent::Note(format!("the guest goes on without transparent huge pages: {error}")));
             }
         }
         if let Some(Err(error)) = self.ram.guest().map(|guest| guest.close_userfault()) {
-            (self.news)(PostCopyNews::Note(format!(
+            (self.news)(PostCopyEvent::Note(format!(
                 "a userfaultfd that nothing uses stays open in the guest's process: {error}"
             )));
         }

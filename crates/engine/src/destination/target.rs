@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::delta::apply;
-use sterna_memory::place::{FileWrite, Place, PlaceError, Way, ZeroBy};
+use sterna_memory::place::{FileWrite, Place, PlaceError, PlacementMethod, ZeroBy};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
 use sterna_wire::checksum::crc32c;
@@ -176,7 +176,7 @@ impl Target {
     /// Returns a line for each block about how it is filled, for the report.
     pub(super) fn placement(&self) -> Vec<String> {
         let line = |(block, place): (&RamBlock, &Option<Box<dyn Place>>)| {
-            let method = place.as_ref().map_or(Way::OwnMemory, |place| place.way());
+            let method = place.as_ref().map_or(PlacementMethod::OwnMemory, |place| place.way());
             let backing = match block.backing() {
                 Backing::Anonymous => "anonymous memory",
                 Backing::Shared(..) => "a shared file in memory",

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use sterna_wire::control::ControlMessage;
-use sterna_wire::device::{DeviceReceiver, LEAST_CREDIT, Piece};
+use sterna_wire::device::{DeviceReceiver, MIN_CREDIT, Piece};
 
 use super::buffer::{Buffers, DeviceBytes};
 use super::{DeviceId, LoadDevice, Threads, unless_it_panics};
@@ -18,7 +18,7 @@ const MOMENT: Duration = Duration::from_millis(10);
 
 /// A message of a device's thread to the driver.
 #[derive(Debug)]
-pub(crate) enum LoadNews {
+pub(crate) enum LoadEvent {
     /// The device has loaded all of its state.
     Loaded(u16),
     /// Loading has failed, with the reason.
@@ -103,10 +103,10 @@ pub(crate) struct LoadingDevices {
 /// `queue` is too small.
 pub(crate) fn share(queue: u64, devices: usize) -> Result<u64, String> {
     let share = queue / devices.max(1) as u64;
-    if share >= LEAST_CREDIT {
+    if share >= MIN_CREDIT {
         return Ok(share);
     }
-    let least = LEAST_CREDIT * devices as u64;
+    let least = MIN_CREDIT * devices as u64;
     Err(format!("a queue of {queue} bytes for the state of {devices} devices; at least {least} are needed"))
 }
 
@@ -175,7 +175,7 @@ impl LoadingDevices {
         devices: Vec<Box<dyn LoadDevice>>,
         threads: &mut Threads,
         send: impl Fn(ControlMessage) + Clone + Send + 'static,
-        news: impl Fn(LoadNews) + Clone + Send + 'static,
+        news: impl Fn(LoadEvent) + Clone + Send + 'static,
     ) -> io::Result<()> {
         for (number, mut device) in devices.into_iter().enumerate() {
             let (devices, send, news) = (Arc::clone(self), send.clone(), news.clone());
@@ -184,10 +184,10 @@ impl LoadingDevices {
                 let mut reader =
                     PieceReader { queue: &devices.queues[number], number: number as u16, send, next: Next::Nothing };
                 match unless_it_panics(|| devices.load(number, &mut *device, &mut reader)) {
-                    Ok(()) => news(LoadNews::Loaded(number as u16)),
+                    Ok(()) => news(LoadEvent::Loaded(number as u16)),
                     Err(error) => {
                         let id = &devices.queues[number].id;
-                        news(LoadNews::Failed(format!("loading the state of device {id} failed: {error}")));
+                        news(LoadEvent::Failed(format!("loading the state of device {id} failed: {error}")));
                     }
                 }
             })?;
@@ -359,7 +359,7 @@ mod tests {
         devices: Arc<LoadingDevices>,
         threads: Threads,
         to_source: Receiver<ControlMessage>,
-        news: Receiver<LoadNews>,
+        news: Receiver<LoadEvent>,
         loaded: Vec<Receiver<Vec<u8>>>,
     }
 
@@ -401,7 +401,7 @@ mod tests {
     fn arrive_in_any_order(seed: u64) {
         let mut state = seed;
         let count = 1 + random(&mut state, 5);
-        let mut side = side(count as u32, LEAST_CREDIT, random(&mut state, 3) == 0);
+        let mut side = side(count as u32, MIN_CREDIT, random(&mut state, 3) == 0);
         let mut senders = vec![DeviceSender::default(); count];
         let mut left: Vec<Vec<u8>> = (0..count)
             .map(|device| (0..random(&mut state, 400_000)).map(|at| (at * 31 + device) as u8).collect())
@@ -440,7 +440,7 @@ mod tests {
         for (device, expected) in expected.iter().enumerate() {
             assert!(side.loaded[device].recv().unwrap() == *expected, "device {device}");
         }
-        let loaded = side.news.iter().take(count).filter(|news| matches!(news, LoadNews::Loaded(_))).count();
+        let loaded = side.news.iter().take(count).filter(|news| matches!(news, LoadEvent::Loaded(_))).count();
         assert_eq!(loaded, count);
         side.threads.join(|_| ());
     }
@@ -457,21 +457,21 @@ mod tests {
     #[test]
     fn the_end_of_a_migration_ends_every_wait() {
         for serial in [false, true] {
-            let mut side = side(3, LEAST_CREDIT, serial);
+            let mut side = side(3, MIN_CREDIT, serial);
             // One device waits for its first piece, one amid its state, one for its turn where there are turns.
             arrives(&side.devices, 1, 0, Some(b"begun"));
             arrives(&side.devices, 2, 0, Some(b"begun"));
             side.devices.end();
             side.threads.join(|_| ());
-            let failed = side.news.iter().filter(|news| matches!(news, LoadNews::Failed(_))).count();
+            let failed = side.news.iter().filter(|news| matches!(news, LoadEvent::Failed(_))).count();
             assert_eq!(failed, 3);
         }
     }
 
     #[test]
     fn a_queue_that_is_too_small_for_its_devices_is_refused() {
-        assert_eq!(share(4 * LEAST_CREDIT, 4), Ok(LEAST_CREDIT));
-        assert!(share(4 * LEAST_CREDIT - 1, 4).unwrap_err().contains("at least 262144 are needed"));
-        assert_eq!(share(LEAST_CREDIT, 0), Ok(LEAST_CREDIT), "without devices it is of no consequence");
+        assert_eq!(share(4 * MIN_CREDIT, 4), Ok(MIN_CREDIT));
+        assert!(share(4 * MIN_CREDIT - 1, 4).unwrap_err().contains("at least 262144 are needed"));
+        assert_eq!(share(MIN_CREDIT, 0), Ok(MIN_CREDIT), "without devices it is of no consequence");
     }
 }

@@ -31,7 +31,7 @@ enum Order {
 
 /// A message of a device's thread to the driver.
 #[derive(Debug)]
-pub(crate) enum SaveNews {
+pub(crate) enum SaveEvent {
     /// This device has saved nothing ahead, so nothing must be loaded before the guest is stopped.
     NothingAhead(u16),
     /// All of the device's state is handed over.
@@ -462,7 +462,7 @@ pub(crate) fn start(
     devices: Vec<Box<dyn SaveDevice>>,
     threads: &mut Threads,
     target: impl Fn() -> PieceTarget,
-    news: impl Fn(SaveNews) + Clone + Send + 'static,
+    news: impl Fn(SaveEvent) + Clone + Send + 'static,
 ) -> io::Result<()> {
     for (number, device) in devices.into_iter().enumerate() {
         let id = target().devices.ids[number].clone();
@@ -495,13 +495,13 @@ struct Saving {
 }
 
 impl Saving {
-    fn run(mut self, news: &impl Fn(SaveNews)) {
+    fn run(mut self, news: &impl Fn(SaveEvent)) {
         if let Err(error) = unless_it_panics(|| self.serve(news)) {
-            news(SaveNews::Failed(format!("saving the state of device {} failed: {error}", self.id)));
+            news(SaveEvent::Failed(format!("saving the state of device {} failed: {error}", self.id)));
         }
     }
 
-    fn serve(&mut self, news: &impl Fn(SaveNews)) -> Result<(), VmmError> {
+    fn serve(&mut self, news: &impl Fn(SaveEvent)) -> Result<(), VmmError> {
         let number = self.number;
         // The estimate until something has been saved ahead.
         self.update_remaining(Ahead::Nothing);
@@ -511,7 +511,7 @@ impl Saving {
         self.writer.send_piece()?;
         self.update_remaining(ahead);
         if self.devices().state().devices[number].pieces == 0 {
-            news(SaveNews::NothingAhead(number as u16));
+            news(SaveEvent::NothingAhead(number as u16));
         } else {
             self.writer.mark(Piece::Ahead)?;
             self.devices().state().devices[number].first_sent = true;
@@ -542,7 +542,7 @@ impl Saving {
         }
         drop(state);
         self.devices().changed.notify_all();
-        news(SaveNews::Saved);
+        news(SaveEvent::Saved);
         Ok(())
     }
 

@@ -12,19 +12,19 @@ use sterna_wire::packet::{BlockShape, PageRequest};
 
 /// Maximum number of packets of one migration that may be refused. A path or a host that damages more must not be trusted with a
 /// guest, and a destination that refuses without end is faulty.
-pub const MOST_REFUSED: u32 = 64;
+pub const MAX_REFUSED: u32 = 64;
 
-/// The destination has refused more than [`MOST_REFUSED`] packets.
+/// The destination has refused more than [`MAX_REFUSED`] packets.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the destination has refused more than {MOST_REFUSED} packets, whose content is not what was read from the guest: an \
+    "the destination has refused more than {MAX_REFUSED} packets, whose content is not what was read from the guest: an \
      accelerator, the memory or the network of one of the two hosts damages data"
 )]
 pub struct TooManyRefused;
 
 /// The pages of one guest to retransmit.
 #[derive(Debug)]
-pub struct SendAgain {
+pub struct Retransmit {
     shapes: Vec<BlockShape>,
     pages: Vec<AtomicPageBitmap>,
     /// Refused pages that have not been retransmitted: the destination does not have the content that was sent of them.
@@ -33,7 +33,7 @@ pub struct SendAgain {
     packets: AtomicU32,
 }
 
-impl SendAgain {
+impl Retransmit {
     /// Makes an empty list for a guest with these blocks.
     pub fn none_of(shapes: Vec<BlockShape>) -> Self {
         let none = || shapes.iter().map(|block| AtomicPageBitmap::new(block.pages)).collect();
@@ -48,7 +48,7 @@ impl SendAgain {
     /// Counts a refused packet.
     pub(super) fn packet(&self) -> Result<(), TooManyRefused> {
         let before = self.packets.fetch_add(1, Ordering::Relaxed);
-        if before < MOST_REFUSED { Ok(()) } else { Err(TooManyRefused) }
+        if before < MAX_REFUSED { Ok(()) } else { Err(TooManyRefused) }
     }
 
     /// Adds pages of a refused packet.

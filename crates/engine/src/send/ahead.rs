@@ -11,7 +11,7 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::checksum::crc32c_combine;
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::{Batch, Channel, Delta, Done, Maker, Nanos, Operation, Outcome, Ticket, TicketId};
+use sterna_offload::{Batch, Channel, Delta, Done, Nanos, Operation, Outcome, Producer, Ticket, TicketId};
 
 use sterna_wire::packet::{Run, RunKind};
 
@@ -84,19 +84,19 @@ pub(super) enum Ready {
 /// A copy of a piece's normal pages, deltas that lead to it, and the devices that have made them.
 pub(super) struct Copy {
     batch: Batch,
-    maker: Option<Maker>,
+    maker: Option<Producer>,
     deltas: Option<Batch>,
-    deltas_maker: Option<Maker>,
+    deltas_maker: Option<Producer>,
 }
 
 impl Copy {
     /// Returns the device that has made the copy.
-    pub(super) fn maker(&self) -> Option<Maker> {
+    pub(super) fn maker(&self) -> Option<Producer> {
         self.maker
     }
 
     /// Returns the device that has made the deltas.
-    pub(super) fn deltas_maker(&self) -> Option<Maker> {
+    pub(super) fn deltas_maker(&self) -> Option<Producer> {
         self.deltas_maker
     }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use sterna_wire::packet::BlockShape;
 
-use super::{MOST_REFUSED, TooManyRefused};
+use super::{MAX_REFUSED, TooManyRefused};
 
 /// The RAM blocks of which deltas are sent.
 #[derive(Debug, Default)]
@@ -75,11 +75,11 @@ impl DeltaBlocks {
     /// Counts a refused packet.
     pub(super) fn packet(&self) -> Result<(), TooManyRefused> {
         let before = self.refused.fetch_add(1, Ordering::Relaxed);
-        if before < MOST_REFUSED { Ok(()) } else { Err(TooManyRefused) }
+        if before < MAX_REFUSED { Ok(()) } else { Err(TooManyRefused) }
     }
 
     /// Returns how many packets were refused so far.
     pub fn packets(&self) -> u32 {
-        self.refused.load(Ordering::Relaxed).min(MOST_REFUSED)
+        self.refused.load(Ordering::Relaxed).min(MAX_REFUSED)
     }
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::MAX_AUTO_METHODS;
 use sterna_codec::MethodChoice;
-use sterna_codec::select::HeldUp;
+use sterna_codec::select::Delays;
 
 /// Minimum length of a period.
 const MIN_PERIOD: Duration = Duration::from_millis(250);
@@ -18,12 +18,12 @@ struct Period {
     by_way: [u64; MAX_AUTO_METHODS],
     /// Sum over all channels.
     time: Duration,
-    held_up: HeldUp,
+    held_up: Delays,
 }
 
 impl Period {
     fn new(from: Duration) -> Self {
-        Self { from, by_way: [0; MAX_AUTO_METHODS], time: Duration::ZERO, held_up: HeldUp::default() }
+        Self { from, by_way: [0; MAX_AUTO_METHODS], time: Duration::ZERO, held_up: Delays::default() }
     }
 
     fn way(&self) -> usize {
@@ -36,7 +36,7 @@ impl Period {
         self.by_way.iter_mut().zip(next.by_way).for_each(|(sum, bytes)| *sum += bytes);
         let (time, more) = (self.time.as_secs_f64(), next.time.as_secs_f64());
         let mean = |one: f64, other: f64| (one * time + other * more) / (time + more).max(f64::MIN_POSITIVE);
-        self.held_up = HeldUp {
+        self.held_up = Delays {
             network: mean(self.held_up.network, next.held_up.network),
             receiver: mean(self.held_up.receiver, next.held_up.receiver),
         };
@@ -63,11 +63,11 @@ impl Default for Choices {
 
 impl Choices {
     /// Records a packet with `bytes` of content that was encoded by method `way`, and the `time` since the packet before it on its channel.
-    pub(super) fn sent(&mut self, way: usize, bytes: u64, time: Duration, held_up: HeldUp) {
+    pub(super) fn sent(&mut self, way: usize, bytes: u64, time: Duration, held_up: Delays) {
         self.sent_at(self.begun.elapsed(), way, bytes, time, held_up);
     }
 
-    fn sent_at(&mut self, now: Duration, way: usize, bytes: u64, time: Duration, held_up: HeldUp) {
+    fn sent_at(&mut self, now: Duration, way: usize, bytes: u64, time: Duration, held_up: Delays) {
         let growing = self.periods.last().expect("there is one always");
         if now.saturating_sub(growing.from) >= self.shortest {
             self.close(now);
@@ -120,7 +120,7 @@ fn line(period: &Period, ways: &[MethodChoice]) -> String {
     let way = period.way();
     let most = percent(period.by_way[way] as f64 / bytes.max(1) as f64);
     let name = ways.get(way).map_or_else(|| "?".to_owned(), ToString::to_string);
-    let HeldUp { network, receiver } = period.held_up;
+    let Delays { network, receiver } = period.held_up;
     format!(
         "from {:.1} s: mostly {name} ({most} %); it waited for the network {} %, for the destination {} % of the time",
         period.from.as_secs_f64(),
@@ -146,9 +146,9 @@ mod tests {
         let mut choices = Choices::default();
         for ms in 0..3000 {
             let (way, network) = if ms < 1000 { (0, 0.1) } else { (2, 0.5) };
-            choices.sent_at(MS * ms, way, 1000, MS, HeldUp { network, receiver: 0.25 });
+            choices.sent_at(MS * ms, way, 1000, MS, Delays { network, receiver: 0.25 });
             // Trying another method now and then is no change.
-            choices.sent_at(MS * ms, 1, 10, MS, HeldUp { network, receiver: 0.25 });
+            choices.sent_at(MS * ms, 1, 10, MS, Delays { network, receiver: 0.25 });
         }
         assert_eq!(
             choices.lines(&ways()),
@@ -163,7 +163,7 @@ mod tests {
     fn however_often_it_changes_the_lines_stay_few_and_nothing_is_lost() {
         let mut choices = Choices::default();
         for ms in 0..100_000u32 {
-            choices.sent_at(MS * ms, (ms / 300 % 3) as usize, 1000, MS, HeldUp::default());
+            choices.sent_at(MS * ms, (ms / 300 % 3) as usize, 1000, MS, Delays::default());
         }
         assert!(choices.periods.len() <= MAX_PERIODS, "{}", choices.periods.len());
         let bytes: u64 = choices.periods.iter().flat_map(|period| period.by_way).sum();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use sterna_codec::sample::Sampler;
 use sterna_codec::select::{Interval, Selection};
 use sterna_codec::{Adaptive, CodecError, Encoded, Encoder, Engine, MethodChoice};
-use sterna_offload::Maker;
+use sterna_offload::Producer;
 
 use super::compression::{self, Compression};
 use crate::off_cpu::thread_time;
@@ -269,7 +269,7 @@ impl Coding {
     }
 
     /// Returns the device that made the last encoded content, if its output was not verified.
-    pub(super) fn maker(&self) -> Option<Maker> {
+    pub(super) fn maker(&self) -> Option<Producer> {
         match self {
             Self::Fixed(encoder, _) => encoder.maker(),
             Self::Auto(auto) => auto.encoders[auto.chosen].encoder.maker(),
@@ -284,7 +284,7 @@ impl Coding {
         }
     }
 
-    /// Returns which of [`MethodChoice::ways_of_auto`] was chosen last.
+    /// Returns which of [`MethodChoice::auto_candidates`] was chosen last.
     pub(super) fn chosen(&self) -> Option<usize> {
         match self {
             Self::Fixed(..) => None,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_codec::select::{HeldUp, Knowledge};
+use sterna_codec::select::{Delays, Knowledge};
 use sterna_codec::{Engines, MethodChoice};
 
 use super::Sent;
@@ -38,7 +38,7 @@ impl Compression {
     /// none: no limit.
     pub fn new(choice: MethodChoice, engines: Engines, channels: u16, cpu: Option<f64>) -> Self {
         let auto = choice.is_auto().then(|| {
-            let ways = MethodChoice::ways_of_auto(&engines);
+            let ways = MethodChoice::auto_candidates(&engines);
             let knowledge = Arc::new(Knowledge::new(ways.iter().copied(), channels.into()));
             Arc::new(Auto {
                 ways,
@@ -150,7 +150,7 @@ impl Auto {
     }
 
     /// Records a packet with `bytes` of content that was encoded by method `way`, and the `time` since the packet before it on its channel.
-    pub(super) fn sent(&self, way: usize, bytes: u64, time: Duration, held_up: HeldUp) {
+    pub(super) fn sent(&self, way: usize, bytes: u64, time: Duration, held_up: Delays) {
         self.choices.lock().unwrap_or_else(PoisonError::into_inner).sent(way, bytes, time, held_up);
     }
 }

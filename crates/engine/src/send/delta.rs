@@ -34,7 +34,7 @@ use self::cache::{Cache, Key, Place};
 pub(super) use self::history::Whole;
 use self::history::{History, Plan, Tried};
 use self::underway::Underway;
-use super::again::SendAgain;
+use super::again::Retransmit;
 use super::coding::Costs;
 use crate::entry::REGION;
 use crate::off_cpu::thread_time;
@@ -183,7 +183,7 @@ impl Deltas {
         runs: &[Run],
         content: Normal<'_>,
         acknowledged: u64,
-        again: Option<&SendAgain>,
+        again: Option<&Retransmit>,
         whole: Whole,
     ) -> Split {
         let (begun, touched) = (thread_time(), self.cache.touched());

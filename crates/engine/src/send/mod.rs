@@ -24,12 +24,12 @@ use std::time::Duration;
 
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::Maker;
+use sterna_offload::Producer;
 use sterna_wire::device::Piece;
 use sterna_wire::packet::{ACK_LENGTH, Answer, BlockShape, PAGE_REQUEST_LENGTH, PageRequest, Refusal};
 use sterna_wire::sequence::SendSequence;
 
-pub use self::again::{MOST_REFUSED, SendAgain, TooManyRefused};
+pub use self::again::{MAX_REFUSED, Retransmit, TooManyRefused};
 pub use self::blocks::DeltaBlocks;
 pub use self::compression::Compression;
 use self::delta::Deltas;
@@ -95,7 +95,7 @@ pub enum Item {
 
 /// How pages are read from guest RAM and sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Way {
+pub enum SendMode {
     /// With the channel's accelerator and method.
     #[default]
     Usual,
@@ -115,7 +115,7 @@ pub struct GuestPages {
     /// Pages that have been sent on another channel meanwhile, and are left out.
     pub overtaken: Option<Arc<Overtaken>>,
     /// How the pages are read and sent.
-    pub way: Way,
+    pub way: SendMode,
 }
 
 /// Maximum number of methods that `auto` chooses from.
@@ -283,15 +283,15 @@ impl InFlight {
 #[derive(Clone, Copy, Debug)]
 enum Suspect {
     /// The device has copied the content.
-    Copied(Maker),
+    Copied(Producer),
     /// The device has compressed the content, and the result was not verified. Where another device has copied the content, that copy was
     /// verified as a rule. If the copy was wrong all the same, the copying device is the only suspect from the next time on.
-    Compressed(Maker),
+    Compressed(Producer),
 }
 
 impl Suspect {
     /// Returns the device, and why it is distrusted.
-    fn charge(self) -> (Maker, &'static str) {
+    fn charge(self) -> (Producer, &'static str) {
         match self {
             Self::Copied(maker) => (maker, "what it had copied was refused by the destination"),
             Self::Compressed(maker) => (maker, "what it had compressed was refused by the destination"),
@@ -344,7 +344,7 @@ pub struct SendContext {
     /// The accelerator that helps to read guest RAM.
     pub accelerator: Option<Accelerator>,
     /// The refused pages, where the peer may refuse packets.
-    pub again: Option<Arc<SendAgain>>,
+    pub again: Option<Arc<Retransmit>>,
     /// Where the peer accepts deltas of all blocks: maximum bytes of sent pages that a channel keeps; 0: no deltas are made.
     pub delta_cache: usize,
     /// Where the peer takes deltas of some blocks only, and pages cannot be read again: of which.
@@ -540,7 +540,7 @@ impl Shared {
                     again.packet()?;
                     if let (Some(suspect), Some(accelerator)) = (packet.suspect, &context.accelerator) {
                         let (maker, what) = suspect.charge();
-                        accelerator.offload().distrust(maker, what);
+                        accelerator.offload().report_wrong_result(maker, what);
                     }
                     packet.read_requests(&mut reader, &refusal, again.shapes(), |request| again.add(&request))?;
                     continue;

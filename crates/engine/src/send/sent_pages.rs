@@ -22,7 +22,7 @@ use sterna_memory::ram::GuestRam;
 use sterna_wire::packet::{Run, RunKind};
 use twox_hash::XxHash3_64;
 
-use super::again::SendAgain;
+use super::again::Retransmit;
 use crate::batch::Batch;
 
 /// Bytes of the secret with which XXH3 is best; it needs at least 136.
@@ -92,7 +92,7 @@ impl SentPages {
 
     /// Hashes pages of `block` that are about to be sent the usual way. `content`: that of the normal pages. Returns how many of these are
     /// unchanged since they were sent, and keeps the new hashes. Pages in `again` count as not sent.
-    pub(super) fn look(&mut self, block: u16, runs: &[Run], content: &[u8], again: Option<&SendAgain>) -> u64 {
+    pub(super) fn look(&mut self, block: u16, runs: &[Run], content: &[u8], again: Option<&Retransmit>) -> u64 {
         self.same.clear();
         let Some(regions) = &mut self.blocks[usize::from(block)] else { return 0 };
         let mut content = content.chunks_exact(PAGE_SIZE);
@@ -193,7 +193,7 @@ mod tests {
         batch
     }
 
-    fn look(sent: &mut SentPages, batch: &Batch, again: Option<&SendAgain>) -> u64 {
+    fn look(sent: &mut SentPages, batch: &Batch, again: Option<&Retransmit>) -> u64 {
         sent.look(batch.block, batch.runs(), batch.content(), again)
     }
 
@@ -219,7 +219,7 @@ mod tests {
     #[test]
     fn a_page_that_is_what_it_was_is_sent_where_that_was_refused_or_went_another_way() {
         let mut sent = sent_pages();
-        let again = SendAgain::none_of(shapes());
+        let again = Retransmit::none_of(shapes());
         let page = batch(0, 7, &[5]);
         assert_eq!([0; 2].map(|_| look(&mut sent, &page, Some(&again))), [0, 1]);
         again.add(&PageRequest { block: 0, first: 7, count: 1 });
@@ -249,7 +249,7 @@ mod tests {
             steps in proptest::collection::vec((0u64..6, proptest::collection::vec(0u8..4, 1..6), any::<bool>(), any::<bool>()), 1..60),
         ) {
             let mut sent = sent_pages();
-            let again = SendAgain::none_of(shapes());
+            let again = Retransmit::none_of(shapes());
             let (mut guest, mut destination) = (HashMap::new(), HashMap::new());
             let mut unheard: Vec<u64> = Vec::new();
             let place = |changed: &Batch, damaged: bool, destination: &mut HashMap<u64, u8>, unheard: &mut Vec<u64>| {

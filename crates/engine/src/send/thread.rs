@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::{GuestRam, RamBlock};
-use sterna_offload::Maker;
+use sterna_offload::Producer;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::device::Piece;
 use sterna_wire::limits::MAX_RUNS;
@@ -20,7 +20,7 @@ use super::blocks::PageNotInPacket;
 use super::coding::{Bottleneck, Coding, Kernel, Seen, Times};
 use super::delta::{Against, Deltas, Normal, Wrong};
 use super::sent_pages::SentPages;
-use super::{GuestPages, InFlight, Item, SendContext, Shared, Suspect, Way};
+use super::{GuestPages, InFlight, Item, SendContext, SendMode, Shared, Suspect};
 use crate::batch::Batch;
 use crate::in_place;
 use crate::off_cpu::OffCpu;
@@ -42,7 +42,7 @@ struct Content<'a> {
     /// Pages that were handed over, normal and zero ones.
     pages: (u64, u64),
     /// The device that has copied the content.
-    maker: Option<Maker>,
+    maker: Option<Producer>,
     /// For device state: the guest's device.
     device: Option<u16>,
 }
@@ -103,7 +103,7 @@ pub(super) struct Sending {
     /// Buffer for the pages of an item that are still to be sent.
     left: Vec<Run>,
     /// How pages of guest RAM are read and sent now.
-    mode: Way,
+    mode: SendMode,
     /// Hashes of the sent pages of blocks with huge pages: made with the first pages that are read from guest RAM. None once it is not known
     /// which pages the destination has.
     sent_pages: Option<SentPages>,
@@ -170,7 +170,7 @@ impl Sending {
             reading: None,
             piece: Vec::with_capacity(MAX_RUNS),
             left: Vec::with_capacity(MAX_RUNS),
-            mode: Way::Usual,
+            mode: SendMode::Usual,
             sent_pages: None,
             deltas,
             ahead: None,
@@ -275,7 +275,7 @@ impl Sending {
     }
 
     fn runs_of_guest(&mut self, ram: &GuestRam, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
-        let usual = self.mode == Way::Usual;
+        let usual = self.mode == SendMode::Usual;
         if let Some(accelerator) = self.context.accelerator.as_ref().filter(|it| usual && it.finds_zero_pages()) {
             let content = match () {
                 () if self.in_place() => ahead::Content::InPlace,
@@ -497,7 +497,7 @@ impl Sending {
                 return self.all_pages(batch, place);
             }
         };
-        if self.mode != Way::Usual {
+        if self.mode != SendMode::Usual {
             sent_pages.forget(batch.block, batch.runs());
             if let Some(again) = again {
                 // Before they are sent, because they may be refused again.
@@ -614,7 +614,7 @@ impl Sending {
         }
         self.set_table(runs);
         let number = self.shared.progress.lock().expect("no thread of the channel panics").sequence.last() + 1;
-        let mode = std::mem::replace(&mut self.mode, Way::Plain);
+        let mode = std::mem::replace(&mut self.mode, SendMode::Plain);
         let sent = self.packet(PacketKind::Pages, block, 0, &Content::of(content));
         self.mode = mode;
         deltas.sent_again(block, number);
@@ -634,7 +634,7 @@ impl Sending {
             ContentPlace::Copied(copy, against) => (Normal::with_answers(content, *copy, against), copy.maker()),
             ContentPlace::InBatch | ContentPlace::InPlace(_) => (Normal::of(content), None),
         };
-        if self.mode != Way::Usual {
+        if self.mode != SendMode::Usual {
             for run in batch.runs() {
                 deltas.forget(block, run);
                 if let Some(again) = &self.context.again {
@@ -651,7 +651,7 @@ impl Sending {
         let split = deltas.split(block, batch.runs(), normal, acknowledged, again, costs);
         let mut by_device = 0;
         if let ContentPlace::Copied(copy, _) = place {
-            split.wrong.into_iter().for_each(|wrong| self.distrust(wrong, copy));
+            split.wrong.into_iter().for_each(|wrong| self.report_wrong_result(wrong, copy));
             by_device = copy.deltas_maker().map_or(0, |_| split.by_device);
         }
         let first = last + 1;
@@ -689,13 +689,13 @@ impl Sending {
     }
 
     /// Distrusts the device whose wrong result was found before it was sent.
-    fn distrust(&self, wrong: Wrong, copy: &Copy) {
+    fn report_wrong_result(&self, wrong: Wrong, copy: &Copy) {
         let (maker, what) = match wrong {
             Wrong::Delta => (copy.deltas_maker(), "a delta that it made does not lead to the page"),
             Wrong::Copy => (copy.maker(), "its copy is not what it has read"),
         };
         if let (Some(maker), Some(accelerator)) = (maker, &self.context.accelerator) {
-            accelerator.offload().distrust(maker, what);
+            accelerator.offload().report_wrong_result(maker, what);
         }
     }
 
@@ -754,7 +754,7 @@ impl Sending {
         }
         let mut suspect = maker.map(Suspect::Copied);
         let coded =
-            kind == PacketKind::Pages && !content.is_empty() && !self.coding.is_none() && self.mode != Way::Plain;
+            kind == PacketKind::Pages && !content.is_empty() && !self.coding.is_none() && self.mode != SendMode::Plain;
         let (method, payload) = match coded {
             true => {
                 let left = |bottleneck| match bottleneck {

@@ -13,10 +13,10 @@ use sterna_wire::identity::{MigrationId, MigrationKey};
 use sterna_wire::limits::HANDSHAKE_TIME;
 
 use super::peer::link_events;
-use super::{Backoff, Features, Session, SessionError, TellPeer, program};
+use super::{Backoff, Features, OnConnectionEvent, Session, SessionError, program};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
-use crate::control_link::{ControlLink, hear, say};
+use crate::control_link::{ControlLink, receive_message, send_message};
 use crate::send::{SendChannel, SendContext};
 use crate::transport::{Address, Closer, Connection, Reader, Security, TransportError, Writer, open_channel};
 
@@ -51,7 +51,11 @@ pub struct Offer<'a> {
 /// # Errors
 /// The destination cannot be reached within `offer.patience`, refuses (with its reason) or cannot decode the format of `offer.method`; or
 /// the migration was cancelled.
-pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(ControlLink, Session), SessionError> {
+pub fn dial(
+    offer: &Offer<'_>,
+    cancel: &Cancel,
+    tell: &OnConnectionEvent,
+) -> Result<(ControlLink, Session), SessionError> {
     let (id, key) = new_identity()?;
     let subject = Subject { key: &key, id, kind: ChannelKind::Control, index: 0, incarnation: 1 };
     let opened = subject.open(offer.to, offer.security, offer.patience, cancel)?;
@@ -69,10 +73,10 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
         machine: offer.machine.clone(),
     };
     let lost = |error| SessionError::new(format_args!("{} was lost during the handshake: {error}", offer.to));
-    let sent = say(&mut writer, &ControlMessage::Hello(Box::new(hello)));
+    let sent = send_message(&mut writer, &ControlMessage::Hello(Box::new(hello)));
     // The destination asks its monitor before it answers: that may take longer than a bare handshake.
     let mut messages = ControlReader::default();
-    let received = hear(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME);
+    let received = receive_message(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME);
     // Also where sending failed: a destination may send its refusal and close the connection before the offer arrives.
     let welcome: Welcome = match received.map_err(|error| lost(sent.err().unwrap_or(error)))? {
         ControlMessage::Welcome(welcome) => welcome,

@@ -2,17 +2,17 @@
 //!
 //! ```text
 //! source                                   destination
-//! dial ── control channel, Hello ────────> Greeting::first: the first source that may send here
+//! dial ── control channel, Hello ────────> Handshake::first: the first source that may send here
 //!      <───────────────────── Welcome ────
-//! Session::open_channels ─ RAM, stream ──> Doorman: admits channels of this migration only (Sessions: of all migrations under way)
-//! Redial::dial ─ control, incarnation + 1 > Doorman: informs the driver that the source has reconnected
+//! Session::open_channels ─ RAM, stream ──> ChannelAcceptor: admits channels of this migration only (Sessions: of all migrations under way)
+//! Redial::dial ─ control, incarnation + 1 > ChannelAcceptor: informs the driver that the source has reconnected
 //! ```
 //! The gateway beside QEMU and the embedded library use the same code. They differ in their [`Features`], in the
-//! [`Mode`](sterna_wire::control::Mode), and in the sinks of the [`Doorman`].
+//! [`Mode`](sterna_wire::control::Mode), and in the sinks of the [`ChannelAcceptor`].
 
+mod acceptor;
 mod dial;
-mod doorman;
-mod greet;
+mod handshake;
 mod lead;
 mod peer;
 mod placing;
@@ -27,12 +27,12 @@ use sterna_wire::identity::{MigrationId, MigrationKey};
 
 use crate::receive::PacketRules;
 
+pub use self::acceptor::{ChannelAcceptor, ExtraChannelHandler, PagesPlaced, Refused, Sinks, receive_thread};
 pub use self::dial::{Offer, Opened, dial};
-pub use self::doorman::{Doorman, OtherDoor, PagesPlaced, Refused, Sinks, receive_thread};
-pub use self::greet::{Greeted, Greeting};
+pub use self::handshake::{AcceptedSource, Handshake};
 pub(crate) use self::lead::too_long;
 pub use self::lead::{SourceDriver, SourceLead, SourceOutcome, after, lead_source};
-pub use self::peer::{Heard, Peer, PeerNews, TellPeer, link_events};
+pub use self::peer::{ConnectionEvent, OnConnectionEvent, Peer, PeerEvent, link_events};
 pub use self::placing::Placing;
 pub use self::redial::{Backoff, DIAL_PAUSE, MAX_DIAL_PAUSE, Redial};
 pub use self::serve::{Entered, MAX_SESSIONS, Sessions};

@@ -8,7 +8,7 @@ use crate::control_link::{ControlEvent, ControlLink, ControlSender, Share};
 
 /// An event about the control channels of a migration.
 #[derive(Debug)]
-pub enum PeerNews {
+pub enum ConnectionEvent {
     /// An event of the control channel of this incarnation.
     Control(u32, ControlEvent),
     /// A control channel of this incarnation was established.
@@ -18,19 +18,19 @@ pub enum PeerNews {
 }
 
 /// Passes events about the peer to the driver.
-pub type TellPeer = Arc<dyn Fn(PeerNews) + Send + Sync>;
+pub type OnConnectionEvent = Arc<dyn Fn(ConnectionEvent) + Send + Sync>;
 
 /// Returns a closure that passes the events of the control channel of `incarnation` to the driver.
-pub fn link_events(tell: &TellPeer, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
+pub fn link_events(tell: &OnConnectionEvent, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
     let tell = Arc::clone(tell);
-    move |event| tell(PeerNews::Control(incarnation, event))
+    move |event| tell(ConnectionEvent::Control(incarnation, event))
 }
 
 /// An event about the peer that concerns the driver: none of an older control channel.
 #[derive(Debug)]
-pub enum Heard {
+pub enum PeerEvent {
     /// The peer sent a message. The driver drops the share when it has handled the message.
-    Said(ControlMessage, Share),
+    Message(ControlMessage, Share),
     /// The control channel is lost, with the reason.
     Lost(String),
     /// There is a control channel again.
@@ -58,26 +58,26 @@ impl Peer {
     }
 
     /// Records an event. Returns what it means to the driver, or none if it is from an older control channel.
-    pub fn hear(&mut self, news: PeerNews) -> Option<Heard> {
+    pub fn handle(&mut self, news: ConnectionEvent) -> Option<PeerEvent> {
         match news {
-            PeerNews::Control(incarnation, event) if incarnation == self.incarnation => match event {
-                ControlEvent::Message(message, share) => Some(Heard::Said(message, share)),
+            ConnectionEvent::Control(incarnation, event) if incarnation == self.incarnation => match event {
+                ControlEvent::Message(message, share) => Some(PeerEvent::Message(message, share)),
                 ControlEvent::Lost(reason) => {
                     self.link = None;
-                    Some(Heard::Lost(reason))
+                    Some(PeerEvent::Lost(reason))
                 }
             },
-            PeerNews::Control(..) => None,
-            PeerNews::Connected(incarnation, link) => {
+            ConnectionEvent::Control(..) => None,
+            ConnectionEvent::Connected(incarnation, link) => {
                 (self.incarnation, self.link) = (incarnation, Some(link));
-                Some(Heard::Connected)
+                Some(PeerEvent::Connected)
             }
-            PeerNews::Unreachable(reason) => Some(Heard::Unreachable(reason)),
+            ConnectionEvent::Unreachable(reason) => Some(PeerEvent::Unreachable(reason)),
         }
     }
 
     /// Sends a message, if there is a control channel.
-    pub fn say(&self, message: &ControlMessage) {
+    pub fn send(&self, message: &ControlMessage) {
         let Some(link) = &self.link else { return };
         if let Err(error) = link.send(message) {
             // The link's reading side reports the loss.
@@ -100,7 +100,7 @@ impl Peer {
         self.incarnation
     }
 
-    /// Closes the control channel, if there is one. [`Heard::Lost`] follows.
+    /// Closes the control channel, if there is one. [`PeerEvent::Lost`] follows.
     pub fn close(&self) {
         if let Some(link) = &self.link {
             link.close();

@@ -14,7 +14,7 @@ use sterna_wire::control::ControlReader;
 use sterna_wire::header::ChannelKind;
 
 use super::peer::link_events;
-use super::{PeerNews, Session, SessionError, TellPeer};
+use super::{ConnectionEvent, OnConnectionEvent, Session, SessionError};
 use crate::control_link::{ControlLink, Gate, held_back};
 use crate::cpu_time;
 use crate::transport::{Address, Connection, Security, open_channel};
@@ -103,7 +103,7 @@ impl Redial {
     /// Starts a thread that makes an attempt after the pause that is due, and abandons the attempt under way. The attempt opens a control
     /// channel of `session.incarnation`, on which the destination sends the first message. `tell` receives the outcome before any message
     /// of the destination.
-    pub fn dial(&mut self, to: Address, security: Security, session: Session, tell: TellPeer) {
+    pub fn dial(&mut self, to: Address, security: Security, session: Session, tell: OnConnectionEvent) {
         let pause = self.backoff.next_pause(Instant::now());
         let (keep, given_up) = channel();
         self.attempt = Some(keep);
@@ -113,7 +113,7 @@ impl Redial {
         if let Err(error) = cpu_time::spawn(thread, move || attempt.make(pause)) {
             // The driver dials again as soon as it receives this event, so the pause is made here; a short one, since it blocks the driver.
             std::thread::sleep(pause.min(DIAL_PAUSE));
-            tell(PeerNews::Unreachable(format!("no thread to dial on: {error}")));
+            tell(ConnectionEvent::Unreachable(format!("no thread to dial on: {error}")));
         }
     }
 
@@ -129,7 +129,7 @@ struct Attempt {
     to: Address,
     security: Security,
     session: Session,
-    tell: TellPeer,
+    tell: OnConnectionEvent,
     /// Disconnected once the attempt is abandoned.
     given_up: Receiver<Infallible>,
 }
@@ -145,10 +145,10 @@ impl Attempt {
         }
         match outcome {
             Ok((link, gate)) => {
-                (self.tell)(PeerNews::Connected(self.session.incarnation, link));
+                (self.tell)(ConnectionEvent::Connected(self.session.incarnation, link));
                 drop(gate);
             }
-            Err(error) => (self.tell)(PeerNews::Unreachable(error.to_string())),
+            Err(error) => (self.tell)(ConnectionEvent::Unreachable(error.to_string())),
         }
     }
 
@@ -221,7 +221,7 @@ mod tests {
         let network = Network::new(1);
         let port = network.port("there");
         let (sender, news) = channel();
-        let tell: TellPeer = Arc::new(move |news| drop(sender.send(news)));
+        let tell: OnConnectionEvent = Arc::new(move |news| drop(sender.send(news)));
         let session = Session {
             id: MigrationId::from_bytes([1; 16]),
             key: MigrationKey::from_bytes([2; 32]),
@@ -235,7 +235,7 @@ mod tests {
         let mut redial = Redial::new(Duration::from_secs(3600));
         // No process listens: the first attempt fails at once, the second waits.
         redial.dial((&port).into(), Security::Insecure, session.clone(), Arc::clone(&tell));
-        assert!(matches!(news.recv(), Ok(PeerNews::Unreachable(_))));
+        assert!(matches!(news.recv(), Ok(ConnectionEvent::Unreachable(_))));
         redial.dial((&port).into(), Security::Insecure, session, tell);
         drop(redial);
         // The thread of the attempt has dropped its sender.

@@ -1,6 +1,6 @@
 //! A destination that accepts any number of migrations, one after the other and at the same time.
 //!
-//! The header of every connection names its migration. Where that migration is under way, its own [`Doorman`] admits or refuses the
+//! The header of every connection names its migration. Where that migration is under way, its own [`ChannelAcceptor`] admits or refuses the
 //! connection. The handshake of a new migration runs on a thread of its own, which then serves the migration to its end. So migrations
 //! have nothing in common but the listener, and none can break another.
 
@@ -12,8 +12,8 @@ use std::thread::Builder;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::identity::MigrationId;
 
-use super::greet::{Greeting, MAX_PENDING, PendingHandshakes};
-use super::{Doorman, Greeted};
+use super::handshake::{Handshake, MAX_PENDING, PendingHandshakes};
+use super::{AcceptedSource, ChannelAcceptor};
 use crate::transport::{Connection, Incoming, Stop, postpone_channel, refuse_channel};
 
 /// Maximum number of migrations under way at once. Each costs a few threads and connections.
@@ -33,7 +33,7 @@ pub struct Sessions {
 
 #[derive(Default)]
 struct State {
-    acceptors: HashMap<MigrationId, Arc<Doorman>>,
+    acceptors: HashMap<MigrationId, Arc<ChannelAcceptor>>,
     /// Number of [`Slot`]s in use: migrations under way, and connections whose handshake is pending.
     under_way: usize,
     stopping: bool,
@@ -77,7 +77,7 @@ impl Sessions {
     }
 
     /// Passes the channels of the acceptor's migration to `acceptor`, until the entry is dropped.
-    pub fn enter(&self, acceptor: &Arc<Doorman>) -> Entered<'_> {
+    pub fn enter(&self, acceptor: &Arc<ChannelAcceptor>) -> Entered<'_> {
         let id = acceptor.session().id;
         self.state().acceptors.insert(id, Arc::clone(acceptor));
         Entered { sessions: self, id }
@@ -88,9 +88,9 @@ impl Sessions {
     pub fn serve(
         &self,
         incoming: &Incoming,
-        greeting: &Greeting<'_>,
+        greeting: &Handshake<'_>,
         refused: impl Fn(&str) + Sync,
-        serve: impl Fn(Greeted) + Sync,
+        serve: impl Fn(AcceptedSource) + Sync,
     ) {
         std::thread::scope(|scope| {
             while let Some((connection, header)) = incoming.next() {
@@ -166,9 +166,9 @@ mod tests {
     use super::*;
     use crate::abort::Abort;
     use crate::cancel::Cancel;
-    use crate::control_link::say;
+    use crate::control_link::send_message;
     use crate::receive::Sink;
-    use crate::session::{Features, Offer, SessionError, Sinks, TellPeer, dial};
+    use crate::session::{Features, Offer, OnConnectionEvent, SessionError, Sinks, dial};
     use crate::transport::{Address, Limits, Listener, Security};
 
     const FEATURES: Features<'static> = Features { offered: &[], required: &[] };
@@ -199,7 +199,7 @@ mod tests {
             method: Method::from_name("none").unwrap(),
             patience: Duration::ZERO,
         };
-        let tell: TellPeer = Arc::new(|_| ());
+        let tell: OnConnectionEvent = Arc::new(|_| ());
         dial(&offer, &Cancel::new(), &tell)
     }
 
@@ -209,17 +209,17 @@ mod tests {
         let to = listener.local_address();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let sessions = Sessions::new(&incoming);
-        let greeting = Greeting { takes: &[(Mode::Proxy, FEATURES)], refusal: &|_| None };
+        let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusal: &|_| None };
         let (end, ended) = channel::<()>();
         let ended = Mutex::new(ended);
         // Each migration is served until the test lets one end.
-        let serve = |greeted: Greeted| {
-            let Greeted { session, mut writer, reader: _reader, welcome, .. } = greeted;
+        let serve = |greeted: AcceptedSource| {
+            let AcceptedSource { session, mut writer, reader: _reader, welcome, .. } = greeted;
             let abort = Arc::new(Abort::default());
-            let acceptor = Arc::new(Doorman::new(session, Box::new(Nothing), &abort, None, Arc::new(|_| ())));
+            let acceptor = Arc::new(ChannelAcceptor::new(session, Box::new(Nothing), &abort, None, Arc::new(|_| ())));
             let _entered = sessions.enter(&acceptor);
             acceptor.open();
-            say(&mut writer, &ControlMessage::Welcome(welcome)).unwrap();
+            send_message(&mut writer, &ControlMessage::Welcome(welcome)).unwrap();
             ended.lock().unwrap().recv().unwrap();
             abort.finish();
             acceptor.join();

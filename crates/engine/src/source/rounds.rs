@@ -24,7 +24,7 @@ use crate::control_link::ControlSender;
 use crate::device_state::SavingDevices;
 use crate::entry::{PageSearch, Pipeline, REGION};
 use crate::report::Progress;
-use crate::send::{SendAgain, SendChannel, Sent, Way};
+use crate::send::{Retransmit, SendChannel, SendMode, Sent};
 use crate::window::{Delivered, WindowClosed};
 
 /// Maximum number of times that the guest is resumed because it dirtied more than predicted until it was paused. After that it stays
@@ -47,7 +47,7 @@ pub(super) enum Order {
     MayStop,
     /// The monitor does not slow its guest down, or not any more.
     NotThrottled,
-    /// The input and output that was under way at [`RoundNews::Settle`] has written guest RAM.
+    /// The input and output that was under way at [`RoundEvent::Settle`] has written guest RAM.
     Settled,
     /// The guest has stopped: send the rest, or in post-copy the list of the rest.
     LastRound,
@@ -57,7 +57,7 @@ pub(super) enum Order {
 
 /// A message of this thread to the driver.
 #[derive(Debug)]
-pub(super) enum RoundNews {
+pub(super) enum RoundEvent {
     /// The log was collected: wait for the input and output that writes guest RAM, before the pages are read.
     Settle,
     /// The rest fits the downtime: stop the guest and order the last round.
@@ -196,7 +196,7 @@ pub(super) struct Rounds<N> {
     pub(super) totals: Option<ControlSender>,
     pub(super) stats: Arc<Mutex<RoundStats>>,
     pub(super) unsent: Arc<Unsent>,
-    pub(super) again: Arc<SendAgain>,
+    pub(super) again: Arc<Retransmit>,
     pub(super) accelerator: Option<Accelerator>,
     /// By block: all pages that the log has ever named. Empty without an accelerator.
     pub(super) written: Vec<PageBitmap>,
@@ -209,16 +209,16 @@ pub(super) struct Rounds<N> {
     pub(super) abort: Arc<Abort>,
 }
 
-impl<N: FnMut(RoundNews)> Rounds<N> {
+impl<N: FnMut(RoundEvent)> Rounds<N> {
     /// Runs until the last round is acknowledged or the migration is taken down. The log is stopped in any case.
     pub(super) fn run(mut self) {
         let outcome = self.rounds();
         if let Err(Ended::Failed(reason)) = outcome {
-            (self.news)(RoundNews::Failed(reason));
+            (self.news)(RoundEvent::Failed(reason));
         }
         if let Err(error) = self.log.stop() {
             // What it costs is that the guest stays a little slower; it must not cost the migration.
-            (self.news)(RoundNews::Note(format!("the dirty log does not stop: {error}")));
+            (self.news)(RoundEvent::Note(format!("the dirty log does not stop: {error}")));
         }
     }
 
@@ -254,14 +254,14 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                 Decision::Wait => unreachable!("waited for above"),
                 Decision::Next if found == 0 => self.wait(pause)?,
                 Decision::Next => self.go_on()?,
-                Decision::Throttle(percent) => (self.news)(RoundNews::Throttle(percent)),
+                Decision::Throttle(percent) => (self.news)(RoundEvent::Throttle(percent)),
                 Decision::PostCopy => return self.post_copy(pending),
                 Decision::GiveUp => {
                     let verdict = self.verdict().unwrap_or_default();
                     return Err(Ended::Failed(format!("given up after {round} rounds: {verdict}")));
                 }
                 Decision::SwitchOver => {
-                    (self.news)(RoundNews::SwitchOver);
+                    (self.news)(RoundEvent::SwitchOver);
                     while self.order()? != Order::LastRound {}
                     let found = self.collect(&mut pending)?;
                     // State that devices have saved ahead is of no use once they were stopped and go on.
@@ -272,11 +272,11 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                     self.retries += 1;
                     has_pages = found > 0;
                     // No input or output is under way: the guest has been stopped since the log was collected.
-                    (self.news)(RoundNews::RunOn);
+                    (self.news)(RoundEvent::RunOn);
                 }
             }
         }
-        (self.news)(RoundNews::Stopped);
+        (self.news)(RoundEvent::Stopped);
         self.current.end();
         self.send(&mut pending)?;
         self.send_totals()
@@ -301,7 +301,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             // The link reports the loss to the driver.
             tracing::info!(%error, "the totals could not be sent to the destination");
         }
-        (self.news)(RoundNews::Drained(drained));
+        (self.news)(RoundEvent::Drained(drained));
         Ok(())
     }
 
@@ -315,12 +315,12 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         // Pages that did not arrive as they were read are sent with the rest of memory, after the guest.
         self.again.take(|block, run| pending[usize::from(block)].set(run));
         self.take_suspect_pages_into(&mut pending);
-        (self.news)(RoundNews::PostCopy);
+        (self.news)(RoundEvent::PostCopy);
         while self.order()? != Order::LastRound {}
         self.collect(&mut pending)?;
         // This collecting may have shown that a device errs.
         self.take_suspect_pages_into(&mut pending);
-        (self.news)(RoundNews::Stopped);
+        (self.news)(RoundEvent::Stopped);
         self.unsent.add(&self.ram, &pending);
         drop(pending);
         let mut outcome = Ok(());
@@ -367,19 +367,19 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                 outcome = search.pages_by(way, block, run);
             }
         };
-        let refused = self.again.take(|block, run| send(Way::Plain, block, run));
+        let refused = self.again.take(|block, run| send(SendMode::Plain, block, run));
         let accelerator = self.accelerator.as_ref();
-        let suspect = accelerator.map_or(0, |it| it.take_suspect_pages(|block, run| send(Way::ByCpu, block, run)));
+        let suspect = accelerator.map_or(0, |it| it.take_suspect_pages(|block, run| send(SendMode::ByCpu, block, run)));
         outcome?;
         if refused > 0 {
             let packets = self.again.packets();
-            (self.news)(RoundNews::Note(format!(
+            (self.news)(RoundEvent::Note(format!(
                 "{refused} pages did not arrive as they were read from the guest ({packets} packets so far): they are retransmitted, \
                  read by the CPU and uncompressed"
             )));
         }
         if suspect > 0 {
-            (self.news)(RoundNews::Note(format!(
+            (self.news)(RoundEvent::Note(format!(
                 "an accelerator has given wrong results: {suspect} pages that were called zero are read again by the CPU"
             )));
         }
@@ -471,9 +471,10 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         let Some(accelerator) = &self.accelerator else { return };
         for Doubt { block, page, maker } in doubts {
             if !self.written[usize::from(block)].contains(page) {
-                accelerator
-                    .offload()
-                    .distrust(maker, "it called a page zero that is not, and the guest has not written the page");
+                accelerator.offload().report_wrong_result(
+                    maker,
+                    "it called a page zero that is not, and the guest has not written the page",
+                );
             }
         }
     }
@@ -524,13 +525,13 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         drop(stats);
         if let (false, Some(verdict)) = (verdict_before, self.verdict()) {
             let consequence = self.convergence.consequence();
-            (self.news)(RoundNews::Note(format!(
+            (self.news)(RoundEvent::Note(format!(
                 "the migration does not converge ({round} rounds so far): {verdict}; {consequence}"
             )));
         }
         if !in_vain_before && self.convergence.throttled_in_vain() {
             let (percent, consequence) = (self.convergence.throttled(), self.convergence.consequence());
-            (self.news)(RoundNews::Note(format!(
+            (self.news)(RoundEvent::Note(format!(
                 "the guest is held for {percent} % of the time, which is as much as it may be, and the migration still does not converge: \
                  {consequence}"
             )));
@@ -539,7 +540,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         if self.held.is_to_be_reported(measure.now, held)
             && let Some(devices) = self.devices.waiting_for()
         {
-            (self.news)(RoundNews::Note(format!("the guest could be stopped; waiting for {devices}")));
+            (self.news)(RoundEvent::Note(format!("the guest could be stopped; waiting for {devices}")));
         }
         if decision == Decision::SwitchOver {
             self.stats.lock().expect("no thread panics with the lock held").out_of_reach =
@@ -559,7 +560,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
 
     /// Waits until the input and output under way has written guest RAM. Afterwards the pages that the log has named may be read.
     fn settle(&mut self) -> Result<(), Ended> {
-        (self.news)(RoundNews::Settle);
+        (self.news)(RoundEvent::Settle);
         match self.order()? {
             Order::Settled => Ok(()),
             order => unreachable!("{order:?} was not requested"),

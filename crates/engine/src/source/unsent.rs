@@ -19,12 +19,12 @@ use crate::migration::shapes;
 use crate::pacer::Pacer;
 use crate::reading::Reading;
 use crate::receive::PacketRules;
-use crate::send::Way;
+use crate::send::SendMode;
 use crate::transport::{Reader, Writer};
 use crate::window::WindowClosed;
 
 /// Pages are read by the CPU: the guest runs at the destination, so a page that a device wrongly called zero could not be corrected.
-const MODE: Way = Way::ByCpu;
+const MODE: SendMode = SendMode::ByCpu;
 const REGION_PAGES: u64 = REGION / PAGE_SIZE as u64;
 /// Regions that are streamed ahead of the rest after a request: the guest works near where it faulted.
 const FOLLOWED: u64 = 4;

@@ -218,7 +218,7 @@ impl<'a> Handshake<'a> {
             if !self.tls.state().is_handshaking() {
                 return Ok(());
             }
-            if self.hear()? == 0 {
+            if self.receive()? == 0 {
                 let text = "the peer ended the connection during the TLS handshake: too many connections, or it does \
                             not speak TLS";
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
@@ -227,7 +227,7 @@ impl<'a> Handshake<'a> {
     }
 
     /// Reads a piece; 0 at the end.
-    fn hear(&mut self) -> io::Result<usize> {
+    fn receive(&mut self) -> io::Result<usize> {
         let count = self.socket.read(self.arrived.room().into(), Wait::Until(self.deadline), 1)?;
         self.read += count as u64;
         let came = self.arrived.came(count);
@@ -252,7 +252,7 @@ impl<'a> Handshake<'a> {
                 }
             }
             // TLS gave up in the middle of it.
-            if !self.hear().is_ok_and(|count| count > 0) {
+            if !self.receive().is_ok_and(|count| count > 0) {
                 return None;
             }
         }

@@ -19,7 +19,7 @@ use sterna_engine::destination::Listening;
 use sterna_engine::migration::MigrationError;
 use sterna_engine::report::ReceiveReport;
 use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
-use sterna_memory::dirty::handed_in::{DirtyMarker, HandedInLog};
+use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 
 /// Bytes of a page.
@@ -333,8 +333,8 @@ impl Life {
 
 impl Monitor {
     /// A monitor whose guest does not run, and its dirty log.
-    pub(crate) fn new(memory: &Arc<Memory>, running: &Running, workload: Workload) -> (Self, HandedInLog) {
-        let log = HandedInLog::new(&memory.pages());
+    pub(crate) fn new(memory: &Arc<Memory>, running: &Running, workload: Workload) -> (Self, ReportedLog) {
+        let log = ReportedLog::new(&memory.pages());
         let monitor = Self {
             memory: Arc::clone(memory),
             running: running.clone(),

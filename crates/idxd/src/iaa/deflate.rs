@@ -12,7 +12,7 @@ pub(super) const END_OF_BLOCK: usize = 256;
 /// Longest code of literals, lengths and distances.
 const LONGEST: u8 = 15;
 /// Longest code of code lengths.
-const LONGEST_OF_LENGTHS: u8 = 7;
+const MAX_OF_LENGTHS: u8 = 7;
 /// Order in which the lengths of the code-length codes are written (section 3.2.7).
 const ORDER_OF_LENGTHS: [usize; 19] = [16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15];
 
@@ -102,7 +102,7 @@ impl Codes {
         runs.iter().for_each(|run| counts[usize::from(run.symbol)] += 1);
         at_least_two(&mut counts);
         let (mut lengths, mut codes) = ([0; 19], [0; 19]);
-        code_lengths(&counts, LONGEST_OF_LENGTHS, &mut lengths);
+        code_lengths(&counts, MAX_OF_LENGTHS, &mut lengths);
         canonical_codes(&lengths, &mut codes);
 
         let shown =

@@ -23,7 +23,7 @@ enum Answer {
 
 #[derive(Debug)]
 struct Scripted {
-    way: Way,
+    way: SubmitMethod,
     answers: Mutex<VecDeque<Answer>>,
     /// When the script is over.
     then: Answer,
@@ -32,7 +32,7 @@ struct Scripted {
 }
 
 impl Scripted {
-    fn new(way: Way, answers: &[Answer], then: Answer) -> Arc<Self> {
+    fn new(way: SubmitMethod, answers: &[Answer], then: Answer) -> Arc<Self> {
         Arc::new(Self {
             way,
             answers: Mutex::new(answers.iter().copied().collect()),
@@ -64,7 +64,7 @@ impl Portal for Scripted {
         Submission::Accepted
     }
 
-    fn way(&self) -> Way {
+    fn way(&self) -> SubmitMethod {
         self.way
     }
 }
@@ -83,9 +83,9 @@ fn quick() -> Duration {
 
 #[test]
 fn a_queue_is_proved_by_exactly_one_noop_with_a_record() {
-    let portal = Scripted::new(Way::Enqcmd, &[], DONE);
+    let portal = Scripted::new(SubmitMethod::Enqcmd, &[], DONE);
     let queue = WorkQueue::with_portal(info(Mode::Shared), portal.clone()).unwrap();
-    assert_eq!(queue.way(), Way::Enqcmd);
+    assert_eq!(queue.way(), SubmitMethod::Enqcmd);
     let seen = portal.seen.lock().unwrap();
     assert_eq!(seen.len(), 1);
     assert_eq!((seen[0][4], seen[0][7]), (0x0c, 0x00));
@@ -94,17 +94,17 @@ fn a_queue_is_proved_by_exactly_one_noop_with_a_record() {
 
 #[test]
 fn the_proof_waits_while_a_queue_is_full_and_says_so_in_the_end() {
-    let portal = Scripted::new(Way::Enqcmd, &[Answer::Retry, Answer::Retry], DONE);
+    let portal = Scripted::new(SubmitMethod::Enqcmd, &[Answer::Retry, Answer::Retry], DONE);
     assert!(WorkQueue::with_portal(info(Mode::Shared), portal).is_ok());
 
-    let portal = Scripted::new(Way::Enqcmd, &[], Answer::Retry);
+    let portal = Scripted::new(SubmitMethod::Enqcmd, &[], Answer::Retry);
     let error = WorkQueue::with_portal_within(info(Mode::Shared), portal, quick()).unwrap_err();
     assert!(matches!(error, OpenError::NotProven { why: NotProven::NotTaken(_), .. }), "{error}");
 }
 
 #[test]
 fn a_queue_that_does_not_answer_is_refused_and_its_record_leaked() {
-    let portal = Scripted::new(Way::Movdir64b, &[], Answer::Silent);
+    let portal = Scripted::new(SubmitMethod::Movdir64b, &[], Answer::Silent);
     let error = WorkQueue::with_portal_within(info(Mode::Dedicated), portal.clone(), quick()).unwrap_err();
     assert!(matches!(error, OpenError::NotProven { why: NotProven::NoAnswer(_), .. }), "{error}");
     // A late answer goes to memory that nobody else has got since.
@@ -120,21 +120,21 @@ fn a_queue_that_does_not_answer_is_refused_and_its_record_leaked() {
 #[test]
 fn an_answer_other_than_success_is_no_proof() {
     for code in [0x02, 0x10, 0x1d, 0x20] {
-        let portal = Scripted::new(Way::Write, &[], Answer::Complete(code));
+        let portal = Scripted::new(SubmitMethod::Write, &[], Answer::Complete(code));
         let error = WorkQueue::with_portal(info(Mode::Shared), portal).unwrap_err();
         assert!(
             matches!(error, OpenError::NotProven { why: NotProven::Answered(status), .. } if status.code() == code),
             "{error}"
         );
     }
-    let portal = Scripted::new(Way::Write, &[], Answer::Refuse(libc::EINVAL));
+    let portal = Scripted::new(SubmitMethod::Write, &[], Answer::Refuse(libc::EINVAL));
     let error = WorkQueue::with_portal(info(Mode::Shared), portal).unwrap_err();
     assert_eq!(error.os_error(), Some(libc::EINVAL));
 }
 
 #[test]
 fn queues_that_must_not_be_used_are_not_even_tried() {
-    let portal = Scripted::new(Way::Enqcmd, &[], DONE);
+    let portal = Scripted::new(SubmitMethod::Enqcmd, &[], DONE);
     let mut ats = info(Mode::Shared);
     ats.ats_disable = true;
     let error = WorkQueue::with_portal(ats, portal.clone()).unwrap_err();
@@ -150,7 +150,7 @@ fn queues_that_must_not_be_used_are_not_even_tried() {
 
 #[test]
 fn credits_are_taken_by_submissions_and_come_back_only_when_seen() {
-    let portal = Scripted::new(Way::Movdir64b, &[DONE], Answer::Silent);
+    let portal = Scripted::new(SubmitMethod::Movdir64b, &[DONE], Answer::Silent);
     let queue = WorkQueue::with_portal(info(Mode::Dedicated), portal.clone()).unwrap();
     assert_eq!(queue.credits(), Some(4), "the proof's own came back");
     let noop = Descriptor::noop();
@@ -172,7 +172,7 @@ fn credits_are_taken_by_submissions_and_come_back_only_when_seen() {
 #[test]
 fn what_was_not_taken_costs_no_credit() {
     let answers = [DONE, Answer::Retry, Answer::Refuse(libc::EINVAL)];
-    let portal = Scripted::new(Way::Write, &answers, Answer::Silent);
+    let portal = Scripted::new(SubmitMethod::Write, &answers, Answer::Silent);
     let queue = WorkQueue::with_portal(info(Mode::Dedicated), portal).unwrap();
     // SAFETY: the portal is no device.
     unsafe {
@@ -184,7 +184,7 @@ fn what_was_not_taken_costs_no_credit() {
 
 #[test]
 fn shared_queues_have_no_credits_and_say_busy_themselves() {
-    let portal = Scripted::new(Way::Enqcmd, &[DONE, Answer::Retry], DONE);
+    let portal = Scripted::new(SubmitMethod::Enqcmd, &[DONE, Answer::Retry], DONE);
     let queue = WorkQueue::with_portal(info(Mode::Shared), portal).unwrap();
     assert_eq!(queue.credits(), None);
     // SAFETY: the portal is no device.
@@ -198,7 +198,7 @@ fn shared_queues_have_no_credits_and_say_busy_themselves() {
 fn patience_is_bounded() {
     // There would be room in the end, but nobody is to wait so long.
     let answers = [&[DONE][..], &[Answer::Retry; 1_000]].concat();
-    let portal = Scripted::new(Way::Enqcmd, &answers, DONE);
+    let portal = Scripted::new(SubmitMethod::Enqcmd, &answers, DONE);
     let queue = WorkQueue::with_portal(info(Mode::Shared), portal.clone()).unwrap();
     // SAFETY: the portal is no device.
     assert!(matches!(unsafe { queue.submit_patiently(&Descriptor::noop(), 7) }, Err(SubmitError::Busy)));
@@ -224,25 +224,25 @@ fn batches_only_where_they_are_permitted() {
     const V2: u32 = 0x200;
     let refused = Answer::Complete(0x10);
     let cases = [
-        (V1, Way::Enqcmd, Some(true), DONE, Ok(32), 1),
-        (V1, Way::Movdir64b, Some(true), DONE, Ok(32), 1),
+        (V1, SubmitMethod::Enqcmd, Some(true), DONE, Ok(32), 1),
+        (V1, SubmitMethod::Movdir64b, Some(true), DONE, Ok(32), 1),
         // Hidden by the kernel because of its own write: the portal decides.
-        (V1, Way::Enqcmd, Some(false), DONE, Ok(32), 2),
-        (V1, Way::Enqcmd, Some(false), refused, Err(NoBatches::RefusedByDevice(0x10)), 2),
-        (V1, Way::Enqcmd, None, DONE, Ok(32), 2),
+        (V1, SubmitMethod::Enqcmd, Some(false), DONE, Ok(32), 2),
+        (V1, SubmitMethod::Enqcmd, Some(false), refused, Err(NoBatches::RefusedByDevice(0x10)), 2),
+        (V1, SubmitMethod::Enqcmd, None, DONE, Ok(32), 2),
         // Never: INTEL-SA-01084.
-        (V1, Way::Write, Some(true), DONE, Err(NoBatches::FirstGeneration), 1),
-        (0, Way::Write, None, DONE, Err(NoBatches::FirstGeneration), 1),
-        (V2, Way::Write, Some(true), DONE, Ok(32), 2),
-        (V2, Way::Write, Some(true), Answer::Refuse(libc::EINVAL), Err(NoBatches::RefusedByKernel), 2),
-        (V2, Way::Write, Some(false), DONE, Err(NoBatches::NotOffered), 1),
-        (V2, Way::Enqcmd, Some(false), DONE, Err(NoBatches::NotOffered), 1),
+        (V1, SubmitMethod::Write, Some(true), DONE, Err(NoBatches::FirstGeneration), 1),
+        (0, SubmitMethod::Write, None, DONE, Err(NoBatches::FirstGeneration), 1),
+        (V2, SubmitMethod::Write, Some(true), DONE, Ok(32), 2),
+        (V2, SubmitMethod::Write, Some(true), Answer::Refuse(libc::EINVAL), Err(NoBatches::RefusedByKernel), 2),
+        (V2, SubmitMethod::Write, Some(false), DONE, Err(NoBatches::NotOffered), 1),
+        (V2, SubmitMethod::Enqcmd, Some(false), DONE, Err(NoBatches::NotOffered), 1),
     ];
     for (version, way, declared, answer, expected, sent) in cases {
         let mut device = Device::new("dsa0", Kind::Dsa);
         device.version = version;
         device.operations = declared.map(|batch| OperationSet::of(if batch { vec![0, 1] } else { vec![0] }));
-        let mode = if way == Way::Movdir64b { Mode::Dedicated } else { Mode::Shared };
+        let mode = if way == SubmitMethod::Movdir64b { Mode::Dedicated } else { Mode::Shared };
         let info = QueueInfo::new("wq0.0", Arc::new(device), mode, 4);
         let portal = Scripted::new(way, &[DONE], answer);
         let queue = WorkQueue::with_portal(info, portal.clone()).unwrap();
@@ -261,7 +261,7 @@ fn batches_only_where_they_are_permitted() {
 
 #[test]
 fn iaa_and_queues_of_single_descriptors_have_no_batches() {
-    let portal = Scripted::new(Way::Enqcmd, &[], DONE);
+    let portal = Scripted::new(SubmitMethod::Enqcmd, &[], DONE);
     let iaa = QueueInfo::new("wq1.0", Arc::new(Device::new("iax1", Kind::Iaa)), Mode::Shared, 4);
     assert_eq!(WorkQueue::with_portal(iaa, portal.clone()).unwrap().max_batch(), Err(NoBatches::Iaa));
     assert_eq!(WorkQueue::with_portal(info(Mode::Shared), portal).unwrap().max_batch(), Err(NoBatches::Maximum(1)));
@@ -270,7 +270,7 @@ fn iaa_and_queues_of_single_descriptors_have_no_batches() {
 #[test]
 #[cfg(not(miri))]
 fn in_a_child_nothing_is_submitted() {
-    let portal = Scripted::new(Way::Enqcmd, &[], DONE);
+    let portal = Scripted::new(SubmitMethod::Enqcmd, &[], DONE);
     let queue = WorkQueue::with_portal(info(Mode::Shared), portal).unwrap();
     // SAFETY: the child only compares numbers and ends.
     let child = unsafe { libc::fork() };
@@ -338,7 +338,7 @@ fn a_queue_whose_portal_cannot_be_mapped_is_opened_for_writing() {
         let instructions = unsafe { Instructions::trapped() };
         let opening = Opening { instructions, ..Opening::default() };
         let queue = WorkQueue::open_with(info(mode), &pipe.directories(), &opening).unwrap();
-        assert_eq!(queue.way(), Way::Write);
+        assert_eq!(queue.way(), SubmitMethod::Write);
         assert_eq!(queue.credits().is_some(), mode == Mode::Dedicated, "write(2) has no flow control there");
         assert_eq!(device.join().unwrap()[0][7], 0);
     }
@@ -354,7 +354,10 @@ fn without_the_instructions_nothing_is_mapped() {
     std::os::unix::fs::symlink("/dev/null", &node).unwrap();
     let opening = Opening { instructions: Instructions::NONE, deadline: quick(), ..Opening::default() };
     let error = WorkQueue::open_with(info(Mode::Shared), &pipe.directories(), &opening).unwrap_err();
-    assert!(matches!(error, OpenError::NotProven { way: Way::Write, why: NotProven::NoAnswer(_), .. }), "{error}");
+    assert!(
+        matches!(error, OpenError::NotProven { way: SubmitMethod::Write, why: NotProven::NoAnswer(_), .. }),
+        "{error}"
+    );
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_idxd::resume::{Rest, rest};
-use sterna_idxd::{CompletionRecord, Descriptor, NoBatches, Status, Way};
+use sterna_idxd::{CompletionRecord, Descriptor, NoBatches, Status, SubmitMethod};
 use sterna_idxd_model::Model;
 
 use crate::support::*;
@@ -146,10 +146,10 @@ fn a_list_that_cannot_be_read_to_its_end_is_gone_on_with() {
 fn first_generation_devices_take_batches_by_portal_and_never_by_write() {
     let model = Model::start(config(0x100)).unwrap();
     let deadline = Duration::from_secs(10);
-    assert_eq!(open(&model, "wq0.0", Way::Enqcmd, deadline).unwrap().max_batch(), Ok(128));
-    assert_eq!(open(&model, "wq0.1", Way::Movdir64b, deadline).unwrap().max_batch(), Ok(128));
+    assert_eq!(open(&model, "wq0.0", SubmitMethod::Enqcmd, deadline).unwrap().max_batch(), Ok(128));
+    assert_eq!(open(&model, "wq0.1", SubmitMethod::Movdir64b, deadline).unwrap().max_batch(), Ok(128));
     let batches = model.counters().batches;
-    let written = open(&model, "wq0.0", Way::Write, deadline).unwrap();
+    let written = open(&model, "wq0.0", SubmitMethod::Write, deadline).unwrap();
     assert_eq!(written.max_batch(), Err(NoBatches::FirstGeneration));
     assert_eq!(model.counters().batches, batches, "not even tried");
     // And through discovery, where the kernel hides the operation.

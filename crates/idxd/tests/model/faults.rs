@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use sterna_idxd::resume::{Rest, rest};
-use sterna_idxd::{Completion, Descriptor, Status, Way};
+use sterna_idxd::{Completion, Descriptor, Status, SubmitMethod};
 use sterna_idxd_model::Model;
 use sterna_idxd_model::core::{Script, What};
 
@@ -127,7 +127,7 @@ fn blocking_on_a_fault_that_nobody_serves_ends_as_a_failed_page_request() {
 #[test]
 fn scripted_faults_anywhere_give_the_same_result_in_the_end() {
     let model = Model::start(config(0x200)).unwrap();
-    let queue = open(&model, "wq0.0", Way::Enqcmd, Duration::from_secs(10)).unwrap();
+    let queue = open(&model, "wq0.0", SubmitMethod::Enqcmd, Duration::from_secs(10)).unwrap();
     let data = noise(10, 4 * PAGE);
     let (source, copy) = (Area::with(&data), Area::new(4));
     for per_mille in [0, 1, 250, 333, 999] {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use sterna_idxd::iaa::{
     AnalyticsError, BitOrder, CompressAecs, CompressAecsPair, DecompressAecsPair, Descriptor, Histogram, STORED_SLACK,
 };
-use sterna_idxd::{NoBatches, Status, Way, WorkQueue};
+use sterna_idxd::{NoBatches, Status, SubmitMethod, WorkQueue};
 use sterna_idxd_model::{DeviceConfig, Kind, Model, ModelConfig, QueueConfig};
 
 use crate::support::*;
@@ -22,7 +22,7 @@ fn config() -> ModelConfig {
 /// By call, and with the real instruction.
 fn queues() -> Vec<(Arc<WorkQueue>, Arc<Model>, Option<Rig>)> {
     let model = Model::start(config()).unwrap();
-    let by_call = open(&model, "wq1.0", Way::Enqcmd, Duration::from_secs(10)).unwrap();
+    let by_call = open(&model, "wq1.0", SubmitMethod::Enqcmd, Duration::from_secs(10)).unwrap();
     let mut all = vec![(by_call, model, None)];
     if let Some(rig) = Rig::trapped(&config(), "wq1.0", "IAA trapped") {
         all.push((Arc::clone(&rig.queue), Arc::clone(&rig.model), Some(rig)));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use sterna_idxd::{CompletionRecord, Descriptor, NotProven, OpenError, Status, SubmitError, Way};
+use sterna_idxd::{CompletionRecord, Descriptor, NotProven, OpenError, Status, SubmitError, SubmitMethod};
 use sterna_idxd_model::core::{Script, What};
 use sterna_idxd_model::{Model, trap};
 
@@ -93,11 +93,11 @@ fn queues_that_do_not_work_are_not_opened() {
     for broken in broken {
         let model = Model::start(config(0x200)).unwrap();
         assert!(broken(&model));
-        let shared = open(&model, "wq0.0", Way::Enqcmd, short()).unwrap_err();
+        let shared = open(&model, "wq0.0", SubmitMethod::Enqcmd, short()).unwrap_err();
         assert!(matches!(shared, OpenError::NotProven { why: NotProven::NotTaken(_), .. }), "{shared}");
-        let dedicated = open(&model, "wq0.1", Way::Movdir64b, short()).unwrap_err();
+        let dedicated = open(&model, "wq0.1", SubmitMethod::Movdir64b, short()).unwrap_err();
         assert!(matches!(dedicated, OpenError::NotProven { why: NotProven::NoAnswer(_), .. }), "{dedicated}");
-        let written = open(&model, "wq0.0", Way::Write, short()).unwrap_err();
+        let written = open(&model, "wq0.0", SubmitMethod::Write, short()).unwrap_err();
         assert!(matches!(written, OpenError::NotProven { why: NotProven::NotTaken(_), .. }), "{written}");
     }
 }
@@ -105,8 +105,11 @@ fn queues_that_do_not_work_are_not_opened() {
 #[test]
 fn the_wrong_instruction_for_a_queue_proves_nothing() {
     let model = Model::start(config(0x200)).unwrap();
-    assert!(open(&model, "wq0.0", Way::Movdir64b, short()).is_err(), "posted writes to a shared queue are lost");
-    assert!(open(&model, "wq0.1", Way::Enqcmd, short()).is_err(), "a dedicated queue tells ENQCMD to retry");
+    assert!(
+        open(&model, "wq0.0", SubmitMethod::Movdir64b, short()).is_err(),
+        "posted writes to a shared queue are lost"
+    );
+    assert!(open(&model, "wq0.1", SubmitMethod::Enqcmd, short()).is_err(), "a dedicated queue tells ENQCMD to retry");
 }
 
 #[test]
@@ -114,7 +117,7 @@ fn a_noop_that_hangs_is_lost_or_fails_is_no_proof() {
     for (what, answered) in [(What::Hang, false), (What::DropCompletion, false), (What::Status { code: 0x20 }, true)] {
         let model = Model::start(config(0x200)).unwrap();
         model.inject(&Script { opcode: Some(0), what, ..Script::default() });
-        match open(&model, "wq0.0", Way::Enqcmd, short()).unwrap_err() {
+        match open(&model, "wq0.0", SubmitMethod::Enqcmd, short()).unwrap_err() {
             OpenError::NotProven { why: NotProven::NoAnswer(_), .. } => assert!(!answered),
             OpenError::NotProven { why: NotProven::Answered(status), .. } => {
                 assert!(answered && status == Status::HardwareError);
@@ -129,12 +132,12 @@ fn an_answer_after_the_deadline_harms_nobody() {
     let model = Model::start(config(0x200)).unwrap();
     let what = What::Late { delay_ns: 60_000_000 };
     model.inject(&Script { opcode: Some(0), what, ..Script::default() });
-    let error = open(&model, "wq0.0", Way::Enqcmd, Duration::from_millis(10)).unwrap_err();
+    let error = open(&model, "wq0.0", SubmitMethod::Enqcmd, Duration::from_millis(10)).unwrap_err();
     assert!(matches!(error, OpenError::NotProven { why: NotProven::NoAnswer(_), .. }), "{error}");
     // Memory of the record's size, again and again: none of it changes while the late answer comes in.
     model.clear_scripts();
     let fresh: Vec<Box<[u64; 8]>> = (0..4096).map(|_| Box::new([0x5555_5555_5555_5555; 8])).collect();
-    let queue = open(&model, "wq0.0", Way::Enqcmd, Duration::from_secs(10)).unwrap();
+    let queue = open(&model, "wq0.0", SubmitMethod::Enqcmd, Duration::from_secs(10)).unwrap();
     let end = std::time::Instant::now() + Duration::from_secs(10);
     while model.counters().descriptors < 3 || model.queue("wq0.0").unwrap().in_flight() > 0 {
         run(&queue, Descriptor::noop());
@@ -146,7 +149,7 @@ fn an_answer_after_the_deadline_harms_nobody() {
 #[test]
 fn a_queue_disabled_under_us_says_busy_and_works_again_when_enabled() {
     let model = Model::start(config(0x200)).unwrap();
-    let queue = open(&model, "wq0.0", Way::Enqcmd, Duration::from_secs(10)).unwrap();
+    let queue = open(&model, "wq0.0", SubmitMethod::Enqcmd, Duration::from_secs(10)).unwrap();
     model.disable("wq0.0");
     let record = Arc::new(CompletionRecord::new());
     let noop = Descriptor::noop().with_record(record.address());

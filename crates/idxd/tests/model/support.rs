@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use sterna_idxd::{
     Completion, CompletionRecord, Descriptor, Device, Directories, Instructions, Kind, Mode, OpenError, Opening,
-    Portal, QueueInfo, Status, Submission, SubmitError, Way, WorkQueue, discover, iaa,
+    Portal, QueueInfo, Status, Submission, SubmitError, SubmitMethod, WorkQueue, discover, iaa,
 };
 use sterna_idxd_model::trap::TrapError;
 use sterna_idxd_model::{DeviceConfig, Model, ModelConfig, ModelQueue, QueueConfig, Tree, trap};
@@ -15,19 +15,19 @@ use sterna_idxd_model::{DeviceConfig, Model, ModelConfig, ModelQueue, QueueConfi
 #[derive(Debug)]
 pub(crate) struct ModelPortal {
     pub(crate) queue: ModelQueue,
-    pub(crate) way: Way,
+    pub(crate) way: SubmitMethod,
 }
 
 impl Portal for ModelPortal {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
         match self.way {
-            Way::Enqcmd if self.queue.enqcmd(descriptor.as_bytes()) => Submission::Accepted,
-            Way::Enqcmd => Submission::Retry,
-            Way::Movdir64b => {
+            SubmitMethod::Enqcmd if self.queue.enqcmd(descriptor.as_bytes()) => Submission::Accepted,
+            SubmitMethod::Enqcmd => Submission::Retry,
+            SubmitMethod::Movdir64b => {
                 self.queue.movdir64b(descriptor.as_bytes());
                 Submission::Accepted
             }
-            Way::Write => match self.queue.write(descriptor.as_bytes()) {
+            SubmitMethod::Write => match self.queue.write(descriptor.as_bytes()) {
                 Ok(64) => Submission::Accepted,
                 Ok(other) => panic!("{other} bytes taken"),
                 Err(libc::EAGAIN) => Submission::Retry,
@@ -36,7 +36,7 @@ impl Portal for ModelPortal {
         }
     }
 
-    fn way(&self) -> Way {
+    fn way(&self) -> SubmitMethod {
         self.way
     }
 }
@@ -59,7 +59,12 @@ pub(crate) fn info(queue: &ModelQueue) -> QueueInfo {
     info
 }
 
-pub(crate) fn open(model: &Model, name: &str, way: Way, deadline: Duration) -> Result<Arc<WorkQueue>, OpenError> {
+pub(crate) fn open(
+    model: &Model,
+    name: &str,
+    way: SubmitMethod,
+    deadline: Duration,
+) -> Result<Arc<WorkQueue>, OpenError> {
     let queue = model.queue(name).unwrap();
     WorkQueue::with_portal_within(info(&queue), Arc::new(ModelPortal { queue, way }), deadline)
 }
@@ -88,10 +93,10 @@ impl Rig {
 
     pub(crate) fn all_of(config: &ModelConfig) -> Vec<Rig> {
         let by_call = [
-            ("ENQCMD by call", "wq0.0", Way::Enqcmd),
-            ("MOVDIR64B by call", "wq0.1", Way::Movdir64b),
-            ("write by call, shared", "wq0.0", Way::Write),
-            ("write by call, dedicated", "wq0.1", Way::Write),
+            ("ENQCMD by call", "wq0.0", SubmitMethod::Enqcmd),
+            ("MOVDIR64B by call", "wq0.1", SubmitMethod::Movdir64b),
+            ("write by call, shared", "wq0.0", SubmitMethod::Write),
+            ("write by call, dedicated", "wq0.1", SubmitMethod::Write),
         ];
         let mut rigs: Vec<Rig> = by_call
             .into_iter()
@@ -130,7 +135,7 @@ impl Rig {
         let instructions = unsafe { Instructions::trapped() };
         let opening = Opening { instructions, deadline: Duration::from_secs(10), ..Opening::default() };
         let queue = WorkQueue::open_with(info, &directories, &opening).unwrap();
-        assert_ne!(queue.way(), Way::Write, "the file can be mapped");
+        assert_ne!(queue.way(), SubmitMethod::Write, "the file can be mapped");
         Some(Rig { what, model, queue, _tree: Some(directory) })
     }
 

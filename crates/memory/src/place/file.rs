@@ -13,7 +13,8 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::{
-    Piece, Place, PlaceError, VECTOR, Way, ZEROS, check, check_pages, check_pieces, kernel_page_size, together,
+    Piece, Place, PlaceError, PlacementMethod, VECTOR, ZEROS, check, check_pages, check_pieces, kernel_page_size,
+    together,
 };
 use crate::PAGE_SIZE;
 
@@ -151,8 +152,8 @@ impl Place for FileWrite {
         self.write_zeros(end, offset + len - end)
     }
 
-    fn way(&self) -> Way {
-        Way::FileWrite
+    fn way(&self) -> PlacementMethod {
+        PlacementMethod::FileWrite
     }
 }
 

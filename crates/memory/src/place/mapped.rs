@@ -14,7 +14,7 @@ use std::ptr::NonNull;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::{Piece, Place, PlaceError, Way, check, check_pages, check_pieces, kernel_page_size, together};
+use super::{Piece, Place, PlaceError, PlacementMethod, check, check_pages, check_pieces, kernel_page_size, together};
 use crate::PAGE_SIZE;
 use crate::copy::{copy_raw, store_raw, zero_raw};
 
@@ -154,8 +154,8 @@ impl Place for Mapped {
         Ok(())
     }
 
-    fn way(&self) -> Way {
-        Way::Mapping
+    fn way(&self) -> PlacementMethod {
+        PlacementMethod::Mapping
     }
 }
 

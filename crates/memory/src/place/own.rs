@@ -1,6 +1,6 @@
 //! Placing into memory of this process, for a VMM that embeds the library.
 
-use super::{Piece, Place, PlaceError, Way, check, check_pages, check_pieces};
+use super::{Piece, Place, PlaceError, PlacementMethod, check, check_pages, check_pieces};
 use crate::PAGE_SIZE;
 use crate::copy::{copy_raw, store_raw, zero_raw};
 
@@ -65,7 +65,7 @@ impl Place for OwnMemory {
         Ok(())
     }
 
-    fn way(&self) -> Way {
-        Way::OwnMemory
+    fn way(&self) -> PlacementMethod {
+        PlacementMethod::OwnMemory
     }
 }

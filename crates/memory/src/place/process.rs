@@ -20,7 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
-use super::{Piece, Place, PlaceError, VECTOR, Way, ZEROS, check, check_pages, check_pieces, together};
+use super::{Piece, Place, PlaceError, PlacementMethod, VECTOR, ZEROS, check, check_pages, check_pieces, together};
 use crate::PAGE_SIZE;
 
 /// Another process and its address space, held by descriptors, so that reuse of its id is noticed.
@@ -217,8 +217,8 @@ impl Place for ProcessWrite {
         Ok(())
     }
 
-    fn way(&self) -> Way {
-        Way::ProcessWrite
+    fn way(&self) -> PlacementMethod {
+        PlacementMethod::ProcessWrite
     }
 }
 

@@ -233,7 +233,7 @@ pub(crate) trait Engine: Debug + Send + Sync {
     fn device(&self, request: &Request) -> usize;
 
     /// Takes its device of this number out of service for a wrong result.
-    fn distrust(&self, device: usize, what: &str);
+    fn report_wrong_result(&self, device: usize, what: &str);
 
     /// Asks the device that had `request`, which is owned by the calling thread now, a second time whether page `item`
     /// is zero. Returns none if the device does not answer at once.

@@ -16,7 +16,7 @@ use crate::engine::device::Device;
 use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run, Whose};
 use crate::operation::Operation;
 use crate::request::{Answer, Item, Request};
-use crate::share::{Ask, Verdict};
+use crate::share::{AdmissionDecision, Ask};
 use crate::state::State;
 use crate::sync::lock_std;
 use crate::time::{NEVER, Nanos};
@@ -26,15 +26,15 @@ pub(crate) const PARTS: usize = 8;
 
 /// The first pause after a refused submission; it doubles.
 const FIRST_PAUSE: Nanos = 2_000;
-const LONGEST_PAUSE: Nanos = 256_000;
+const MAX_PAUSE: Nanos = 256_000;
 /// The delay of the first look at an overdue part; each further look waits a quarter of the part's age.
 const SHORTEST_LOOK: Nanos = 5_000;
-const LONGEST_LOOK: Nanos = 5_000_000;
+const MAX_LOOK: Nanos = 5_000_000;
 /// The shortest and the longest run of a range-first zero map, in pages.
 const SHORTEST_RUN: u32 = 1;
 /// Adjacent pages that are submitted as one range where a batch is possible too.
 const WORTH_A_RUN: u32 = 16;
-const LONGEST_RUN: u32 = 128;
+const MAX_RUN: u32 = 128;
 
 /// The form of a part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -170,7 +170,7 @@ impl<D: Dialect> Accelerator<D> {
             return None;
         }
         let (form, count) = if queue.max_batch > 1 {
-            let longest = (queue.max_transfer / PAGE_SIZE as u64).min(LONGEST_RUN.into()) as u32;
+            let longest = (queue.max_transfer / PAGE_SIZE as u64).min(MAX_RUN.into()) as u32;
             let count = within(request, first, queue.max_batch.min(items - first));
             // Where all pages were zero, one descriptor asks for a whole run of them.
             let run = match request.work.parts.expect_run {
@@ -183,7 +183,7 @@ impl<D: Dialect> Accelerator<D> {
                 _ => (Form::Batch, count),
             }
         } else if request.operation == Operation::ZeroMap {
-            let longest = (queue.max_transfer / PAGE_SIZE as u64).clamp(1, LONGEST_RUN.into()) as u32;
+            let longest = (queue.max_transfer / PAGE_SIZE as u64).clamp(1, MAX_RUN.into()) as u32;
             (Form::Range, within(request, first, side_by_side(request, first, request.work.parts.stride.min(longest))))
         } else {
             (Form::Single, 1)
@@ -409,7 +409,7 @@ impl<D: Dialect> Accelerator<D> {
         let cause = match (completion.status, completion.result) {
             (Status::Success, 0) => {
                 request.set_zero_run(first as usize, (first + count) as usize);
-                request.work.parts.stride = (request.work.parts.stride * 2).min(LONGEST_RUN);
+                request.work.parts.stride = (request.work.parts.stride * 2).min(MAX_RUN);
                 return;
             }
             (status, _) if stopped >= count && (status.is_success() || status.is_page_fault()) => {
@@ -534,12 +534,12 @@ impl<D: Dialect> Engine for Accelerator<D> {
             let predicted =
                 admission.predictors[request.operation.index()].predict(request.bytes, request.items.len() as u32);
             match admission.share.ask(&Ask { vm, channel, weight, predicted, bytes: request.bytes }, now) {
-                Verdict::Admit(grant) => request.work.grant = Some(grant),
-                Verdict::Wait { until } => {
+                AdmissionDecision::Admit(grant) => request.work.grant = Some(grant),
+                AdmissionDecision::Wait { until } => {
                     request.work.parts.waits = true;
                     return Begun::Wait(until.max(now + 1));
                 }
-                Verdict::Spill => return Begun::Spill(Cause::Spilled),
+                AdmissionDecision::Spill => return Begun::Spill(Cause::Spilled),
             }
             max_bytes = admission.share.largest_batch();
         }
@@ -592,7 +592,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
                     lost = Some(number);
                 }
                 if now >= part.due {
-                    let late = ((now - part.submitted) / 4).clamp(SHORTEST_LOOK, LONGEST_LOOK);
+                    let late = ((now - part.submitted) / 4).clamp(SHORTEST_LOOK, MAX_LOOK);
                     request.work.parts.parts[number].due = now + late;
                 }
             }
@@ -660,7 +660,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
         request.work.parts.device
     }
 
-    fn distrust(&self, device: usize, what: &str) {
+    fn report_wrong_result(&self, device: usize, what: &str) {
         self.devices[device].take_out(what);
     }
 
@@ -750,7 +750,7 @@ fn side_by_side(request: &Request, first: u32, max: u32) -> u32 {
 
 /// Returns the pause after `refusals` refusals: it doubles each time, with a random part per request.
 fn pause(refusals: u32, salt: u64) -> Nanos {
-    let longest = (FIRST_PAUSE << refusals.min(16)).min(LONGEST_PAUSE);
+    let longest = (FIRST_PAUSE << refusals.min(16)).min(MAX_PAUSE);
     // One round of splitmix64's mixing.
     let mixed = (salt ^ (salt >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     longest / 2 + (mixed ^ (mixed >> 27)) % (longest / 2)

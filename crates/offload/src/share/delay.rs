@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 
 use super::spill::CpuCost;
-use super::{Ask, CONTENDED_BATCH, Grant, Nanos, Share, Verdict};
+use super::{AdmissionDecision, Ask, CONTENDED_BATCH, Grant, Nanos, Share};
 
 /// The target of the control.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,7 +106,7 @@ impl DelayBased {
 }
 
 impl Share for DelayBased {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
         let who = (ask.vm, ask.channel);
         let (since, _) = *self.waiting.entry(who).or_insert((now, now));
         // A channel that is late by two of the longest waits does not delay the others.
@@ -120,15 +120,20 @@ impl Share for DelayBased {
             self.in_flight = self.in_flight.saturating_add(ask.predicted);
             self.batches += 1;
             self.last_admitted = now;
-            return Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected: 0 });
+            return AdmissionDecision::Admit(Grant {
+                vm: ask.vm,
+                predicted: ask.predicted,
+                bytes: ask.bytes,
+                expected: 0,
+            });
         }
         let cost = self.cpu.of(ask.bytes, now);
         if self.settings.spill && room_at - now > cost {
             self.waiting.insert(who, (since, now.saturating_add(cost)));
-            return Verdict::Spill;
+            return AdmissionDecision::Spill;
         }
         self.waiting.insert(who, (since, room_at));
-        Verdict::Wait { until: room_at }
+        AdmissionDecision::Wait { until: room_at }
     }
 
     fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {

@@ -3,7 +3,7 @@
 use super::pace::Pace;
 use super::spill::CpuCost;
 use super::turns::Turns;
-use super::{Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, Share, Verdict};
+use super::{AdmissionDecision, Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, Share};
 
 /// The shortest wait: asking again has a cost.
 const MIN_WAIT: Nanos = 5_000;
@@ -87,7 +87,7 @@ impl Fair {
 }
 
 impl Share for Fair {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
         let before = self.turns.ask(ask, now);
         let own = self.pace.stretch(ask.predicted);
         let filled = self.backlog(now).saturating_add(self.pace.stretch(before)).saturating_add(own);
@@ -98,17 +98,22 @@ impl Share for Fair {
             self.batches += 1;
             let expected = self.drained.saturating_sub(now).saturating_add(ask.predicted);
             self.drained = self.drained.max(now).saturating_add(own);
-            return Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected });
+            return AdmissionDecision::Admit(Grant {
+                vm: ask.vm,
+                predicted: ask.predicted,
+                bytes: ask.bytes,
+                expected,
+            });
         }
         let wait = filled.saturating_sub(self.bound);
         let cost = self.cpu.of(ask.bytes, now);
         if self.spill && wait > cost {
             self.turns.wait(ask, now.saturating_add(cost));
-            return Verdict::Spill;
+            return AdmissionDecision::Spill;
         }
         let until = now.saturating_add(wait.clamp(MIN_WAIT, MAX_WAIT));
         self.turns.wait(ask, until);
-        Verdict::Wait { until }
+        AdmissionDecision::Wait { until }
     }
 
     fn done(&mut self, grant: Grant, sojourn: Nanos, _now: Nanos) {

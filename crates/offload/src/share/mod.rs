@@ -12,8 +12,8 @@
 //! | [`Ledger`] | processes that keep the same ledger | exact among honest processes |
 //! | [`DelayBased`] | each process by itself, from its measurements | none; waiting is bounded, the rest goes to the CPU |
 //!
-//! Use: call [`Share::ask`] before a batch is submitted. On [`Verdict::Wait`] ask again at the given time or when
-//! another batch of the caller has completed, whichever is first. On [`Verdict::Spill`] do the batch on the CPU and
+//! Use: call [`Share::ask`] before a batch is submitted. On [`AdmissionDecision::Wait`] ask again at the given time or when
+//! another batch of the caller has completed, whichever is first. On [`AdmissionDecision::Spill`] do the batch on the CPU and
 //! report how long that took ([`Share::spilled`]). Return every grant by [`Share::done`] or [`Share::dropped`]. A
 //! caller that waits and does not ask again loses its turn and delays no other.
 
@@ -67,7 +67,7 @@ pub struct Ask {
 /// The admission decision.
 #[derive(Debug)]
 #[must_use]
-pub enum Verdict {
+pub enum AdmissionDecision {
     /// Submit it now. Return the grant when it has completed.
     Admit(Grant),
     /// Not yet. Ask again at this time, or when another batch of the caller has completed.
@@ -110,7 +110,7 @@ impl Grant {
 /// Admission to one hardware queue, from the view of one process.
 pub trait Share: Send {
     /// Decides whether this batch may be submitted now.
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict;
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision;
 
     /// Returns the grant of a batch that has completed, `sojourn` after its submission.
     fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos);

@@ -70,7 +70,7 @@ fn serve(
         }
         match next {
             Next::Ask(flow) => match shares[process_of(flow)].ask(&asks[flow], now) {
-                Verdict::Admit(grant) => {
+                AdmissionDecision::Admit(grant) => {
                     longest = longest.max(now - since[flow]);
                     since[flow] = now;
                     free = free.max(now) + asks[flow].predicted;
@@ -79,11 +79,11 @@ fn serve(
                     events.push(Reverse((free, Next::Done(flow), serial)));
                     events.push(Reverse((now + 1, Next::Ask(flow), 0)));
                 }
-                Verdict::Wait { until } => {
+                AdmissionDecision::Wait { until } => {
                     assert!(until > now, "a wait into the past never ends");
                     events.push(Reverse((until, Next::Ask(flow), 0)));
                 }
-                Verdict::Spill => panic!("not asked to spill"),
+                AdmissionDecision::Spill => panic!("not asked to spill"),
             },
             Next::Done(flow) => {
                 let (grant, submitted) = grants.remove(&id).unwrap();
@@ -205,23 +205,23 @@ proptest! {
             }
             let what = Ask { vm: 3, channel: 0, weight, predicted, bytes: u64::MAX };
             match ledger.ask(&what, now) {
-                Verdict::Admit(grant) => {
+                AdmissionDecision::Admit(grant) => {
                     granted += 1;
                     last = now;
                     out.push(grant);
                     let batch_or_bound = ledger.in_flight() <= IN_FLIGHT || out.len() == 1;
                     prop_assert!(batch_or_bound || predicted == 0, "{} in {}", ledger.in_flight(), out.len());
                 }
-                Verdict::Wait { until } => {
+                AdmissionDecision::Wait { until } => {
                     prop_assert!(until > now);
                     now = until;
                     if let Some(grant) = out.pop() {
                         ledger.done(grant, 30_000, now);
                     }
                 }
-                Verdict::Spill => prop_assert!(false, "not asked to spill"),
+                AdmissionDecision::Spill => prop_assert!(false, "not asked to spill"),
             }
-            prop_assert!(now - last <= 2 * ledger::LONGEST_TURN, "starved for {} ns", now - last);
+            prop_assert!(now - last <= 2 * ledger::MAX_TURN, "starved for {} ns", now - last);
             now += 100;
         }
         // Under Miri there is no time for a longest turn.
@@ -247,9 +247,9 @@ proptest! {
             now += passes;
             match what {
                 0..=2 => match share.ask(&Ask { vm, channel, weight: vm * 400, predicted, bytes: predicted }, now) {
-                    Verdict::Admit(grant) => out.push(grant),
-                    Verdict::Wait { until } => prop_assert!(until > now),
-                    Verdict::Spill => share.spilled(predicted, passes, now),
+                    AdmissionDecision::Admit(grant) => out.push(grant),
+                    AdmissionDecision::Wait { until } => prop_assert!(until > now),
+                    AdmissionDecision::Spill => share.spilled(predicted, passes, now),
                 },
                 3 | 4 => if let Some(grant) = out.pop() { share.done(grant, passes, now) },
                 _ => if !out.is_empty() { share.dropped(out.swap_remove(0)) },
@@ -262,7 +262,7 @@ proptest! {
         now += 10_000_000_000;
         prop_assert!(matches!(
             share.ask(&ask(99, 1, 10_000), now),
-            Verdict::Admit(_)
+            AdmissionDecision::Admit(_)
         ));
     }
 
@@ -300,7 +300,7 @@ proptest! {
 fn one_that_comes_late_begins_beside_the_others_and_owes_nothing() {
     let mut fair = Fair::new(20_000);
     let mut admitted = |vm, now| match fair.ask(&ask(vm, 1, 10_000), now) {
-        Verdict::Admit(grant) => {
+        AdmissionDecision::Admit(grant) => {
             fair.done(grant, 10_000, now + 10_000);
             true
         }
@@ -334,16 +334,16 @@ fn flows_of_vms_that_are_gone_are_forgotten() {
 fn what_is_far_away_goes_to_the_cpu_and_keeps_its_turn() {
     let mut fair = Fair::new(50_000).spilling();
     let ask = |vm| Ask { vm, channel: 0, weight: 1, predicted: 40_000, bytes: 512 << 10 };
-    let Verdict::Admit(first) = fair.ask(&ask(1), 0) else { panic!("the device is free") };
-    let Verdict::Spill = fair.ask(&ask(2), 0) else { panic!("30 µs are longer than the CPU takes") };
+    let AdmissionDecision::Admit(first) = fair.ask(&ask(1), 0) else { panic!("the device is free") };
+    let AdmissionDecision::Spill = fair.ask(&ask(2), 0) else { panic!("30 µs are longer than the CPU takes") };
     // On a host whose cores are taken the CPU is no way out.
     for now in (0..10).map(|step| step * 1000) {
         fair.spilled(512 << 10, 4_000_000, now);
     }
-    let Verdict::Wait { .. } = fair.ask(&ask(3), 10_000) else { panic!("the CPU is slower now") };
+    let AdmissionDecision::Wait { .. } = fair.ask(&ask(3), 10_000) else { panic!("the CPU is slower now") };
     fair.done(first, 40_000, 40_000);
-    let Verdict::Wait { .. } = fair.ask(&ask(3), 40_000) else { panic!("it is the other's turn") };
-    let Verdict::Admit(_) = fair.ask(&ask(2), 41_000) else { panic!("it kept its turn") };
+    let AdmissionDecision::Wait { .. } = fair.ask(&ask(3), 40_000) else { panic!("it is the other's turn") };
+    let AdmissionDecision::Admit(_) = fair.ask(&ask(2), 41_000) else { panic!("it kept its turn") };
 }
 
 #[test]
@@ -363,9 +363,9 @@ fn without_a_ledger_the_wait_is_kept_near_what_is_aimed_at() {
 #[test]
 fn batches_are_small_while_others_wait() {
     let mut fair = Fair::default();
-    let Verdict::Admit(first) = fair.ask(&ask(1, 1, 100_000), 0) else { panic!("free") };
+    let AdmissionDecision::Admit(first) = fair.ask(&ask(1, 1, 100_000), 0) else { panic!("free") };
     assert_eq!(fair.largest_batch(), u64::MAX);
-    let Verdict::Admit(second) = fair.ask(&ask(2, 1, 100_000), 0) else { panic!("free") };
+    let AdmissionDecision::Admit(second) = fair.ask(&ask(2, 1, 100_000), 0) else { panic!("free") };
     assert_eq!(fair.largest_batch(), CONTENDED_BATCH);
     fair.done(first, 1, 1);
     fair.dropped(second);
@@ -393,19 +393,24 @@ fn a_batch_that_the_queue_refused_costs_its_flow_nothing() {
 #[test]
 fn a_fair_share_neither_reckons_with_what_never_went_nor_counts_it() {
     let mut share = Fair::default();
-    let Verdict::Admit(first) = share.ask(&ask(1, 1, 150_000), 0) else { panic!("the device is free") };
+    let AdmissionDecision::Admit(first) = share.ask(&ask(1, 1, 150_000), 0) else { panic!("the device is free") };
     for time in 0..100 {
         // A hundred times 0.1 ms would be beyond any bound.
-        let Verdict::Admit(refused) = share.ask(&ask(0, 1, 100_000), 0) else { panic!("refused {time} times") };
+        let AdmissionDecision::Admit(refused) = share.ask(&ask(0, 1, 100_000), 0) else {
+            panic!("refused {time} times")
+        };
         assert_eq!((refused.expected, share.in_flight()), (250_000, 250_000), "refused {time} times");
         share.dropped(refused);
     }
     for vm in [1, 0] {
-        assert!(matches!(share.ask(&ask(vm, 1, 200_000), 1_000), Verdict::Wait { .. }));
+        assert!(matches!(share.ask(&ask(vm, 1, 200_000), 1_000), AdmissionDecision::Wait { .. }));
     }
     share.done(first, 60_000, 60_000);
-    assert!(matches!(share.ask(&ask(1, 1, 200_000), 61_000), Verdict::Wait { .. }), "the other has had nothing yet");
-    assert!(matches!(share.ask(&ask(0, 1, 200_000), 62_000), Verdict::Admit(_)));
+    assert!(
+        matches!(share.ask(&ask(1, 1, 200_000), 61_000), AdmissionDecision::Wait { .. }),
+        "the other has had nothing yet"
+    );
+    assert!(matches!(share.ask(&ask(0, 1, 200_000), 62_000), AdmissionDecision::Admit(_)));
 }
 
 #[test]
@@ -417,21 +422,26 @@ fn a_process_pays_in_the_ledger_for_nothing_that_its_queue_refused() {
         (in_flight, until)
     };
     let [mut first, mut second] = [0, 1].map(|own| Ledger::new(sheets[own].clone()));
-    let Verdict::Admit(went) = first.ask(&ask(1, 1, 150_000), 1_000) else { panic!("the device is free") };
+    let AdmissionDecision::Admit(went) = first.ask(&ask(1, 1, 150_000), 1_000) else { panic!("the device is free") };
     for time in 0..100 {
         // The first has no more than half of the bound and a batch of the second's size, and both together are within it.
-        let Verdict::Admit(refused) = second.ask(&ask(2, 1, 100_000), 1_000) else { panic!("refused {time} times") };
+        let AdmissionDecision::Admit(refused) = second.ask(&ask(2, 1, 100_000), 1_000) else {
+            panic!("refused {time} times")
+        };
         assert_eq!((refused.expected, second.in_flight()), (250_000, 100_000), "refused {time} times");
         assert_eq!(shown(), (100_000, 251_000));
         second.dropped(refused);
         assert_eq!(shown(), (0, 151_000));
     }
     for (vm, share) in [(1, &mut first), (2, &mut second)] {
-        assert!(matches!(share.ask(&ask(vm, 1, 200_000), 2_000), Verdict::Wait { .. }));
+        assert!(matches!(share.ask(&ask(vm, 1, 200_000), 2_000), AdmissionDecision::Wait { .. }));
     }
     first.done(went, 60_000, 60_000);
-    assert!(matches!(first.ask(&ask(1, 1, 200_000), 61_000), Verdict::Wait { .. }), "the other has had nothing yet");
-    assert!(matches!(second.ask(&ask(2, 1, 200_000), 62_000), Verdict::Admit(_)));
+    assert!(
+        matches!(first.ask(&ask(1, 1, 200_000), 61_000), AdmissionDecision::Wait { .. }),
+        "the other has had nothing yet"
+    );
+    assert!(matches!(second.ask(&ask(2, 1, 200_000), 62_000), AdmissionDecision::Admit(_)));
 }
 
 #[test]
@@ -439,21 +449,21 @@ fn who_has_the_device_to_itself_is_not_held_back_until_another_comes() {
     let mut share = Fair::default().free_alone();
     let mut grants: Vec<Grant> = (0..100)
         .map(|time| match share.ask(&ask(1, 1, 100_000), time) {
-            Verdict::Admit(grant) => grant,
+            AdmissionDecision::Admit(grant) => grant,
             other => panic!("{other:?} after {time}"),
         })
         .collect();
     // The other waits for what is there already, and from now on the first waits too.
-    assert!(matches!(share.ask(&ask(2, 1, 100_000), 1_000), Verdict::Wait { .. }));
-    assert!(matches!(share.ask(&ask(1, 1, 100_000), 2_000), Verdict::Wait { .. }));
+    assert!(matches!(share.ask(&ask(2, 1, 100_000), 1_000), AdmissionDecision::Wait { .. }));
+    assert!(matches!(share.ask(&ask(1, 1, 100_000), 2_000), AdmissionDecision::Wait { .. }));
     let now = 10_000_000;
     grants.drain(..).for_each(|grant| share.done(grant, 100_000, now));
-    let Verdict::Admit(of_other) = share.ask(&ask(2, 1, 100_000), now) else { panic!("its turn has come") };
+    let AdmissionDecision::Admit(of_other) = share.ask(&ask(2, 1, 100_000), now) else { panic!("its turn has come") };
     share.done(of_other, 100_000, now + 100_000);
     // Between two batches it still counts.
     let mut first = (0..20).map(|step| share.ask(&ask(1, 1, 100_000), now + 200_000 + step));
-    assert_eq!(first.by_ref().filter(|verdict| matches!(verdict, Verdict::Admit(_))).count(), 3);
+    assert_eq!(first.by_ref().filter(|verdict| matches!(verdict, AdmissionDecision::Admit(_))).count(), 3);
     // It has gone.
     let later = now + 200_000_000;
-    assert!((0..20).all(|step| matches!(share.ask(&ask(1, 1, 100_000), later + step), Verdict::Admit(_))));
+    assert!((0..20).all(|step| matches!(share.ask(&ask(1, 1, 100_000), later + step), AdmissionDecision::Admit(_))));
 }

@@ -47,9 +47,9 @@ pub struct TraceError {
 }
 
 /// The longest line: a descriptor in hexadecimal, and a queue's name.
-const LONGEST_LINE: usize = 1024;
+const MAX_LINE: usize = 1024;
 /// The most bytes of a trace. Its parsed form is less than twice as large: a submission has at least 130 bytes of text.
-const LONGEST_TRACE: u64 = 256 << 20;
+const MAX_TRACE: u64 = 256 << 20;
 /// The most queues of one trace; the 255 times 255 queues that names allow are not plausible.
 const MAX_QUEUES: usize = 4096;
 
@@ -98,22 +98,22 @@ fn lines(
     input: impl BufRead,
     mut each: impl FnMut(usize, Entry<'_>) -> Result<(), String>,
 ) -> Result<bool, TraceError> {
-    let mut input = input.take(LONGEST_TRACE + 1);
+    let mut input = input.take(MAX_TRACE + 1);
     let mut begun = false;
     let (mut read, mut queues) = (0, 0);
     let mut buffer = Vec::new();
     for line in 1.. {
         let wrong = |wrong: String| TraceError { line, wrong };
         buffer.clear();
-        let got = io::Read::take(&mut input, LONGEST_LINE as u64).read_until(b'\n', &mut buffer);
+        let got = io::Read::take(&mut input, MAX_LINE as u64).read_until(b'\n', &mut buffer);
         let got = got.map_err(|error| wrong(error.to_string()))?;
         read += got as u64;
-        if read > LONGEST_TRACE {
-            return Err(wrong(format!("the trace has more than {} MiB; capture fewer rounds", LONGEST_TRACE >> 20)));
+        if read > MAX_TRACE {
+            return Err(wrong(format!("the trace has more than {} MiB; capture fewer rounds", MAX_TRACE >> 20)));
         }
         let ended = got == 0;
         if !ended && buffer.last() != Some(&b'\n') {
-            if got == LONGEST_LINE {
+            if got == MAX_LINE {
                 return Err(wrong("it is too long".into()));
             }
             // The writer was killed within this line, so its values are incomplete.

@@ -12,7 +12,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use sterna_idxd::{Descriptor, Device, Kind, Mode, OperationSet, Portal, QueueInfo, Submission, Way, WorkQueue};
+use sterna_idxd::{
+    Descriptor, Device, Kind, Mode, OperationSet, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue,
+};
 use sterna_offload::{Bell, NEVER, Nanos, Region, Time};
 
 pub(crate) const PAGE: usize = 4096;
@@ -276,7 +278,7 @@ impl Fake {
             let mut info = QueueInfo::new(&format!("wq{number}.{queue}"), device.clone(), mode, *size);
             info.max_batch = if self.kind == Kind::Iaa { 1 } else { max_batch };
             say(queue, &mut info);
-            let way = if *dedicated { Way::Movdir64b } else { Way::Enqcmd };
+            let way = if *dedicated { SubmitMethod::Movdir64b } else { SubmitMethod::Enqcmd };
             let portal = Arc::new(FakePortal { device: self.clone(), queue, way });
             let opened = WorkQueue::with_portal_within(info, portal, Duration::from_secs(5));
             queues.push(opened.expect("a no-op is answered at once while the queue is proved"));
@@ -290,7 +292,7 @@ impl Fake {
         let device = Arc::new(Device::new(&self.name, self.kind));
         let info = QueueInfo::new("wq9.0", device, Mode::Shared, 1);
         self.lock().halted = true;
-        let portal = Arc::new(FakePortal { device: self.clone(), queue: 0, way: Way::Enqcmd });
+        let portal = Arc::new(FakePortal { device: self.clone(), queue: 0, way: SubmitMethod::Enqcmd });
         assert!(WorkQueue::with_portal_within(info, portal, Duration::from_micros(1)).is_err());
     }
 
@@ -339,7 +341,7 @@ impl Fake {
         }
     }
 
-    fn submit(&self, queue: usize, bytes: &[u8; 64], way: Way) -> Submission {
+    fn submit(&self, queue: usize, bytes: &[u8; 64], way: SubmitMethod) -> Submission {
         let mut inside = self.lock();
         if self.proving.load(Ordering::SeqCst) && !inside.halted {
             inside.execute(bytes, self.kind);
@@ -355,7 +357,7 @@ impl Fake {
         }
         let occupied = inside.entries.iter().filter(|entry| entry.queue == queue).count() as u32;
         let full = occupied >= self.sizes.get(queue).map_or(1, |(size, _)| *size);
-        if way == Way::Enqcmd {
+        if way == SubmitMethod::Enqcmd {
             if full || inside.full_for > 0 || inside.halted {
                 inside.full_for = inside.full_for.saturating_sub(1);
                 return Submission::Retry;
@@ -394,7 +396,7 @@ impl Fake {
 struct FakePortal {
     device: Arc<Fake>,
     queue: usize,
-    way: Way,
+    way: SubmitMethod,
 }
 
 impl Portal for FakePortal {
@@ -402,7 +404,7 @@ impl Portal for FakePortal {
         self.device.submit(self.queue, descriptor.as_bytes(), self.way)
     }
 
-    fn way(&self) -> Way {
+    fn way(&self) -> SubmitMethod {
         self.way
     }
 }

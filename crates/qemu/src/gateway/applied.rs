@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use sterna_engine::send::MOST_REFUSED;
+use sterna_engine::send::MAX_REFUSED;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::delta::apply;
@@ -84,7 +84,7 @@ pub(super) struct MissingPages {
 impl MissingPages {
     /// Records that the normal pages of `runs` arrived damaged. Returns false if too many packets were damaged already.
     pub(super) fn add(&self, shapes: &[BlockShape], block: u16, runs: &[Run]) -> bool {
-        if self.packets.fetch_add(1, Ordering::Relaxed) >= MOST_REFUSED {
+        if self.packets.fetch_add(1, Ordering::Relaxed) >= MAX_REFUSED {
             return false;
         }
         let none = || shapes.iter().map(|shape| AtomicPageBitmap::new(shape.pages)).collect();
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(missing.pages(), 3);
         assert!(missing.remove(1, &[run(RunKind::Normal, 0, 100)]));
         assert_eq!(missing.pages(), 0);
-        for _ in 2..MOST_REFUSED {
+        for _ in 2..MAX_REFUSED {
             assert!(missing.add(&shapes, 0, &[run(RunKind::Normal, 0, 1)]));
         }
         assert!(!missing.add(&shapes, 0, &[run(RunKind::Normal, 0, 1)]), "too many packets were refused");

@@ -12,14 +12,15 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use sterna_engine::abort::Abort;
 use sterna_engine::cancel::Cancel;
-use sterna_engine::control_link::{ControlLink, say};
+use sterna_engine::control_link::{ControlLink, send_message};
 use sterna_engine::destination::Destination;
-use sterna_engine::migration::{DELTA, SEND_AGAIN};
+use sterna_engine::migration::{DELTA, RETRANSMIT};
 use sterna_engine::process;
 use sterna_engine::record_file::RecordFile;
 use sterna_engine::report::{Observer, Outcome, ReceiveReport};
 use sterna_engine::session::{
-    Doorman, Greeted, Greeting, Heard, Peer, PeerNews, Placing, TellPeer, after, link_events,
+    AcceptedSource, ChannelAcceptor, ConnectionEvent, Handshake, OnConnectionEvent, Peer, PeerEvent, Placing, after,
+    link_events,
 };
 use sterna_engine::transport::{Limits, Listener};
 use sterna_engine::wakers::Registration;
@@ -34,13 +35,13 @@ use sterna_wire::text::cleaned;
 use super::backlog::{Backlog, BacklogEntry};
 use super::claim::Claim;
 use super::features::{FEATURES, WITH_DELTAS};
-use super::feeder::{Agreed, Feeder, FeederNews, FeederSinks};
+use super::feeder::{Agreed, Feeder, FeederEvent, FeederSinks};
 use super::qemu::{self, QemuEvent};
 use super::sockets::{Listens, SocketDir, SocketPlace};
 use super::{GatewayError, Placement, ReceiveOptions, WaitLimits, direct, fault};
 use crate::discover::{ListedBlock, discover, list};
 use crate::qmp::Qmp;
-use crate::settings::{Restore, Role, Settings, Wanted};
+use crate::settings::{RequiredSettings, Restore, Role, Settings};
 use crate::stream::{ReturnMessage, ReturnPathReader};
 
 /// How long QEMU may take from having loaded everything to saying that it is paused.
@@ -66,9 +67,9 @@ const CLOSED: &str = "the peer closed the control channel";
 /// What wakes the driver.
 #[derive(Debug)]
 enum Event {
-    Peer(PeerNews),
+    Peer(ConnectionEvent),
     Qemu(QemuEvent),
-    Feeder(FeederNews),
+    Feeder(FeederEvent),
     ReturnPath(Result<ReturnMessage, String>),
     Broken,
     Cancelled,
@@ -106,7 +107,7 @@ pub fn receive(
     let takes = [(Mode::Owner, features), (Mode::Direct, Destination::FEATURES_WITH_POST_COPY)];
     let takes = if options.placement == Placement::InStream { &takes[..1] } else { &takes[..] };
     let refusal = |hello: &Hello| guest.refusal(hello).or_else(|| direct::post_copy_refusal(&qmp, hello));
-    let greeting = Greeting { takes, refusal: &refusal };
+    let greeting = Handshake { takes, refusal: &refusal };
     let waiting = Waiting::start(options.wait, cancel);
     let nobody = || match options.wait {
         Some(wait) if !cancel.is_cancelled() => {
@@ -120,7 +121,7 @@ pub fn receive(
     let (greeted, directly) = loop {
         let mut greeted = greeting.first(&incoming, &waiting.cancel, note_refused).ok_or_else(nobody)?;
         // The source may be gone; then nobody misses the answer.
-        let mut refuse = |reason: String| drop(say(&mut greeted.writer, &ControlMessage::Refused { reason }));
+        let mut refuse = |reason: String| drop(send_message(&mut greeted.writer, &ControlMessage::Refused { reason }));
         if waiting.cancel.is_cancelled() {
             // The listener has ended with the wait: a source that is lost could not come back.
             let error = nobody();
@@ -231,7 +232,7 @@ impl Guest {
 }
 
 fn run_session(
-    greeted: Greeted,
+    greeted: AcceptedSource,
     options: &ReceiveOptions,
     address: &str,
     qmp: Qmp,
@@ -239,14 +240,14 @@ fn run_session(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
-    let Greeted { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
+    let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
     let placing = Placing::new(machine.ram);
     let refused = |writer: &mut _, error: String| {
         // The peer may be gone; then nobody misses the answer.
-        let _ = say(writer, &ControlMessage::Refused { reason: error.clone() });
+        let _ = send_message(writer, &ControlMessage::Refused { reason: error.clone() });
         GatewayError(error)
     };
-    let wanted = Wanted {
+    let wanted = RequiredSettings {
         role: Role::Destination,
         channels: session.channels as u8,
         downtime_limit: None,
@@ -265,7 +266,7 @@ fn run_session(
 
     let (events_in, events) = channel();
     let told = events_in.clone();
-    let tell: TellPeer = Arc::new(move |news| drop(told.send(Event::Peer(news))));
+    let tell: OnConnectionEvent = Arc::new(move |news| drop(told.send(Event::Peer(news))));
     let link =
         ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1)).map_err(GatewayError::new)?;
     let abort = Arc::new(Abort::default());
@@ -285,13 +286,13 @@ fn run_session(
 
     let blocks_of = qmp.clone();
     let find_blocks = Box::new(move || discover(&blocks_of).map_err(|error| error.to_string()));
-    let agreed = Agreed { deltas: session.has(DELTA), send_again: session.has(SEND_AGAIN) };
+    let agreed = Agreed { deltas: session.has(DELTA), send_again: session.has(RETRANSMIT) };
     let feeder = Feeder::new(&sockets.path(), Duration::ZERO, options.placement, find_blocks, agreed, &abort);
     let fed = events_in.clone();
     let sinks = FeederSinks::new(Arc::clone(&feeder), move |news| drop(fed.send(Event::Feeder(news))));
-    let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, None, tell));
+    let acceptor = Arc::new(ChannelAcceptor::new(session, Box::new(sinks), &abort, None, tell));
     let stop_listening = incoming.stop_handle();
-    let admitting = Arc::clone(&doorman);
+    let admitting = Arc::clone(&acceptor);
     std::thread::spawn(move || {
         while let Some((connection, header)) = incoming.next() {
             admitting.admit(connection, &header);
@@ -308,7 +309,7 @@ fn run_session(
         machine,
         peer: Peer::new(link),
         welcome: Some(welcome),
-        doorman,
+        acceptor,
         feeder,
         abort,
         events_in,
@@ -349,7 +350,7 @@ struct Driver<'a> {
     machine: DestinationSwitchover,
     peer: Peer,
     welcome: Option<Welcome>,
-    doorman: Arc<Doorman>,
+    acceptor: Arc<ChannelAcceptor>,
     feeder: Arc<Feeder>,
     abort: Arc<Abort>,
     events_in: Sender<Event>,
@@ -438,7 +439,7 @@ impl Driver<'_> {
             (None, Some(_)) => "switching over",
             (None, None) => "receiving memory",
         };
-        self.placing.report(self.observer, phase, self.doorman.pages_placed(), 0);
+        self.placing.report(self.observer, phase, self.acceptor.pages_placed(), 0);
     }
 
     fn perform(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
@@ -465,18 +466,18 @@ impl Driver<'_> {
                 Err(reason) => DestinationEvent::Failed { reason },
             }),
             DestinationAction::AcceptStream => {
-                self.doorman.open();
+                self.acceptor.open();
                 if let Some(welcome) = self.welcome.take() {
-                    self.peer.say(&ControlMessage::Welcome(welcome));
+                    self.peer.send(&ControlMessage::Welcome(welcome));
                 }
                 None
             }
             DestinationAction::Send(message) => {
                 if message == SwitchoverMessage::Running {
                     self.count_figures();
-                    self.peer.say(&ControlMessage::Figures(self.figures.clone()));
+                    self.peer.send(&ControlMessage::Figures(self.figures.clone()));
                 }
-                self.peer.say(&ControlMessage::Switchover(message));
+                self.peer.send(&ControlMessage::Switchover(message));
                 None
             }
             DestinationAction::Cont => Some(match qemu::cont(&self.qmp) {
@@ -502,7 +503,7 @@ impl Driver<'_> {
                     self.observer.note(&format!(
                         "the source is lost and the guest stands loaded here: waiting for the source to say who runs it \
                          (migration {})",
-                        self.doorman.session().id
+                        self.acceptor.session().id
                     ));
                 }
                 None
@@ -531,9 +532,9 @@ impl Driver<'_> {
             backlog.handled();
         }
         match event {
-            Event::Peer(news) => match self.peer.hear(news)? {
-                Heard::Said(message, _share) => self.heard(message),
-                Heard::Lost(reason) => {
+            Event::Peer(news) => match self.peer.handle(news)? {
+                PeerEvent::Message(message, _share) => self.heard(message),
+                PeerEvent::Lost(reason) => {
                     self.lost = reason != CLOSED;
                     if self.end.is_none() {
                         self.observer.note(&format!("the connection to the source is lost: {reason}"));
@@ -541,8 +542,8 @@ impl Driver<'_> {
                     }
                     Some(DestinationEvent::ConnectionLost)
                 }
-                Heard::Connected => Some(DestinationEvent::Connected),
-                Heard::Unreachable(_) => None,
+                PeerEvent::Connected => Some(DestinationEvent::Connected),
+                PeerEvent::Unreachable(_) => None,
             },
             Event::Qemu(QemuEvent::Gone) if qemu::has_ended(self.record.record().qemu) => {
                 Some(DestinationEvent::Guest(DestinationGuest::Gone))
@@ -620,24 +621,24 @@ impl Driver<'_> {
         }
     }
 
-    fn fed(&mut self, news: FeederNews) {
+    fn fed(&mut self, news: FeederEvent) {
         match news {
-            FeederNews::Ready { placement, deltas, return_path } => {
+            FeederEvent::Ready { placement, deltas, return_path } => {
                 placement.iter().for_each(|line| self.observer.note(&format!("placement: {line}")));
                 self.placement.clone_from(&placement);
-                self.peer.say(&ControlMessage::Ready { placement, deltas });
+                self.peer.send(&ControlMessage::Ready { placement, deltas });
                 let events = self.events_in.clone();
                 if let Some(entry) = self.backlog.as_ref().map(Backlog::entry) {
                     self.return_path = Some(std::thread::spawn(move || read_return_path(return_path, &entry, &events)));
                 }
             }
-            FeederNews::RamPlaced => self.ram_placed = Some(Instant::now()),
-            FeederNews::Ended => {}
+            FeederEvent::RamPlaced => self.ram_placed = Some(Instant::now()),
+            FeederEvent::Ended => {}
         }
     }
 
     fn return_message(&mut self, message: ReturnMessage) -> Option<DestinationEvent> {
-        self.peer.say(&ControlMessage::ReturnPath(message.into()));
+        self.peer.send(&ControlMessage::ReturnPath(message.into()));
         match message {
             ReturnMessage::Shut(0) => {
                 self.figures.load_ms = self.ram_placed.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
@@ -658,7 +659,7 @@ impl Driver<'_> {
     /// Whether QEMU has loaded everything and every channel has placed what the source sent on it.
     fn if_complete(&mut self) -> Option<DestinationEvent> {
         let totals = self.totals.as_ref().filter(|_| self.loaded)?;
-        let placed = self.doorman.placed();
+        let placed = self.acceptor.placed();
         let complete =
             totals.ram.len() == placed.len() && placed.iter().zip(&totals.ram).all(|(placed, last)| placed >= last);
         Some(if complete {
@@ -674,7 +675,7 @@ impl Driver<'_> {
         if !self.machine.may_give_up() {
             return None;
         }
-        let moved = self.doorman.received();
+        let moved = self.acceptor.received();
         if moved != self.moved {
             (self.moved, self.stalled_at) = (moved, after(self.waits.stall));
         }
@@ -712,7 +713,7 @@ impl Driver<'_> {
     }
 
     fn tell_failure(&self, reason: &str) {
-        self.peer.say(&ControlMessage::Failed { reason: reason.to_owned() });
+        self.peer.send(&ControlMessage::Failed { reason: reason.to_owned() });
     }
 
     fn finish(mut self, source: String) -> ReceiveReport {
@@ -746,12 +747,12 @@ impl Driver<'_> {
         // Whoever reads from QEMU may wait for an event to be handled.
         self.backlog = None;
         self.abort.finish();
-        self.doorman.join();
+        self.acceptor.join();
         if let Some(thread) = self.return_path.take() {
             let _ = thread.join();
         }
         ReceiveReport {
-            id: self.doorman.session().id.to_string(),
+            id: self.acceptor.session().id.to_string(),
             outcome,
             reason,
             source,

@@ -39,7 +39,7 @@ const PAGES_PER_PACKET: usize = 128;
 
 /// The feeder's reports to the driver.
 #[derive(Debug)]
-pub(super) enum FeederNews {
+pub(super) enum FeederEvent {
     /// The stream has begun; pages may come.
     Ready {
         /// How each block is placed.
@@ -159,7 +159,7 @@ impl Feeder {
     }
 
     /// Connects to QEMU and writes everything up to the end of the RAM setup section.
-    fn start(&self, start: &Start) -> Result<FeederNews, SinkError> {
+    fn start(&self, start: &Start) -> Result<FeederEvent, SinkError> {
         if start.ram_channels == 0 || start.ram_channels > MAX_RAM_CHANNELS {
             return Err(format!("{} RAM channels are not possible", start.ram_channels).into());
         }
@@ -214,7 +214,7 @@ impl Feeder {
         if self.feeding.set(feeding).is_err() {
             return Err("the stream started twice".into());
         }
-        Ok(FeederNews::Ready { placement: lines, deltas, return_path })
+        Ok(FeederEvent::Ready { placement: lines, deltas, return_path })
     }
 
     /// Decides how each block is placed. Returns the blocks, and the decisions for the log and the report.
@@ -558,11 +558,11 @@ pub(super) struct FeederSinks {
 }
 
 /// Receives the feeder's reports, on the stream channel's thread.
-type News = Arc<dyn Fn(FeederNews) + Send + Sync>;
+type News = Arc<dyn Fn(FeederEvent) + Send + Sync>;
 
 impl FeederSinks {
     /// `news` is called on the stream channel's thread.
-    pub(super) fn new(feeder: Arc<Feeder>, news: impl Fn(FeederNews) + Send + Sync + 'static) -> Self {
+    pub(super) fn new(feeder: Arc<Feeder>, news: impl Fn(FeederEvent) + Send + Sync + 'static) -> Self {
         Self { feeder, news: Arc::new(news) }
     }
 }
@@ -600,12 +600,12 @@ impl Sink for StreamSink {
             }
             record::RAM_END => {
                 self.feeder.end_ram(layout::decode_ram_end(content)?)?;
-                (self.news)(FeederNews::RamPlaced);
+                (self.news)(FeederEvent::RamPlaced);
             }
             record::OPAQUE => {
                 self.feeder.feeding()?.main.lock().expect("feeders do not panic").opaque(content)?;
             }
-            record::END => (self.news)(FeederNews::Ended),
+            record::END => (self.news)(FeederEvent::Ended),
             unknown => return Err(layout::LayoutError::Kind(unknown).into()),
         }
         Ok(())

@@ -17,7 +17,7 @@ use sterna_engine::process;
 use sterna_engine::record_file::{RecordFile, RecordFileError, Side};
 use sterna_engine::report::Observer;
 use sterna_engine::session::{
-    Backoff, DIAL_PAUSE, Heard, Peer, PeerNews, Redial, Session, TellPeer, after, link_events,
+    Backoff, ConnectionEvent, DIAL_PAUSE, OnConnectionEvent, Peer, PeerEvent, Redial, Session, after, link_events,
 };
 use sterna_engine::transport::{Address, Limits, Listener, Security, Stop, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader, Mode};
@@ -47,7 +47,7 @@ const TELL_TIME: Duration = Duration::from_secs(3);
 const IDLE: Duration = Duration::from_millis(200);
 
 enum Event {
-    Peer(PeerNews),
+    Peer(ConnectionEvent),
     Cancelled,
 }
 
@@ -70,7 +70,7 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     let _cancelling = cancel.on_cancel(move || {
         let _ = cancelled.send(Event::Cancelled);
     });
-    let tell: TellPeer = Arc::new(move |news| drop(events_in.send(Event::Peer(news))));
+    let tell: OnConnectionEvent = Arc::new(move |news| drop(events_in.send(Event::Peer(news))));
     let peer = Peer::unconnected(seconds_since_2020());
     let redial = Redial::with(Backoff::new(DIAL_PAUSE).up_to(MAX_DIAL_PAUSE));
     let common =
@@ -133,7 +133,7 @@ struct Common<'a> {
     observer: &'a dyn Observer,
     record: RecordFile,
     qmp: Option<Qmp>,
-    tell: TellPeer,
+    tell: OnConnectionEvent,
     events: Receiver<Event>,
     peer: Peer,
     redial: Redial,
@@ -321,21 +321,21 @@ impl Common<'_> {
                 Err(RecvTimeoutError::Disconnected) => unreachable!("a sender is kept here"),
             };
             actions = match event {
-                Event::Peer(news) => match self.peer.hear(news) {
-                    Some(Heard::Said(ControlMessage::Switchover(message), _)) => {
+                Event::Peer(news) => match self.peer.handle(news) {
+                    Some(PeerEvent::Message(ControlMessage::Switchover(message), _)) => {
                         machine.on(SourceEvent::Message(message))
                     }
-                    Some(Heard::Lost(_)) => machine.on(SourceEvent::ConnectionLost),
-                    Some(Heard::Connected) => {
+                    Some(PeerEvent::Lost(_)) => machine.on(SourceEvent::ConnectionLost),
+                    Some(PeerEvent::Connected) => {
                         self.redial.connected();
                         machine.on(SourceEvent::Connected)
                     }
-                    Some(Heard::Unreachable(reason)) => {
+                    Some(PeerEvent::Unreachable(reason)) => {
                         tracing::info!(reason, "the destination cannot be reached yet");
                         self.dial(self.security()?);
                         Vec::new()
                     }
-                    Some(Heard::Said(..)) | None => Vec::new(),
+                    Some(PeerEvent::Message(..)) | None => Vec::new(),
                 },
                 Event::Cancelled if machine.may_stop() => return self.resumed(),
                 Event::Cancelled => return Err(GatewayError("cancelled; nothing is settled yet".into())),
@@ -362,7 +362,7 @@ impl Common<'_> {
                 false => SourceEvent::RecordFailed,
             }),
             SourceAction::Send(message) => {
-                self.peer.say(&ControlMessage::Switchover(message));
+                self.peer.send(&ControlMessage::Switchover(message));
                 None
             }
             SourceAction::EndMigration => {
@@ -515,17 +515,17 @@ impl Common<'_> {
 
     fn destination_event(&mut self, machine: &mut DestinationSwitchover, event: Event) -> Vec<DestinationAction> {
         match event {
-            Event::Peer(news) => match self.peer.hear(news) {
-                Some(Heard::Said(ControlMessage::Switchover(message), _)) => {
+            Event::Peer(news) => match self.peer.handle(news) {
+                Some(PeerEvent::Message(ControlMessage::Switchover(message), _)) => {
                     machine.on(DestinationEvent::Message(message))
                 }
-                Some(Heard::Lost(_)) => machine.on(DestinationEvent::ConnectionLost),
-                Some(Heard::Connected) => machine.on(DestinationEvent::Connected),
-                Some(Heard::Unreachable(reason)) => {
+                Some(PeerEvent::Lost(_)) => machine.on(DestinationEvent::ConnectionLost),
+                Some(PeerEvent::Connected) => machine.on(DestinationEvent::Connected),
+                Some(PeerEvent::Unreachable(reason)) => {
                     self.observer.note(&format!("a connection was refused: {reason}"));
                     Vec::new()
                 }
-                Some(Heard::Said(..)) | None => Vec::new(),
+                Some(PeerEvent::Message(..)) | None => Vec::new(),
             },
             Event::Cancelled => Vec::new(),
         }
@@ -561,7 +561,7 @@ impl Common<'_> {
                 false => DestinationEvent::RecordFailed,
             }),
             DestinationAction::Send(message) => {
-                self.peer.say(&ControlMessage::Switchover(message));
+                self.peer.send(&ControlMessage::Switchover(message));
                 None
             }
             DestinationAction::Cont => Some(match self.qmp.as_ref().map(qemu::cont) {
@@ -614,8 +614,8 @@ impl Common<'_> {
                             .map_err(|error| error.to_string())
                     });
                 tell(match link {
-                    Ok(link) => PeerNews::Connected(header.incarnation, link),
-                    Err(reason) => PeerNews::Unreachable(reason),
+                    Ok(link) => ConnectionEvent::Connected(header.incarnation, link),
+                    Err(reason) => ConnectionEvent::Unreachable(reason),
                 });
                 drop(gate);
             }

@@ -23,8 +23,8 @@ use sterna_engine::record_file::RecordFile;
 use sterna_engine::report::{Observer, Progress, Report};
 use sterna_engine::send::{Compression, DeltaBlocks, SendContext, Sent};
 use sterna_engine::session::{
-    self, Backoff, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Redial, Session, SourceDriver, SourceLead, TellPeer,
-    lead_source,
+    self, Backoff, ConnectionEvent, DIAL_PAUSE, Offer, OnConnectionEvent, Peer, PeerEvent, Redial, Session,
+    SourceDriver, SourceLead, lead_source,
 };
 use sterna_engine::transport::Address;
 use sterna_engine::window::Window;
@@ -45,7 +45,7 @@ use super::sockets::{Listens, SocketDir, SocketPlace};
 use super::source_stream::{StreamNews, read_start};
 use super::{GatewayError, SendMode, SendOptions, direct, fault};
 use crate::qmp::{Qmp, QmpError};
-use crate::settings::{Plan, Restore, Role, Settings, Wanted};
+use crate::settings::{Plan, RequiredSettings, Restore, Role, Settings};
 use crate::stream::{MainReader, ReturnMessage};
 
 /// How long QEMU may take to connect to our sockets after the command `migrate`.
@@ -64,7 +64,7 @@ const MIN_DOWNTIME_LIMIT: Duration = Duration::from_millis(1);
 /// What wakes the driver.
 #[derive(Debug)]
 enum Event {
-    Peer(PeerNews),
+    Peer(ConnectionEvent),
     Qemu(QemuEvent),
     Stream(StreamNews),
     Drained(Vec<u64>),
@@ -120,7 +120,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         patience: Duration::ZERO,
     };
     let peer_events = events_in.clone();
-    let tell_peer: TellPeer = Arc::new(move |news| drop(peer_events.send(Event::Peer(news))));
+    let tell_peer: OnConnectionEvent = Arc::new(move |news| drop(peer_events.send(Event::Peer(news))));
     let (link, session) = session::dial(&offer, cancel, &tell_peer).map_err(GatewayError::untouched)?;
     observer.note(&format!("migration {}: {} accepted it", session.id, options.to));
     if cancel.is_cancelled() {
@@ -135,7 +135,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let window = Arc::new(Window::new(session.packet_size as u64, session.round_trip, options.downtime));
     let ours = window.allowance() + COMMIT_ESTIMATE;
     let limit = options.downtime.saturating_sub(ours).max(MIN_DOWNTIME_LIMIT);
-    let wanted = Wanted {
+    let wanted = RequiredSettings {
         role: Role::Source,
         channels: options.channels as u8,
         downtime_limit: Some(limit),
@@ -283,7 +283,7 @@ struct Driver<'a> {
     redial: Redial,
     window: Arc<Window>,
     events_in: Sender<Event>,
-    tell_peer: TellPeer,
+    tell_peer: OnConnectionEvent,
     moving: Option<Moving>,
     started: Instant,
     figures: DestinationFigures,
@@ -336,18 +336,18 @@ impl SourceDriver for Driver<'_> {
 
     fn translate(&mut self, event: Event) -> Option<SourceEvent> {
         match event {
-            Event::Peer(news) => match self.lead.peer.hear(news)? {
-                Heard::Said(message, _share) => self.on_message(message),
-                Heard::Lost(reason) => {
+            Event::Peer(news) => match self.lead.peer.handle(news)? {
+                PeerEvent::Message(message, _share) => self.on_message(message),
+                PeerEvent::Lost(reason) => {
                     self.observer.note(&format!("the connection to the destination is lost: {reason}"));
                     self.lead.abort.lost(format_args!("the destination was lost: {reason}"));
                     Some(SourceEvent::ConnectionLost)
                 }
-                Heard::Connected => {
+                PeerEvent::Connected => {
                     self.redial.connected();
                     Some(SourceEvent::Connected)
                 }
-                Heard::Unreachable(reason) => {
+                PeerEvent::Unreachable(reason) => {
                     tracing::info!(reason, "the destination cannot be reached yet");
                     self.reconnect();
                     None
@@ -362,7 +362,7 @@ impl SourceDriver for Driver<'_> {
                 self.lead.moments.drained = Some(Instant::now());
                 self.lead.due = Some((Instant::now() + self.step_time(), "loading at the destination"));
                 let Sent { normal_pages, zero_pages, .. } = self.sent();
-                self.lead.peer.say(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
+                self.lead.peer.send(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
                 Some(SourceEvent::FinalStateSent)
             }
             Event::Broken => self.lead.channels_broke(),
@@ -425,7 +425,7 @@ impl Driver<'_> {
                 }
             },
             SourceAction::Send(message) => {
-                self.lead.peer.say(&ControlMessage::Switchover(message));
+                self.lead.peer.send(&ControlMessage::Switchover(message));
                 None
             }
             SourceAction::RelayShut => {

@@ -187,8 +187,13 @@ impl Fake {
     }
 }
 
-fn wanted(role: Role) -> Wanted {
-    Wanted { role, channels: 4, downtime_limit: Some(Duration::from_millis(250)), pause_before_switchover: false }
+fn wanted(role: Role) -> RequiredSettings {
+    RequiredSettings {
+        role,
+        channels: 4,
+        downtime_limit: Some(Duration::from_millis(250)),
+        pause_before_switchover: false,
+    }
 }
 
 #[test]

@@ -58,7 +58,7 @@ impl World {
             SourceAction::RelayShut if self.mode == Mode::Direct => {
                 state.looked = true;
                 sterna.seen = None;
-                if self.mutant == Mutant::BelievesThatItStands {
+                if self.mutant == Mutant::TrustsThatItIsPaused {
                     sterna.seen = Some(SourceGuest::Completed);
                     sterna.todo = sterna.machine.on(SourceEvent::Guest(SourceGuest::Completed));
                 }

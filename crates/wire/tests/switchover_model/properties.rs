@@ -46,7 +46,7 @@ pub(crate) enum Mutant {
     /// Tells the destination to give up together with the order to end QEMU's migration.
     AbortsBlindly,
     /// In direct mode: decides without looking whether the guest still stands.
-    BelievesThatItStands,
+    TrustsThatItIsPaused,
     /// In direct mode: `recover` takes a guest that somebody else paused for one that the migration stopped.
     RecoverTakesAnyPause,
 }
@@ -69,7 +69,7 @@ pub(crate) const DIRECT_MUTANTS: &[(Mutant, &str)] = &[
     (Mutant::ResumesAfterDecision, NEVER_BOTH),
     (Mutant::NoRecover, EXACTLY_ONE),
     (Mutant::EndsUnconfirmed, NOT_ENDED_EARLY),
-    (Mutant::BelievesThatItStands, NEVER_BOTH),
+    (Mutant::TrustsThatItIsPaused, NEVER_BOTH),
     (Mutant::RecoverTakesAnyPause, NOT_LET_RUN),
 ];
 

@@ -16,7 +16,7 @@ use sterna_engine::vmm::{SourceVmm, VmmError};
 use sterna_microvm::disk::DiskReport;
 use sterna_microvm::migration::{Movable, guest_ram};
 use sterna_microvm::{Config, Execution, Machine, Rate, Tracking, Workload};
-use sterna_qemu_lab::{DiskImage, HeldDisk, or_skip};
+use sterna_qemu_lab::{DiskImage, HeldDisk, skip_if_unavailable};
 
 use crate::support::{KINDS, LONG, SerialOutput, busy, config, filled, goes_on_well, machine};
 
@@ -89,7 +89,7 @@ fn migrated(source: &Machine, destination: &Arc<Machine>, monitor: &mut dyn Sour
 /// machine lacks something.
 fn moved(kind: (Execution, Tracking), settles: bool) -> Option<DiskReport> {
     let image = DiskImage::new(0, 4 << 20).unwrap();
-    let held = or_skip(HeldDisk::serve(&image.path()))?;
+    let held = skip_if_unavailable(HeldDisk::serve(&image.path()))?;
     let config = with_disk(kind, held.path());
     let source = Arc::new(filled(&config, &SerialOutput::default())?);
     let destination = Arc::new(machine(&config, &SerialOutput::default()).unwrap());
@@ -136,7 +136,7 @@ fn a_guest_that_reads_and_writes_its_disk_is_moved_again_and_again_and_finds_not
     let moves = std::env::var("STERNA_DISK_MOVES").map_or(FEW, |text| text.parse().expect("a number of moves"));
     for kind in KINDS {
         let image = DiskImage::new(0, 8 << 20).unwrap();
-        let Some(slow) = or_skip(HeldDisk::serve(&image.path())) else { return };
+        let Some(slow) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };
         // Most of the time a read is in flight.
         slow.delay(Duration::from_millis(3));
         let config = with_disk(kind, slow.path());

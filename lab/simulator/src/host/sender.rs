@@ -4,7 +4,7 @@ use super::{Admitted, Diverted, InFlight, Packet, State, Then, World};
 use crate::Nanos;
 use crate::costs::{Cpu, after};
 use crate::scenario::Structure;
-use sterna_offload::share::Verdict;
+use sterna_offload::share::AdmissionDecision;
 
 impl World<'_> {
     /// What it does next, in this order: give the device work, take work back, send, wait.
@@ -83,7 +83,7 @@ impl World<'_> {
         let costs = &self.scenario.costs;
         let asking = Cpu::measured(costs.ask);
         match self.ask(vm, channel, device, packet) {
-            (Verdict::Admit(grant), predicted) => {
+            (AdmissionDecision::Admit(grant), predicted) => {
                 self.pop(vm);
                 let sender = &mut self.senders[channel];
                 sender.next_device += 1;
@@ -98,7 +98,7 @@ impl World<'_> {
                 );
                 true
             }
-            (Verdict::Spill, _) => {
+            (AdmissionDecision::Spill, _) => {
                 self.pop(vm);
                 let sender = &mut self.senders[channel];
                 sender.next_device += 1;
@@ -111,7 +111,7 @@ impl World<'_> {
                 );
                 true
             }
-            (Verdict::Wait { until }, _) => {
+            (AdmissionDecision::Wait { until }, _) => {
                 self.threads[thread].owes += asking;
                 self.senders[channel].not_before = until;
                 self.migrations[vm].asked = Some((self.now, until));

@@ -18,7 +18,7 @@ use sterna_guest::content::{PAGE_BYTES, Page, mix};
 use sterna_guest::page::{Fill, Pages};
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::checksum::{Crc32c, crc32c_combine};
-use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
 use super::super::measured::check_method;
@@ -219,7 +219,7 @@ impl Writer {
 
 /// The dirty log of a guest that writes all of its pages in each round.
 struct WritingLog {
-    idle: HandedInLog,
+    idle: ReportedLog,
     writer: Writer,
     time: Duration,
     counted: Arc<Mutex<Counted>>,
@@ -232,7 +232,7 @@ struct WritingLog {
 
 impl WritingLog {
     fn new(writer: Writer, time: Duration, counted: Arc<Mutex<Counted>>) -> Self {
-        let idle = HandedInLog::new(&[writer.pages()]);
+        let idle = ReportedLog::new(&[writer.pages()]);
         Self { idle, writer, time, counted, first: None, writing: (Duration::ZERO, 0), over: false }
     }
 }

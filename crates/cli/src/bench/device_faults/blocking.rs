@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use sterna_idxd::flags::flag::BLOCK_ON_FAULT;
-use sterna_idxd::{Descriptor, Operation, Portal, Submission, Way, WorkQueue};
+use sterna_idxd::{Descriptor, Operation, Portal, Submission, SubmitMethod, WorkQueue};
 use sterna_idxd_model::{Kind, Model, ModelQueue};
 
 /// Opens all queues of `model`; their descriptors block on fault if `block` says so.
@@ -46,8 +46,8 @@ impl Portal for Blocking {
         if self.queue.enqcmd(descriptor.as_bytes()) { Submission::Accepted } else { Submission::Retry }
     }
 
-    fn way(&self) -> Way {
-        Way::Enqcmd
+    fn way(&self) -> SubmitMethod {
+        SubmitMethod::Enqcmd
     }
 }
 

@@ -15,9 +15,9 @@ use crate::hosts::{Ended, Hosts, HostsError, Side, Sterna, doing};
 /// Bytes of a page.
 pub(in super::super) const PAGE: f64 = 4096.0;
 /// A guest that is slower than this part of its set rate is not what was to be measured.
-const LEAST_ACHIEVED: f64 = 0.95;
+const MIN_ACHIEVED: f64 = 0.95;
 /// A guest that stands for longer than this many times the downtime aimed at was not moved as it was to be.
-pub(in super::super) const LONGEST_DOWNTIME: f64 = 1.1;
+pub(in super::super) const MAX_DOWNTIME: f64 = 1.1;
 /// What names another program than the one beside this one.
 const PROGRAM: &str = "STERNA_MICROVM";
 /// No step takes longer on a machine that is only slow, beside the migration itself.
@@ -94,7 +94,7 @@ pub(in super::super) struct Attempt {
 impl Attempt {
     /// Whether the guest was fast enough for this to say anything.
     pub(in super::super) fn counts(&self) -> bool {
-        self.achieved >= LEAST_ACHIEVED
+        self.achieved >= MIN_ACHIEVED
     }
 }
 
@@ -191,7 +191,7 @@ impl<'a> Site<'a> {
         let migration = &report["migration"];
         let asked = MethodChoice::parse(method, None).map_err(doing("choosing a method"))?;
         check_method(asked, migration["method"].as_str().unwrap_or_default())?;
-        let longest_ms = LONGEST_DOWNTIME * downtime.as_secs_f64() * 1e3;
+        let longest_ms = MAX_DOWNTIME * downtime.as_secs_f64() * 1e3;
         Ok(Attempt {
             moved: moved && number(&migration["downtime_ms"]) <= longest_ms,
             achieved: if pages > 0.0 { least / pages } else { 1.0 },

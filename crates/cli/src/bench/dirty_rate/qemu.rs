@@ -13,7 +13,7 @@ use super::super::harness::{Findings, Row};
 use super::super::measured::Measured;
 use super::super::migration::{Bench, Conditions, Mode, Way};
 use super::super::ram::certificates;
-use super::attempt::{LONGEST_DOWNTIME, PAGE};
+use super::attempt::{MAX_DOWNTIME, PAGE};
 use super::search::{Outcome, Search};
 use super::{DOWNTIME, TOO_SLOW};
 use crate::hosts::{Hosts, HostsError};
@@ -23,7 +23,7 @@ const BANDWIDTHS: [u64; 2] = [128, 32];
 /// How long all that the guest writes takes to be sent once.
 const TIME_OF_ALL: Duration = Duration::from_secs(4);
 const CHANNELS: u16 = 2;
-const LEAST_ACHIEVED: f64 = 0.95;
+const MIN_ACHIEVED: f64 = 0.95;
 /// QEMU's ways.
 const PEER: [&str; 3] = ["none", "zstd", "xbzrle"];
 const DIRECT: &[&str] = &["--method", "auto", "--delta-cache", "1GiB"];
@@ -212,8 +212,8 @@ fn all_of(
     let (mut worked, mut slow) = (Vec::new(), 0);
     while worked.len() < runs {
         let measured = bench.migrate(way, &Backend::Anonymous, conditions, false, cancel)?;
-        let is_short = measured.downtime_ms <= LONGEST_DOWNTIME * DOWNTIME.as_secs_f64() * 1e3;
-        if measured.achieved.is_some_and(|achieved| achieved < LEAST_ACHIEVED) {
+        let is_short = measured.downtime_ms <= MAX_DOWNTIME * DOWNTIME.as_secs_f64() * 1e3;
+        if measured.achieved.is_some_and(|achieved| achieved < MIN_ACHIEVED) {
             slow += 1;
             if slow > TOO_SLOW {
                 return Ok((Outcome::OutOfReach, vec![measured]));

@@ -6,7 +6,7 @@
 pub(super) const WIDTH: f64 = 1.1;
 /// How far the search goes up or down at first until it has a bracket; then further with each step.
 const STRIDE: f64 = 1.3;
-const LONGEST_STRIDE: f64 = 3.0;
+const MAX_STRIDE: f64 = 3.0;
 
 /// What came of a rate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +49,7 @@ impl Search {
     /// What came of that rate.
     pub(super) fn tried(&mut self, rate: f64, outcome: Outcome) {
         if self.works.is_some() || self.above.is_some() {
-            self.stride = self.stride.powi(2).min(LONGEST_STRIDE);
+            self.stride = self.stride.powi(2).min(MAX_STRIDE);
         }
         match outcome {
             Outcome::Works => self.works = Some(rate),

@@ -13,7 +13,9 @@ use std::sync::mpsc::{SyncSender, TryRecvError, sync_channel};
 use std::time::Instant;
 
 use sterna_engine::cancel::Cancel;
-use sterna_idxd::{Descriptor, Device, Kind, Mode, OperationSet, Portal, QueueInfo, Submission, Way, WorkQueue};
+use sterna_idxd::{
+    Descriptor, Device, Kind, Mode, OperationSet, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue,
+};
 use sterna_idxd_model::core::Timing;
 use sterna_memory::PAGE_SIZE;
 use sterna_offload::{Channel, NEVER, Offload, Operation, Region, Settings, Ticket};
@@ -282,8 +284,8 @@ impl Portal for StandIn {
         }
     }
 
-    fn way(&self) -> Way {
-        Way::Enqcmd
+    fn way(&self) -> SubmitMethod {
+        SubmitMethod::Enqcmd
     }
 }
 

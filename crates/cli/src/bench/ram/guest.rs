@@ -15,7 +15,7 @@ use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_guest::content::{PAGE_BYTES, Page, mix};
 use sterna_guest::page::{Fill, Pages};
 use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::holes::PageMap;
@@ -224,13 +224,13 @@ impl Guest {
     }
 
     /// A dirty log that nobody writes to: the guest is idle.
-    pub(crate) fn log(&self) -> Box<HandedInLog> {
-        Box::new(HandedInLog::new(&[self.block().pages()]))
+    pub(crate) fn log(&self) -> Box<ReportedLog> {
+        Box::new(ReportedLog::new(&[self.block().pages()]))
     }
 
     /// A dirty log after which all of the memory is written again and again, until so long after it was started.
     pub(crate) fn all_dirty_for(&self, time: Duration) -> Box<AllDirtyLog> {
-        Box::new(AllDirtyLog { idle: HandedInLog::new(&[self.block().pages()]), time, until: None })
+        Box::new(AllDirtyLog { idle: ReportedLog::new(&[self.block().pages()]), time, until: None })
     }
 
     /// Writes what `content` says, by two threads.
@@ -372,7 +372,7 @@ fn in_two(parts: &[Range<u64>], work: impl Fn(u64) -> Result<(), String> + Sync)
 /// A guest that writes all of its memory, as its dirty log has it; in truth nobody writes, which takes no CPU.
 #[derive(Debug)]
 pub(crate) struct AllDirtyLog {
-    idle: HandedInLog,
+    idle: ReportedLog,
     time: Duration,
     until: Option<Instant>,
 }

@@ -145,7 +145,7 @@ impl EncoderSource for Named {
 /// What `auto` chooses from where all accelerators are present.
 pub(super) fn ways() -> Vec<MethodChoice> {
     let engines = Engines::default().with_iaa(Arc::new(Named)).with_qat(Arc::new(Named));
-    MethodChoice::ways_of_auto(&engines)
+    MethodChoice::auto_candidates(&engines)
 }
 
 /// What each way makes of `bytes` of a corpus.

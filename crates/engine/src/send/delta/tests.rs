@@ -62,7 +62,7 @@ proptest! {
         ),
         places in 0usize..40,
     ) {
-        let again = SendAgain::none_of(vec![BlockShape { pages: 24, page_size: 4096 }]);
+        let again = Retransmit::none_of(vec![BlockShape { pages: 24, page_size: 4096 }]);
         let mut deltas = Deltas::new(places * PAGE_SIZE, PACKET_PAGES * PAGE_SIZE);
         let mut memory: HashMap<u64, Vec<u64>> = (0..24).map(|page| (page, vec![page + 1; 512])).collect();
         let mut there: HashMap<u64, Vec<u8>> = (0..24).map(|page| (page, vec![0; PAGE_SIZE])).collect();

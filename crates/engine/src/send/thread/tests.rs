@@ -62,9 +62,9 @@ fn what_no_way_was_chosen_for_counts_with_the_next_packet_of_which_one_was() {
     sending.packet(PacketKind::Deltas, 0, 0, &deltas).unwrap();
     assert_eq!(sending.times.written, PACKET_HEADER_LENGTH + 100);
     // Pages that were refused, and zero pages.
-    sending.mode = Way::Plain;
+    sending.mode = SendMode::Plain;
     sending.packet(PacketKind::Pages, 0, 0, &pages).unwrap();
-    sending.mode = Way::Usual;
+    sending.mode = SendMode::Usual;
     sending.packet(PacketKind::Pages, 0, 0, &Content::of(&[])).unwrap();
     assert_eq!(sending.times.written, 3 * PACKET_HEADER_LENGTH + 100 + PACKET);
     assert_eq!(sending.times.written, bytes(&sending) - before, "nothing is left out");

@@ -8,7 +8,7 @@ use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::SourceEvent;
 
 use super::{Driver, Event, Order};
-use crate::device_state::save::{self, PieceTarget, Route, SaveNews};
+use crate::device_state::save::{self, PieceTarget, Route, SaveEvent};
 use crate::device_state::{SaveDevice, SavingDevices, Threads};
 use crate::entry::Pipeline;
 use crate::send::{SendChannel, SendContext};
@@ -71,7 +71,7 @@ impl Driver<'_> {
                 // An echo: the alarm has the reason.
                 return;
             }
-            let failed = if let SaveNews::Failed(reason) = &news { Some(reason.clone()) } else { None };
+            let failed = if let SaveEvent::Failed(reason) = &news { Some(reason.clone()) } else { None };
             drop(events.send(Event::Device(news)));
             if let Some(reason) = failed {
                 // The driver may be saving the monitor's state.
@@ -106,14 +106,14 @@ impl Driver<'_> {
         }
     }
 
-    pub(super) fn handle_device(&mut self, news: SaveNews) -> Option<SourceEvent> {
+    pub(super) fn handle_device(&mut self, news: SaveEvent) -> Option<SourceEvent> {
         match news {
-            SaveNews::NothingAhead(device) => {
+            SaveEvent::NothingAhead(device) => {
                 self.device_loaded_ahead(device);
                 None
             }
-            SaveNews::Saved => self.final_state_sent(),
-            SaveNews::Failed(reason) => Some(SourceEvent::Failed { reason }),
+            SaveEvent::Saved => self.final_state_sent(),
+            SaveEvent::Failed(reason) => Some(SourceEvent::Failed { reason }),
         }
     }
 

@@ -21,7 +21,7 @@ use sterna_wire::text::cleaned;
 use self::devices::Devices;
 use self::post_copy::PostCopy;
 use super::convergence::{Convergence, NotConverging};
-use super::rounds::{CurrentRound, Held, Order, RoundNews, RoundStats, Rounds, no_pages};
+use super::rounds::{CurrentRound, Held, Order, RoundEvent, RoundStats, Rounds, no_pages};
 use super::unsent::Unsent;
 use super::{Settings, Source};
 use crate::abort::Abort;
@@ -31,20 +31,20 @@ use crate::cancel::Cancel;
 use crate::control_link::ControlEvent;
 use crate::cpu_time::{self, CpuTime};
 use crate::device_state::SavingDevices;
-use crate::device_state::save::SaveNews;
+use crate::device_state::save::SaveEvent;
 use crate::entry::{PageSearch, Pipeline};
 use crate::ledger::Ledger;
 use crate::migration::{
-    DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, SEND_AGAIN, machine, shapes,
+    DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, RETRANSMIT, machine, shapes,
 };
 use crate::monitor::{self, CaughtLog, CaughtObserver, SourceMonitor};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
-use crate::send::{Compression, HashKey, SendAgain, SendChannel, SendContext, Sent};
+use crate::send::{Compression, HashKey, Retransmit, SendChannel, SendContext, Sent};
 use crate::session::{
-    self, Features, Heard, Offer, Peer, PeerNews, Redial, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED,
-    after, lead_source, too_long,
+    self, ConnectionEvent, Features, Offer, OnConnectionEvent, Peer, PeerEvent, Redial, Session, SourceDriver,
+    SourceLead, UNCHECKED, after, lead_source, too_long,
 };
 use crate::state::{Part, StateWriter};
 use crate::transport::{Address, Security};
@@ -63,9 +63,9 @@ const MONITORS_STATE: &str = "the monitor's state";
 /// What wakes the driver.
 #[derive(Debug)]
 enum Event {
-    Peer(PeerNews),
-    Rounds(RoundNews),
-    Device(SaveNews),
+    Peer(ConnectionEvent),
+    Rounds(RoundEvent),
+    Device(SaveEvent),
     /// The data channels of this incarnation have failed.
     Broken(u32),
     Cancelled,
@@ -110,7 +110,7 @@ pub(super) fn run(
     required.extend((settings.delta_cache > 0).then_some(DELTA));
     required.extend((!known.is_empty()).then_some(DEVICE_STATE));
     let mut offered = required.clone();
-    offered.push(SEND_AGAIN);
+    offered.push(RETRANSMIT);
     let offer = Offer {
         to,
         security,
@@ -126,16 +126,16 @@ pub(super) fn run(
     let occupied = Occupied::default();
     let monitor_call = occupied.clone();
     let of_devices = Arc::clone(&known);
-    let tell_peer: TellPeer = Arc::new(move |news| {
+    let tell_peer: OnConnectionEvent = Arc::new(move |news| {
         // Handled here, because the driver may be busy with the monitor's state for long.
-        if let PeerNews::Control(_, ControlEvent::Message(message, _)) = &news {
+        if let ConnectionEvent::Control(_, ControlEvent::Message(message, _)) = &news {
             match message {
                 ControlMessage::DeviceCredit { device, up_to } if of_devices.credit(*device, *up_to).is_ok() => return,
                 ControlMessage::DeviceLoaded { device } => return of_devices.loaded(*device),
                 _ => {}
             }
         }
-        if let PeerNews::Control(_, ControlEvent::Lost(reason)) = &news {
+        if let ConnectionEvent::Control(_, ControlEvent::Lost(reason)) = &news {
             monitor_call.lost(format_args!("the destination was lost: {reason}"));
         }
         drop(peer_events.send(Event::Peer(news)));
@@ -180,7 +180,7 @@ pub(super) fn run(
         observer,
         cancel,
         unsent: Arc::new(Unsent::none_of(&ram)),
-        again: Arc::new(SendAgain::none_of(shapes(&ram))),
+        again: Arc::new(Retransmit::none_of(shapes(&ram))),
         ram: ram.clone(),
         log: Some(CaughtLog::new(log)),
         post_copy: PostCopy::No,
@@ -276,14 +276,14 @@ struct Driver<'a> {
     /// In post-copy: pages that the destination lacks.
     unsent: Arc<Unsent>,
     /// Pages that did not arrive as they were read.
-    again: Arc<SendAgain>,
+    again: Arc<Retransmit>,
     post_copy: PostCopy,
     session: Session,
     ledger: Ledger,
     window: Arc<Window>,
     pacer: Arc<Pacer>,
     events_in: Sender<Event>,
-    tell_peer: TellPeer,
+    tell_peer: OnConnectionEvent,
     occupied: Occupied,
     moving: Option<Moving>,
     devices: Devices,
@@ -332,9 +332,9 @@ impl SourceDriver for Driver<'_> {
     fn translate(&mut self, event: Event) -> Option<SourceEvent> {
         let follows = self.phase == Phase::PostCopy;
         match event {
-            Event::Peer(news) => match self.lead.peer.hear(news)? {
-                Heard::Said(message, _share) => self.receive(message),
-                Heard::Lost(reason) => {
+            Event::Peer(news) => match self.lead.peer.handle(news)? {
+                PeerEvent::Message(message, _share) => self.receive(message),
+                PeerEvent::Lost(reason) => {
                     self.observer.note(&format!("the connection to the destination is lost: {reason}"));
                     self.lead.abort.lost(format_args!("the destination was lost: {reason}"));
                     if follows {
@@ -344,7 +344,7 @@ impl SourceDriver for Driver<'_> {
                     }
                     Some(SourceEvent::ConnectionLost)
                 }
-                Heard::Connected => {
+                PeerEvent::Connected => {
                     self.redial.connected();
                     if follows {
                         self.lead.give_up = None;
@@ -352,7 +352,7 @@ impl SourceDriver for Driver<'_> {
                     }
                     Some(SourceEvent::Connected)
                 }
-                Heard::Unreachable(reason) => {
+                PeerEvent::Unreachable(reason) => {
                     tracing::info!(reason, "the destination cannot be reached yet");
                     self.reconnect();
                     None
@@ -409,11 +409,11 @@ impl Driver<'_> {
                 }
             },
             SourceAction::Send(message) => {
-                self.lead.peer.say(&ControlMessage::Switchover(message));
+                self.lead.peer.send(&ControlMessage::Switchover(message));
                 None
             }
             // There is no relay here: confirms that the guest is paused and stays so.
-            SourceAction::RelayShut => Some(match self.vmm.stood_still() {
+            SourceAction::RelayShut => Some(match self.vmm.confirm_paused() {
                 Ok(()) => SourceEvent::Guest(SourceGuest::Completed),
                 Err(_) if self.vmm.has_ended() => SourceEvent::Guest(SourceGuest::Gone),
                 Err(error) => SourceEvent::Failed { reason: error.to_string() },
@@ -486,7 +486,7 @@ impl Driver<'_> {
         if state == SourceState::Aborted {
             // Before the channels are closed, so that the destination learns the reason.
             let reason = self.lead.switchover.reason();
-            self.lead.peer.say(&ControlMessage::Failed { reason: reason.to_owned() });
+            self.lead.peer.send(&ControlMessage::Failed { reason: reason.to_owned() });
             self.lead.abort.raise(reason);
         }
         match self.ledger.write(RecordState::Source(state)) {
@@ -561,30 +561,30 @@ impl Driver<'_> {
         None
     }
 
-    fn handle_rounds(&mut self, news: RoundNews) -> Option<SourceEvent> {
-        if self.lead.abort.is_over() && !matches!(news, RoundNews::Note(_) | RoundNews::Failed(_)) {
+    fn handle_rounds(&mut self, news: RoundEvent) -> Option<SourceEvent> {
+        if self.lead.abort.is_over() && !matches!(news, RoundEvent::Note(_) | RoundEvent::Failed(_)) {
             // The migration is being taken down: the guest is resumed, if it has to be, and runs at full speed.
             return None;
         }
         let outcome = match news {
-            RoundNews::Note(text) => {
+            RoundEvent::Note(text) => {
                 self.observer.note(&text);
                 Ok(())
             }
-            RoundNews::Throttle(percent) => {
+            RoundEvent::Throttle(percent) => {
                 self.throttle(percent);
                 Ok(())
             }
-            RoundNews::Settle => self.settle_io(),
-            RoundNews::SwitchOver => self.switch_over(),
-            RoundNews::Stopped => self.send_state(),
-            RoundNews::RunOn => self.run_on(),
-            RoundNews::PostCopy => {
+            RoundEvent::Settle => self.settle_io(),
+            RoundEvent::SwitchOver => self.switch_over(),
+            RoundEvent::Stopped => self.send_state(),
+            RoundEvent::RunOn => self.run_on(),
+            RoundEvent::PostCopy => {
                 self.request_post_copy();
                 Ok(())
             }
-            RoundNews::Failed(reason) => Err(reason),
-            RoundNews::Drained(when) => {
+            RoundEvent::Failed(reason) => Err(reason),
+            RoundEvent::Drained(when) => {
                 self.lead.moments.drained = Some(when);
                 return self.final_state_sent();
             }
@@ -671,7 +671,7 @@ impl Driver<'_> {
             // Reported, because the driver waits for messages of this thread.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| rounds.run())) {
                 let reason = format!("the thread of the rounds panicked: {}", monitor::panic_text(panic));
-                drop(panicked.send(Event::Rounds(RoundNews::Failed(reason))));
+                drop(panicked.send(Event::Rounds(RoundEvent::Failed(reason))));
             }
         };
         let thread = std::thread::Builder::new().name("rounds".into());
@@ -728,7 +728,7 @@ impl Driver<'_> {
             compression: self.compression.clone(),
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),
-            again: self.session.has(SEND_AGAIN).then(|| Arc::clone(&self.again)),
+            again: self.session.has(RETRANSMIT).then(|| Arc::clone(&self.again)),
             // More than all of RAM and some spare places is of no use, and might not be available.
             delta_cache: self.settings.delta_cache.min(self.ram.bytes().saturating_add(self.ram.bytes() / 8)) as usize
                 / usize::from(self.session.channels),

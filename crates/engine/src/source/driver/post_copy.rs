@@ -71,7 +71,7 @@ impl Driver<'_> {
     pub(super) fn request_post_copy(&mut self) {
         self.observer.note("the guest will go on before all of its memory is there");
         self.post_copy = PostCopy::Requested;
-        self.lead.peer.say(&ControlMessage::PostCopy);
+        self.lead.peer.send(&ControlMessage::PostCopy);
     }
 
     /// Handles the destination's message that it watches for missing pages: at first, or again after it was lost.

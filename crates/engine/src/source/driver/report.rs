@@ -57,7 +57,7 @@ impl Driver<'_> {
         let (outcome, guest, reason) = self.verdict(outcome);
         self.lead.abort.finish();
         // A destination that does not receive it waits a little for this side to reconnect.
-        self.lead.peer.say(&ControlMessage::Goodbye);
+        self.lead.peer.send(&ControlMessage::Goodbye);
         self.lead.peer.hang_up();
         self.end_data_plane();
         if outcome == Outcome::Completed && self.post_copy.begun().is_some() {
@@ -107,14 +107,14 @@ impl Driver<'_> {
                 (Outcome::Failed, GuestState::Untouched, format!("the migration's record could not be written: {why}"))
             }
             SourceOutcome::Machine(SourceEnd::GuestGone) => {
-                (Outcome::Lost, GuestState::StandsAtSource, "the guest is gone".to_owned())
+                (Outcome::Lost, GuestState::PausedAtSource, "the guest is gone".to_owned())
             }
             SourceOutcome::Machine(SourceEnd::DestinationLost { never_ran, reason }) => {
                 let ran = if never_ran { "it never ran there" } else { "it may have run there" };
                 let reason = format!("the destination has lost the guest that was given to it ({ran}): {reason}");
                 (Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
             }
-            SourceOutcome::Machine(SourceEnd::Stuck { reason }) => (Outcome::Stuck, GuestState::StandsAtSource, reason),
+            SourceOutcome::Machine(SourceEnd::Stuck { reason }) => (Outcome::Stuck, GuestState::PausedAtSource, reason),
             SourceOutcome::Machine(SourceEnd::Conflict) => {
                 let reason = "the destination runs the guest although it was not given to it".to_owned();
                 (Outcome::Stuck, GuestState::RunsTwice, reason)

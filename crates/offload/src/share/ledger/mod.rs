@@ -20,7 +20,7 @@
 //! * virtual time stays near the median of all, and is no faster than a device can work;
 //! * a slot that waits but does not ask again is passed (after [`PATIENCE`]), and one whose owner has died is cleared:
 //!   the kernel has released its lock;
-//! * whatever the others claim, a process with nothing in flight gets a batch admitted after [`LONGEST_TURN`].
+//! * whatever the others claim, a process with nothing in flight gets a batch admitted after [`MAX_TURN`].
 //!
 //! A process that has more in the device than its slot shows is not detected. The others then wait longer than they
 //! expect, and spill.
@@ -34,10 +34,10 @@ pub use slot::{Slot, Table};
 use super::pace::Pace;
 use super::spill::CpuCost;
 use super::turns::{SCALE, Turns, start_tag, virtual_span};
-use super::{Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, PATIENCE, Share, Verdict};
+use super::{AdmissionDecision, Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, PATIENCE, Share};
 
 /// The longest wait of a process with nothing in flight, whatever the others claim.
-pub const LONGEST_TURN: Nanos = 50_000_000;
+pub const MAX_TURN: Nanos = 50_000_000;
 /// Turns shorter than this are normal.
 const SHORT_TURN: Nanos = 5_000_000;
 /// The most that a batch may plausibly take: 512 KiB at 10 GB/s.
@@ -233,7 +233,7 @@ impl<T: Table> Ledger<T> {
         self.table.write(&self.own);
     }
 
-    fn admit(&mut self, ask: &Ask, ahead: Nanos, now: Nanos) -> Verdict {
+    fn admit(&mut self, ask: &Ask, ahead: Nanos, now: Nanos) -> AdmissionDecision {
         self.turns.admit(ask);
         self.own.until = now.saturating_add(ahead);
         // Against the predicted time, not the stretched one.
@@ -244,7 +244,7 @@ impl<T: Table> Ledger<T> {
         self.own.wants = 0;
         self.waiting = None;
         self.publish();
-        Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected })
+        AdmissionDecision::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected })
     }
 
     fn left(&mut self, grant: &Grant) {
@@ -254,7 +254,7 @@ impl<T: Table> Ledger<T> {
 }
 
 impl<T: Table> Share for Ledger<T> {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
         let before_own = self.turns.ask(ask, now);
         let needed = before_own.saturating_add(ask.predicted);
         self.own.weight = self.turns.active_weight(now).max(1);
@@ -288,7 +288,7 @@ impl<T: Table> Share for Ledger<T> {
         let room = if others.before > 0 { self.bound * 2 / 3 } else { self.bound };
         let alone = self.batches == 0 && others.in_flight == 0 && others.before == 0 && before_own == 0;
         let since = self.waiting.map_or(now, |(since, _)| since);
-        let turn = ask.predicted.saturating_mul(2 * all / self.own.weight()).clamp(SHORT_TURN, LONGEST_TURN);
+        let turn = ask.predicted.saturating_mul(2 * all / self.own.weight()).clamp(SHORT_TURN, MAX_TURN);
         let overdue = self.batches == 0 && before_own == 0 && now.saturating_sub(since) >= turn;
         // A limit for a device that is much slower than predicted.
         let outstanding = self.batches == 0 || self.in_flight.saturating_add(ask.predicted) <= self.bound;
@@ -303,12 +303,12 @@ impl<T: Table> Share for Ledger<T> {
             let expected = now.saturating_add(cost);
             self.turns.wait(ask, expected);
             self.come_again(since, expected);
-            return Verdict::Spill;
+            return AdmissionDecision::Spill;
         }
         let until = now.saturating_add(wait.clamp(MIN_WAIT, MAX_WAIT));
         self.turns.wait(ask, until);
         self.come_again(since, until);
-        Verdict::Wait { until }
+        AdmissionDecision::Wait { until }
     }
 
     fn done(&mut self, grant: Grant, sojourn: Nanos, _now: Nanos) {

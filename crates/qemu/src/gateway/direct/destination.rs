@@ -11,7 +11,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
 use sterna_engine::migration::MigrationError;
 use sterna_engine::report::{Observer, ReceiveReport};
-use sterna_engine::session::Greeted;
+use sterna_engine::session::AcceptedSource;
 use sterna_engine::source::MonitorRecord;
 use sterna_engine::transport::{Address, Incoming};
 use sterna_engine::vmm::{DestinationVmm, VmmError};
@@ -27,7 +27,7 @@ use super::{WithFaultPoints, ram};
 use crate::gateway::destination::{QUIT_TIME, RETURN_TIME};
 use crate::gateway::{GatewayError, ReceiveOptions, qemu};
 use crate::qmp::{Qmp, QmpError};
-use crate::settings::{Restore, Role, Settings, Wanted};
+use crate::settings::{RequiredSettings, Restore, Role, Settings};
 use crate::stream::{ReturnMessage, ReturnPathReader};
 
 /// How long QEMU may take to read the beginning of its stream.
@@ -75,7 +75,7 @@ pub(in crate::gateway) fn prepare(qmp: &Qmp, machine: &Machine) -> Result<Ready,
 /// Only for what is found before the migration was accepted; every other end is told by the report.
 pub(in crate::gateway) fn receive(
     ready: Ready,
-    greeted: Greeted,
+    greeted: AcceptedSource,
     options: &ReceiveOptions,
     address: &Address,
     incoming: Incoming,
@@ -143,8 +143,12 @@ impl QemuDestination {
         let answers = ours.try_clone().map_err(broken)?;
         answers.set_read_timeout(Some(OPENING_TIME)).map_err(broken)?;
         ours.set_write_timeout(Some(LOADING_TIME)).map_err(broken)?;
-        let wanted =
-            Wanted { role: Role::Destination, channels: 0, downtime_limit: None, pause_before_switchover: false };
+        let wanted = RequiredSettings {
+            role: Role::Destination,
+            channels: 0,
+            downtime_limit: None,
+            pause_before_switchover: false,
+        };
         let plan = Settings::plan(&qmp, &wanted).map_err(|error| untouched(&error))?;
         let settings_before = serde_json::to_value(plan.before()).ok();
         // Put back by its end, until QEMU has begun.

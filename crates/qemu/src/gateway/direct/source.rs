@@ -172,7 +172,7 @@ impl SourceVmm for QemuSource {
         }
     }
 
-    fn stood_still(&mut self) -> Result<(), VmmError> {
+    fn confirm_paused(&mut self) -> Result<(), VmmError> {
         // QEMU sends RESUME before the guest's vCPUs start, and in order with its answers.
         let status = self.qmp.status()?;
         let resumed = self.qmp.wait_event("RESUME", |_| true, Instant::now())?;

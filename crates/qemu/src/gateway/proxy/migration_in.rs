@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 
 use sterna_engine::abort::Abort;
 use sterna_engine::control_link::{ControlEvent, ControlLink};
-use sterna_engine::session::{Doorman, LAST_WORDS};
+use sterna_engine::session::{ChannelAcceptor, LAST_WORDS};
 use sterna_wire::control::ControlMessage;
 use sterna_wire::text::cleaned;
 
 use super::receive::Event;
 use crate::gateway::GatewayError;
 use crate::gateway::backlog::Backlog;
-use crate::gateway::feeder::FeederNews;
+use crate::gateway::feeder::FeederEvent;
 use crate::stream::{ReturnMessage, ReturnPathReader};
 
 /// How long the source's proxy may take to end the session once the source QEMU has sent everything. It only waits for our
@@ -29,7 +29,7 @@ const STREAM_END_TIME: Duration = Duration::from_secs(2);
 /// A migration whose channels are fed to a QEMU.
 pub(super) struct Migration<'a> {
     pub(super) abort: Arc<Abort>,
-    pub(super) acceptor: Arc<Doorman>,
+    pub(super) acceptor: Arc<ChannelAcceptor>,
     pub(super) link: &'a ControlLink,
     pub(super) events_in: Sender<Event>,
     stage: Stage,
@@ -50,7 +50,7 @@ enum Stage {
 impl<'a> Migration<'a> {
     pub(super) fn new(
         abort: Arc<Abort>,
-        acceptor: Arc<Doorman>,
+        acceptor: Arc<ChannelAcceptor>,
         link: &'a ControlLink,
         events_in: Sender<Event>,
     ) -> Self {
@@ -104,12 +104,12 @@ impl<'a> Migration<'a> {
             Event::Control(ControlEvent::Message(message, _)) => {
                 tracing::warn!(?message, "unexpected message from a source's proxy");
             }
-            Event::Feeder(FeederNews::Ready { placement, return_path, .. }) => {
+            Event::Feeder(FeederEvent::Ready { placement, return_path, .. }) => {
                 self.send(&ControlMessage::Ready { placement, deltas: Vec::new() });
                 self.relay_return_path(return_path)?;
             }
-            Event::Feeder(FeederNews::RamPlaced) => {}
-            Event::Feeder(FeederNews::Ended) => self.stage = Stage::EndedSince(Instant::now()),
+            Event::Feeder(FeederEvent::RamPlaced) => {}
+            Event::Feeder(FeederEvent::Ended) => self.stage = Stage::EndedSince(Instant::now()),
             Event::ReturnPath(message) => {
                 self.send(&ControlMessage::ReturnPath(message.into()));
                 self.backlog.handled();

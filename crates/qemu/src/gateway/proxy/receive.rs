@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use sterna_engine::abort::Abort;
 use sterna_engine::cancel::Cancel;
-use sterna_engine::control_link::{ControlEvent, ControlLink, say};
+use sterna_engine::control_link::{ControlEvent, ControlLink, send_message};
 use sterna_engine::receive::Sink;
 use sterna_engine::report::{Observer, Outcome, between};
 use sterna_engine::session::{
-    Doorman, Greeted, Greeting, Opened, OtherDoor, PeerNews, Session, Sessions, Sinks, TellPeer, link_events,
+    AcceptedSource, ChannelAcceptor, ConnectionEvent, ExtraChannelHandler, Handshake, OnConnectionEvent, Opened,
+    Session, Sessions, Sinks, link_events,
 };
 use sterna_engine::transport::{Connection, Limits, Listener, Security, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, Mode, RelayContent};
@@ -24,7 +25,7 @@ use super::report::{ProxyReport, ProxySide};
 use super::under_way::UnderWay;
 use super::{ProxyStop, under_way};
 use crate::gateway::features::FEATURES;
-use crate::gateway::feeder::{Agreed, Feeder, FeederNews, FeederSinks};
+use crate::gateway::feeder::{Agreed, Feeder, FeederEvent, FeederSinks};
 use crate::gateway::sockets;
 use crate::gateway::{GatewayError, Placement, ProxyReceiveOptions};
 use crate::stream::ReturnMessage;
@@ -32,7 +33,7 @@ use crate::stream::ReturnMessage;
 /// The events of one session.
 pub(super) enum Event {
     Control(ControlEvent),
-    Feeder(FeederNews),
+    Feeder(FeederEvent),
     ReturnPath(ReturnMessage),
     /// The destination QEMU has closed its socket without a SHUT, by which it reports that it has loaded the guest.
     ClosedWithoutShut,
@@ -74,29 +75,29 @@ pub fn proxy_receive(
     };
     let _obeying = under_way::obey(stop, &proxy.under_way, drain, || ());
     let refused = |reason: &str| observer.note(&format!("refused: {reason}"));
-    let greeting = Greeting { takes: &[(Mode::Proxy, FEATURES)], refusal: &|_| None };
+    let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusal: &|_| None };
     sessions.serve(&incoming, &greeting, refused, |greeted| proxy.serve(greeted));
     Ok(!proxy.under_way.was_cut())
 }
 
 impl Proxy<'_> {
     /// Serves one session to its end.
-    fn serve(&self, greeted: Greeted) {
+    fn serve(&self, greeted: AcceptedSource) {
         // Sessions have the same limit, so there is always room.
         let Some(carried) = self.under_way.enter() else { return };
-        let Greeted { session, mut writer, reader, closer, messages, welcome, peer, .. } = greeted;
+        let AcceptedSource { session, mut writer, reader, closer, messages, welcome, peer, .. } = greeted;
         let (events_in, events) = channel();
         let news = events_in.clone();
         // A source's proxy never reconnects: the programs that drive the QEMUs start a failed migration again.
-        let tell: TellPeer = Arc::new(move |event| {
-            if let PeerNews::Control(1, event) = event {
+        let tell: OnConnectionEvent = Arc::new(move |event| {
+            if let ConnectionEvent::Control(1, event) = event {
                 let _ = news.send(Event::Control(event));
             }
         });
         let cancelled = events_in.clone();
         let _cancelling = carried.cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
         let close = closer.clone();
-        let welcomed = say(&mut writer, &ControlMessage::Welcome(welcome));
+        let welcomed = send_message(&mut writer, &ControlMessage::Welcome(welcome));
         let link = welcomed.and_then(|()| ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1)));
         // Closing also ends a write to a source that reads nothing.
         let _closing = carried.cancel.on_cancel(move || close.close());
@@ -117,7 +118,7 @@ struct Serving<'a> {
     link: ControlLink,
     events: Receiver<Event>,
     cancel: &'a Cancel,
-    tell: TellPeer,
+    tell: OnConnectionEvent,
 }
 
 impl Serving<'_> {
@@ -217,7 +218,8 @@ impl Serving<'_> {
         let feeder = Feeder::new(&path, options.patience, Placement::InStream, no_blocks, Agreed::default(), &abort);
         let fed = events_in.clone();
         let sinks = FeederSinks::new(feeder, move |news| drop(fed.send(Event::Feeder(news))));
-        let acceptor = Doorman::new(self.session.clone(), Box::new(sinks), &abort, None, Arc::clone(&self.tell));
+        let acceptor =
+            ChannelAcceptor::new(self.session.clone(), Box::new(sinks), &abort, None, Arc::clone(&self.tell));
         let acceptor = Arc::new(acceptor);
         let _entered = self.proxy.sessions.enter(&acceptor);
         acceptor.open();
@@ -245,14 +247,14 @@ impl Serving<'_> {
         let mut local = LocalEnd::new(stream, self.session.packet_size).map_err(failed)?;
         let abort = Arc::new(Abort::default());
         let channels = events_in.clone();
-        let accept_opaque: OtherDoor = Box::new(move |header, connection, _| match header.kind {
+        let accept_opaque: ExtraChannelHandler = Box::new(move |header, connection, _| match header.kind {
             ChannelKind::Opaque => {
                 let _ = channels.send(Event::Channel(header.index, Box::new(connection)));
                 Ok(())
             }
             _ => Err(Box::new((connection, "a carried connection has no such channel".into()))),
         });
-        let acceptor = Doorman::new(
+        let acceptor = ChannelAcceptor::new(
             Session { channels: 0, ..self.session.clone() },
             Box::new(NoPages),
             &abort,

@@ -10,7 +10,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::{ControlEvent, ControlLink};
 use sterna_engine::report::Observer;
 use sterna_engine::send::Compression;
-use sterna_engine::session::{self, Offer, PeerNews, Session, TellPeer};
+use sterna_engine::session::{self, ConnectionEvent, Offer, OnConnectionEvent, Session};
 use sterna_engine::transport::Address;
 use sterna_wire::control::{ControlMessage, Machine, Mode, RelayContent};
 use sterna_wire::header::ChannelKind;
@@ -147,8 +147,8 @@ impl<'a> Proxy<'a> {
             patience: options.patience,
         };
         let news = events_in.clone();
-        let tell: TellPeer = Arc::new(move |event| {
-            if let PeerNews::Control(_, event) = event {
+        let tell: OnConnectionEvent = Arc::new(move |event| {
+            if let ConnectionEvent::Control(_, event) = event {
                 let _ = news.send(Event::Control(event));
             }
         });

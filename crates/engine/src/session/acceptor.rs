@@ -9,7 +9,7 @@ use sterna_wire::control::ControlReader;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 
 use super::peer::link_events;
-use super::{PeerNews, Session, TellPeer};
+use super::{ConnectionEvent, OnConnectionEvent, Session};
 use crate::abort::Abort;
 use crate::control_link::{Allowance, ControlLink, held_back};
 use crate::cpu_time;
@@ -38,14 +38,15 @@ pub type Refused = Box<(Connection, String)>;
 
 /// Handles extra channels: those that are neither RAM channels nor the stream channel. The alarm is that of all channels of the same
 /// incarnation.
-pub type OtherDoor = Box<dyn Fn(&ChannelHeader, Connection, &Arc<Abort>) -> Result<(), Refused> + Send + Sync>;
+pub type ExtraChannelHandler =
+    Box<dyn Fn(&ChannelHeader, Connection, &Arc<Abort>) -> Result<(), Refused> + Send + Sync>;
 
 /// Admits the channels of one migration and refuses all others.
-pub struct Doorman {
+pub struct ChannelAcceptor {
     session: Session,
     sinks: Box<dyn Sinks>,
-    extra_channels: Option<OtherDoor>,
-    tell: TellPeer,
+    extra_channels: Option<ExtraChannelHandler>,
+    tell: OnConnectionEvent,
     /// Shared by all control channels on which the source reconnects.
     allowance: Allowance,
     state: Mutex<State>,
@@ -89,14 +90,14 @@ impl State {
     }
 }
 
-impl Doorman {
-    /// Makes the acceptor for the migration of `session`. It refuses data channels until [`Doorman::open`].
+impl ChannelAcceptor {
+    /// Makes the acceptor for the migration of `session`. It refuses data channels until [`ChannelAcceptor::open`].
     pub fn new(
         session: Session,
         sinks: Box<dyn Sinks>,
         abort: &Arc<Abort>,
-        extra_channels: Option<OtherDoor>,
-        tell: TellPeer,
+        extra_channels: Option<ExtraChannelHandler>,
+        tell: OnConnectionEvent,
     ) -> Self {
         let ram = vec![None; session.channels.into()];
         let state = State {
@@ -252,7 +253,7 @@ impl Doorman {
                 .map_err(|error| error.to_string())
         });
         match accepted {
-            Ok(link) => (self.tell)(PeerNews::Connected(incarnation, link)),
+            Ok(link) => (self.tell)(ConnectionEvent::Connected(incarnation, link)),
             Err(error) => tracing::info!(error, "the source's new connection failed"),
         }
         drop(gate);

@@ -13,10 +13,10 @@ use sterna_wire::handshake::choose;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_CONTENT};
 
-use super::doorman::UNDER_WAY;
+use super::acceptor::UNDER_WAY;
 use super::{Features, Session, program};
 use crate::cancel::Cancel;
-use crate::control_link::{hear, say};
+use crate::control_link::{receive_message, send_message};
 use crate::migration::DEVICE_STATE;
 use crate::transport::{Closer, Connection, Incoming, Reader, Writer, accept_channel, refuse_channel};
 
@@ -91,7 +91,7 @@ impl Drop for PendingHandshake {
 
 /// A migration that a source has begun. The driver sends the welcome when it is ready for channels.
 #[derive(Debug)]
-pub struct Greeted {
+pub struct AcceptedSource {
     /// What was agreed on.
     pub session: Session,
     /// How the source's virtual machine is driven.
@@ -113,17 +113,17 @@ pub struct Greeted {
 }
 
 /// Which migrations a destination accepts.
-pub struct Greeting<'a> {
+pub struct Handshake<'a> {
     /// How the virtual machine here may be driven, and for each mode this side's capabilities beyond the protocol's basis.
     pub takes: &'a [(Mode, Features<'a>)],
     /// Returns a further reason to refuse a source, if any. The source receives it.
     pub refusal: &'a (dyn Fn(&Hello) -> Option<String> + Sync),
 }
 
-impl Greeting<'_> {
+impl Handshake<'_> {
     /// Waits for the first migration that a source begins here, and calls `refused` with the reason for each source that is refused.
     /// Returns none once it is cancelled, which also ends the listening.
-    pub fn first(&self, incoming: &Incoming, cancel: &Cancel, refused: impl Fn(&str)) -> Option<Greeted> {
+    pub fn first(&self, incoming: &Incoming, cancel: &Cancel, refused: impl Fn(&str)) -> Option<AcceptedSource> {
         let pending = Arc::new(PendingHandshakes::default());
         // Only until a hello has been accepted: later the driver decides how a cancellation ends, and the source must
         // be able to reconnect.
@@ -133,7 +133,7 @@ impl Greeting<'_> {
             stop.stop();
         });
         std::thread::scope(|scope| {
-            let (greeted, sessions) = channel::<Result<Greeted, String>>();
+            let (greeted, sessions) = channel::<Result<AcceptedSource, String>>();
             let mut waiting = 0;
             let first = loop {
                 // Blocks where no handshake is pending.
@@ -174,13 +174,13 @@ impl Greeting<'_> {
                 let greeted = greeted.clone();
                 scope.spawn(move || {
                     if let Err(unsent) = greeted.send(self.accept(connection, &header, handshake)) {
-                        unsent.0.into_iter().for_each(Greeted::too_late);
+                        unsent.0.into_iter().for_each(AcceptedSource::too_late);
                     }
                 });
             };
             drop(interrupting);
             pending.close_all();
-            sessions.try_iter().flatten().for_each(Greeted::too_late);
+            sessions.try_iter().flatten().for_each(AcceptedSource::too_late);
             first
         })
     }
@@ -192,7 +192,7 @@ impl Greeting<'_> {
         connection: Connection,
         header: &ChannelHeader,
         handshake: PendingHandshake,
-    ) -> Result<Greeted, String> {
+    ) -> Result<AcceptedSource, String> {
         let peer = connection.peer();
         if header.kind != ChannelKind::Control || header.incarnation != 1 {
             let reason = "no migration with this id is under way here";
@@ -203,7 +203,7 @@ impl Greeting<'_> {
         let closer = connection.closer();
         let (mut writer, mut reader) = accept_channel(connection).map_err(|error| error.to_string())?;
         let mut messages = ControlReader::default();
-        let first = hear(&mut reader, &mut messages, Instant::now() + HANDSHAKE_TIME);
+        let first = receive_message(&mut reader, &mut messages, Instant::now() + HANDSHAKE_TIME);
         drop(handshake);
         let hello = match first {
             Ok(ControlMessage::Hello(hello)) => *hello,
@@ -222,7 +222,7 @@ impl Greeting<'_> {
             (objection, _) => {
                 let reason = objection.unwrap_or_default();
                 // Fails where the peer is gone, which needs no answer.
-                let _ = say(&mut writer, &ControlMessage::Refused { reason: reason.clone() });
+                let _ = send_message(&mut writer, &ControlMessage::Refused { reason: reason.clone() });
                 return Err(format!("{peer}: {reason}"));
             }
         };
@@ -238,7 +238,7 @@ impl Greeting<'_> {
             round_trip: Duration::ZERO,
         };
         let welcome = Welcome { program: program(), chosen };
-        Ok(Greeted {
+        Ok(AcceptedSource {
             session,
             mode: hello.mode,
             machine: hello.machine,
@@ -252,12 +252,12 @@ impl Greeting<'_> {
     }
 }
 
-impl Greeted {
+impl AcceptedSource {
     /// Refuses this source, because another one was faster.
     fn too_late(mut self) {
         let reason = UNDER_WAY.to_owned();
         // Fails where the source is gone, which needs no answer.
-        let _ = say(&mut self.writer, &ControlMessage::Refused { reason });
+        let _ = send_message(&mut self.writer, &ControlMessage::Refused { reason });
     }
 }
 
@@ -294,7 +294,7 @@ mod tests {
         let waiting = std::thread::spawn({
             let cancel = cancel.clone();
             move || {
-                let greeting = Greeting { takes: &[(Mode::Owner, FEATURES)], refusal: &|_| None };
+                let greeting = Handshake { takes: &[(Mode::Owner, FEATURES)], refusal: &|_| None };
                 greeting.first(&incoming, &cancel, |_| {})
             }
         });

@@ -1,13 +1,13 @@
 //! The dirty log of writers that report their writes: device models, vhost back ends, DMA of devices.
 //!
-//! A bitmap per RAM block, set by [`DirtyMarker`] from any thread and collected by [`HandedInLog`].
+//! A bitmap per RAM block, set by [`DirtyMarker`] from any thread and collected by [`ReportedLog`].
 
 use super::{DirtyLog, DirtyLogError, check_collect};
 use crate::bitmap::{AtomicPageBitmap, PageBitmap};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Marks pages for a [`HandedInLog`]; cheap to clone, one for each thread that writes.
+/// Marks pages for a [`ReportedLog`]; cheap to clone, one for each thread that writes.
 ///
 /// **Write first, then mark.** A mark set before the write can be collected, and the old content read, before the new
 /// content is there.
@@ -29,13 +29,13 @@ impl DirtyMarker {
 
 /// Collects the marked pages. Names exactly those.
 #[derive(Debug)]
-pub struct HandedInLog {
+pub struct ReportedLog {
     marker: DirtyMarker,
     pages: Vec<u64>,
     started: bool,
 }
 
-impl HandedInLog {
+impl ReportedLog {
     /// Makes a log for RAM blocks of these numbers of pages.
     pub fn new(pages: &[u64]) -> Self {
         let blocks = pages.iter().map(|pages| AtomicPageBitmap::new(*pages)).collect();
@@ -48,7 +48,7 @@ impl HandedInLog {
     }
 }
 
-impl DirtyLog for HandedInLog {
+impl DirtyLog for ReportedLog {
     fn start(&mut self) -> Result<(), DirtyLogError> {
         if self.started {
             return Err(DirtyLogError::AlreadyStarted);
