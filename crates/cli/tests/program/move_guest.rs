@@ -1,12 +1,10 @@
 //! A running Linux guest moves between two real QEMUs, and finds its memory right.
 
-#[path = "../../qatzip/tests/common/place.rs"]
+#[path = "../../../qatzip/tests/common/place.rs"]
 mod qatzip;
-mod support;
-
+use crate::support::{LONG, Sterna, busy_guest, receive, report, send};
 use serde_json::Value;
 use sterna_qemu_lab::{Qemu, QemuVersion, skip_if_unavailable};
-use support::{LONG, Sterna, busy_guest, receive, report, send};
 
 #[test]
 fn a_busy_linux_guest_moves_and_its_memory_is_right() {

@@ -2,15 +2,13 @@
 //! other one and both real QEMUs living on. Then `sterna recover` is run where it died. Never do both guests run; in the end
 //! exactly one does, and its memory is whole; nothing that tracked its writes is left in QEMU.
 
-mod support;
-
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
+use crate::support::pair::Pair;
+use crate::support::settle::{Migration, Side, killed};
 use sterna_qemu_lab::QemuVersion;
 use sterna_wire::switchover::{CrashPoint, RecordState, SourceState, Step};
-use support::pair::Pair;
-use support::settle::{Migration, Side, killed};
 
 /// Cases at once; most of each is waiting.
 const WORKERS: usize = 4;

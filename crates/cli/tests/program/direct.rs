@@ -1,7 +1,5 @@
 //! What direct mode refuses, and what disturbs it while it is under way: each has a clear line, and the guest runs.
 
-mod support;
-
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
@@ -11,6 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use crate::support::pair::{Pair, eventually};
+use crate::support::relay::{Still, still_relay};
+use crate::support::settle::{Migration, Side};
+use crate::support::{Hold, LONG, Sterna, receive, report, send_by};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use serde_json::{Value, json};
@@ -23,10 +25,6 @@ use sterna_memory::userfault::Userfault;
 use sterna_qemu_lab::ram::Ram;
 use sterna_qemu_lab::{Backend, Guest, MemoryGroup, Qemu, QemuOptions, QemuVersion, skip_if_unavailable};
 use sterna_wire::switchover::{RecordState, SourceState};
-use support::pair::{Pair, eventually};
-use support::relay::{Still, still_relay};
-use support::settle::{Migration, Side};
-use support::{Hold, LONG, Sterna, receive, report, send_by};
 
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);

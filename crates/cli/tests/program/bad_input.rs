@@ -1,6 +1,6 @@
 //! Wrong and hostile input: each is refused with the reason, the source's guest runs on, and memory stays bounded.
 
-mod support;
+use crate::support;
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,6 +8,10 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use crate::support::pair::{Pair, eventually};
+use crate::support::relay::{Spoil, relay};
+use crate::support::settle::{Migration, Side, outcome};
+use crate::support::{LONG, Sterna, certificates, receive, send, sterna};
 use serde_json::{Value, json};
 use sterna_qemu::qmp::Qmp;
 use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion};
@@ -15,10 +19,6 @@ use sterna_wire::control::{Capabilities, ControlMessage, Hello, Machine, Mode};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
 use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 use sterna_wire::limits::HEARTBEAT_INTERVAL;
-use support::pair::{Pair, eventually};
-use support::relay::{Spoil, relay};
-use support::settle::{Migration, Side, outcome};
-use support::{LONG, Sterna, certificates, receive, send, sterna};
 
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);

@@ -1,18 +1,16 @@
 //! The state after a command has ended: the source QEMU, its settings, records on a full disk, and the command itself if its peer
 //! does not hang up.
 
-mod support;
-
 use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
+use crate::support::pair::{Pair, Watched, eventually};
+use crate::support::settle::{Migration, Side};
+use crate::support::{Hold, LONG, MODES, Sterna, receive, report, send, send_by};
 use serde_json::{Value, json};
 use sterna_qemu_lab::disk::SmallDisk;
 use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion, skip_if_unavailable};
 use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
-use support::pair::{Pair, Watched, eventually};
-use support::settle::{Migration, Side};
-use support::{Hold, LONG, MODES, Sterna, receive, report, send, send_by};
 
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);

@@ -1,13 +1,11 @@
 //! Another program moves the guest after a sterna crashed: `recover` must then not start the guest here.
 
-mod support;
-
 use std::time::Duration;
 
+use crate::support::pair::{Pair, eventually};
+use crate::support::settle::{Migration, Side};
 use serde_json::json;
 use sterna_qemu_lab::QemuVersion;
-use support::pair::{Pair, eventually};
-use support::settle::{Migration, Side};
 
 /// So slow that a migration takes seconds.
 const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];

@@ -1,18 +1,16 @@
 //! What other users of a host, and a QEMU that sees other files, can do to `send` and `receive`; docs/security.md says what is promised.
 
-mod support;
-
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::support::pair::{Pair, Watched};
+use crate::support::settle::outcome;
+use crate::support::{Hold, Sterna, certificates, receive, send, sterna};
 use sterna_qemu::qmp::Qmp;
 use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, Tools, skip_if_unavailable};
-use support::pair::{Pair, Watched};
-use support::settle::outcome;
-use support::{Hold, Sterna, certificates, receive, send, sterna};
 
 const FAILED: Option<i32> = Some(1);
 

@@ -5,15 +5,13 @@
 //! `STERNA_KILLS=200` for the full proof; `STERNA_SEED=…` repeats a run. `STERNA_STOPS=40 STERNA_STOPPED=30` stops 40 processes
 //! for 30 seconds each.
 
-mod support;
-
 use std::sync::Mutex;
 use std::time::Duration;
 
+use crate::support::pair::{Pair, eventually};
+use crate::support::settle::{Migration, Side, outcome};
 use sterna_qemu_lab::QemuVersion;
 use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
-use support::pair::{Pair, eventually};
-use support::settle::{Migration, Side, outcome};
 
 /// Number of kills in an ordinary test run, in each mode.
 const DEFAULT_KILLS: u64 = 20;

@@ -1,20 +1,18 @@
 //! A Linux guest works with files of a directory that its host shares by virtiofs, and continues with the same open files at another
 //! virtiofsd, whose state QEMU's own stream carries.
 
-#[path = "../../devices/tests/virtiofsd/support/handles.rs"]
+#[path = "../../../devices/tests/virtiofsd/support/handles.rs"]
 mod handles;
-mod support;
-
 use std::path::Path;
 
+use crate::support::pair::{Pair, Watched, eventually};
+use crate::support::{Hold, LONG, Sterna, receive, report, send, send_by};
 use handles::may_open_by_handle;
 use sterna_qemu_lab::ram::{CHANGED_BY_LOADING, compare};
 use sterna_qemu_lab::{
     Backend, FilesDone, Guest, LinuxGuest, QemuOptions, QemuVersion, Share, SharedDirectory, Virtiofsd,
     skip_if_unavailable,
 };
-use support::pair::{Pair, Watched, eventually};
-use support::{Hold, LONG, Sterna, receive, report, send, send_by};
 use tempfile::TempDir;
 
 const MEMORY: u64 = 384 << 20;

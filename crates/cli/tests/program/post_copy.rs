@@ -4,19 +4,17 @@
 //! Linux guests are emulated where KVM does not run them, and their page faults are of user space. KVM takes a guest's faults in the kernel: a
 //! boot-sector guest shows that these are seen too, where KVM runs that.
 
-mod support;
-
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
+use crate::support::pair::{Pair, Watched, eventually};
+use crate::support::settle::{Migration, Side};
+use crate::support::{LONG, Sterna, receive, report, send_by};
 use sterna_memory::ram::RamBlock;
 use sterna_qemu_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
 use sterna_wire::switchover::{DestinationState, RecordState};
-use support::pair::{Pair, Watched, eventually};
-use support::settle::{Migration, Side};
-use support::{LONG, Sterna, receive, report, send_by};
 
 const MEMORY: u64 = 256 << 20;
 const FILLED: u64 = 64 << 20;

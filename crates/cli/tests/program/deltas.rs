@@ -1,7 +1,7 @@
 //! `send --delta-cache`: a guest moves that writes a few words here and there all the while. Before it is started at the destination all
 //! of its memory is compared from outside, afterwards it verifies its own.
 
-mod support;
+use crate::support;
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -9,15 +9,15 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::support::moving::{Backing, Move, backings, kernel_words, tried};
+use crate::support::pair::{Pair, eventually};
+use crate::support::{LONG, Sterna, receive, report, send};
 use serde_json::Value;
 use sterna_qemu_lab::accel::kvm_runs;
 use sterna_qemu_lab::{Accel, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
 use sterna_wire::limits::MAX_CONTENT;
 use sterna_wire::packet::{PACKET_HEADER_LENGTH, PacketHeader, PacketKind};
-use support::moving::{Backing, Move, backings, kernel_words, tried};
-use support::pair::{Pair, eventually};
-use support::{LONG, Sterna, receive, report, send};
 
 use Backing::{Anonymous, HugeTmpfs, Hugetlb, Memfd};
 use QemuVersion::{V7_2, V10_0};

@@ -6,17 +6,15 @@
 //!
 //! `STERNA_DISK_MOVES=100` for the full proof of moves one after the other.
 
-mod support;
-
 use std::time::Duration;
 
+use crate::support::pair::{Pair, eventually};
+use crate::support::{LONG, Sterna, receive, report, send_by};
 use sterna_qemu_lab::ram::Ram;
 use sterna_qemu_lab::{
     Aio, Cache, Disk, DiskImage, DiskLoad, DisksDone, Guest, HeldDisk, LinuxGuest, Qemu, QemuOptions, QemuVersion,
     skip_if_unavailable,
 };
-use support::pair::{Pair, eventually};
-use support::{LONG, Sterna, receive, report, send_by};
 
 const MIB: u64 = 1 << 20;
 const IMAGE: u64 = 16 * MIB;

@@ -1,20 +1,18 @@
 //! `sterna send --mode direct` with the options of direct mode: accelerators (of a model), and the reaction to a guest that writes too fast.
 //! Each guest verifies its own memory after the move.
 
-mod support;
-
 use std::path::Path;
 use std::process::ExitStatus;
 
+use crate::support::pair::{Pair, eventually};
+use crate::support::settle::{Migration, Side};
+use crate::support::{LONG, Sterna, receive, report, send_by};
 use serde_json::{Value, json};
 use sterna_qemu_lab::accel::kvm_runs;
 use sterna_qemu_lab::huge::HugePages;
 use sterna_qemu_lab::{
     Accel, Backend, Dirty, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, skip_if_unavailable,
 };
-use support::pair::{Pair, eventually};
-use support::settle::{Migration, Side};
-use support::{LONG, Sterna, receive, report, send_by};
 
 const MEMORY: u64 = 256 << 20;
 const FILLED: u64 = 64 << 20;

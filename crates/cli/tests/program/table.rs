@@ -4,16 +4,14 @@
 //! In each, a Linux guest writes memory all the while. Before the destination's guest starts, all of RAM is compared from
 //! outside; afterwards the guest verifies its own.
 
-mod support;
-
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use crate::support::moving::{Backing, Move, backings, kernel_words, tried};
+use crate::support::pair::{Pair, eventually};
+use crate::support::{LONG, Sterna};
 use serde_json::json;
 use sterna_qemu_lab::{Disk, DiskImage, DiskLoad, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion};
-use support::moving::{Backing, Move, backings, kernel_words, tried};
-use support::pair::{Pair, eventually};
-use support::{LONG, Sterna};
 
 use Backing::{Anonymous, HugeTmpfs as Tmpfs, Hugetlb, Memfd};
 use QemuVersion::{V7_2, V10_0, V11_1};

@@ -1,7 +1,5 @@
 //! `sterna proxy` between QEMUs that somebody else drives: here the test, as libvirt would.
 
-mod support;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,10 +8,10 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use crate::support::{LONG, Sterna, busy_guest, certificates, sterna};
 use serde_json::{Value, json};
 use sterna_qemu::qmp::Qmp;
 use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, skip_if_unavailable};
-use support::{LONG, Sterna, busy_guest, certificates, sterna};
 
 /// Sets what libvirt sets for a parallel migration over unix sockets; `channels` 0: one stream.
 fn prepare(qmp: &Qmp, channels: u8) {
