@@ -56,7 +56,7 @@ pub struct DowntimeParts {
 pub struct Moments {
     /// The guest was asked to stop, or stopped of itself.
     pub pausing: Option<Instant>,
-    /// It stood.
+    /// The guest was paused.
     pub paused: Option<Instant>,
     /// All of its RAM was acknowledged.
     pub drained: Option<Instant>,
@@ -79,12 +79,12 @@ pub fn between(from: Option<Instant>, to: Option<Instant>) -> f64 {
 }
 
 impl Moments {
-    /// The guest stands, and nobody knows of the moment when it was asked to.
-    pub fn stands(&mut self) {
+    /// Records that the guest is paused. Where it was not this side that paused it, the pause began now.
+    pub fn stopped(&mut self) {
         self.paused = Some(*self.pausing.get_or_insert_with(Instant::now));
     }
 
-    /// The guest runs on after all.
+    /// Records that the guest runs on after all.
     pub fn runs_on(&mut self) {
         (self.pausing, self.paused) = (None, None);
     }

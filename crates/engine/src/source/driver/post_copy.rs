@@ -9,11 +9,10 @@ use std::time::Instant;
 use sterna_wire::control::{ControlMessage, PostCopyFigures};
 use sterna_wire::switchover::SourceEvent;
 
-use super::{Driver, Moving, new_window};
-use crate::abort::Abort;
+use super::data_plane::Moving;
+use super::{Driver, new_window};
 use crate::cpu_time::{self, CpuTime};
 use crate::entry::PageSearch;
-use crate::migration::Phase;
 use crate::pacer::Pacer;
 use crate::source::unsent::PageServer;
 
@@ -69,25 +68,25 @@ impl PostCopy {
 impl Driver<'_> {
     /// Requests the destination to watch for missing pages.
     pub(super) fn request_post_copy(&mut self) {
-        self.observer.note("the guest will go on before all of its memory is there");
+        self.kernel.observer.note("the guest will go on before all of its memory is there");
         self.post_copy = PostCopy::Requested;
-        self.lead.peer.send(&ControlMessage::PostCopy);
+        self.kernel.peer.send(&ControlMessage::PostCopy);
     }
 
     /// Handles the destination's message that it watches for missing pages: at first, or again after it was lost.
     pub(super) fn destination_watches(&mut self) -> Option<SourceEvent> {
-        let decided = self.lead.switchover.decided();
-        if !decided && self.lead.abort.is_over() {
+        let decided = self.kernel.decided();
+        if !decided && self.kernel.abort.is_over() {
             // A late answer: the migration is being taken down.
             return None;
         }
-        let new_channels = self.session.incarnation != self.data_incarnation;
+        let new_channels = self.kernel.expects_new_channels();
         let outcome = match &self.post_copy {
             PostCopy::Requested if !decided => self.begin_post_copy(),
             PostCopy::Begun(begun) if decided && new_channels && begun.done.is_none() => {
                 if let Err(reason) = self.resume_post_copy() {
                     tracing::info!(reason, "the rest of memory cannot be sent on yet");
-                    self.lead.peer.close();
+                    self.kernel.peer.close();
                 }
                 Ok(())
             }
@@ -98,7 +97,7 @@ impl Driver<'_> {
 
     /// Handles the destination's message that it has all of the guest's memory.
     pub(super) fn destination_has_all(&mut self, figures: PostCopyFigures) -> Option<SourceEvent> {
-        let decided = self.lead.switchover.decided();
+        let decided = self.kernel.decided();
         match self.post_copy.begun_mut() {
             Some(begun) if decided => {
                 begun.done.get_or_insert((Instant::now(), figures));
@@ -119,10 +118,8 @@ impl Driver<'_> {
     /// Opens new data channels: the destination is connected again and admits them.
     fn resume_post_copy(&mut self) -> Result<(), String> {
         self.end_data_plane();
-        self.lead.abort = Arc::new(Abort::default());
-        self.data_incarnation = self.session.incarnation;
-        self.report_if_broken();
-        self.window = new_window(&self.session, &self.settings);
+        self.kernel.renew_channels();
+        self.window = new_window(&self.kernel.session, &self.settings);
         self.pacer = Arc::new(Pacer::new(self.settings.bandwidth));
         let pipeline = self.open_ram_channels(&self.send_context(), None)?;
         self.moving = Some(Moving {
@@ -131,7 +128,7 @@ impl Driver<'_> {
             device_channels: Arc::default(),
             rounds: None,
         });
-        let (unsent, ram, packet_size) = (Arc::clone(&self.unsent), self.ram.clone(), self.session.packet_size);
+        let (unsent, ram, packet_size) = (Arc::clone(&self.unsent), self.ram.clone(), self.kernel.session.packet_size);
         let server = self.serve_pages(move |mut server| {
             server.receive_list()?;
             std::thread::scope(|scope| {
@@ -148,7 +145,7 @@ impl Driver<'_> {
             begun.server = Some(server);
             begun.reconnected += 1;
         }
-        self.observer.note("the destination is back: what it lacks is sent on");
+        self.kernel.observer.note("the destination is back: what it lacks is sent on");
         Ok(())
     }
 
@@ -157,12 +154,13 @@ impl Driver<'_> {
         &self,
         serve: impl FnOnce(PageServer) -> io::Result<()> + Send + 'static,
     ) -> Result<JoinHandle<()>, String> {
-        let opened = self.session.open_post_copy(self.security, self.to, &self.lead.abort);
+        let opened = self.kernel.session.open_post_copy(self.security, self.kernel.to(), &self.kernel.abort);
         let halves = opened.map_err(|error| error.to_string())?;
         let pacer = Arc::clone(&self.pacer);
-        let server = PageServer::new(self.ram.clone(), Arc::clone(&self.unsent), halves, self.session.rules(), pacer);
+        let server =
+            PageServer::new(self.ram.clone(), Arc::clone(&self.unsent), halves, self.kernel.session.rules(), pacer);
         let server = server.map_err(|error| error.to_string())?;
-        let abort = Arc::clone(&self.lead.abort);
+        let abort = Arc::clone(&self.kernel.abort);
         let thread = std::thread::Builder::new().name("page-requests".into());
         let served = move || {
             if let Err(error) = serve(server) {
@@ -170,19 +168,5 @@ impl Driver<'_> {
             }
         };
         cpu_time::spawn(thread, served).map_err(|error| format!("no thread for page requests: {error}"))
-    }
-
-    /// Begins the phase after the guest runs at the destination. Returns whether part of its memory is still to follow.
-    pub(super) fn follows_the_guest(&mut self) -> bool {
-        if self.post_copy.begun().is_none() {
-            return false;
-        }
-        self.phase = Phase::PostCopy;
-        (self.lead.give_up, self.lead.due) = (None, None);
-        if self.lead.abort.is_over() {
-            // Channels that broke meanwhile are opened anew, the control channel too.
-            self.lead.peer.close();
-        }
-        true
     }
 }

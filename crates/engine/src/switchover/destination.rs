@@ -1,0 +1,564 @@
+//! The loop of every destination, and what all of its drivers have.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use sterna_wire::control::{ControlMessage, DestinationFigures};
+use sterna_wire::switchover::{
+    DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
+    Moment, RecordState, SwitchoverMessage,
+};
+use sterna_wire::text::cleaned;
+
+use super::receiving::Receiving;
+use super::{CANCELLED, Event, Events, Ledger, TICK, passed, time_left};
+use crate::abort::Abort;
+use crate::cancel::Cancel;
+use crate::control_link::CLOSED_BY_PEER;
+use crate::migration::Phase;
+use crate::report::Observer;
+use crate::session::{ConnectionEvent, LAST_WORDS, Peer, PeerEvent};
+
+/// How a destination's loop ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DestinationOutcome {
+    /// The state machine reached this end, and the source needs no more answers.
+    Machine(DestinationEnd),
+    /// The driver ended the loop before, for this reason.
+    GivenUp(String),
+}
+
+/// The source's control channel, once the migration has ended here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SourceLink {
+    /// There is one.
+    Connected,
+    /// The source closed it.
+    Closed,
+    /// It broke, or this side closed it.
+    Lost,
+}
+
+/// The values from which a [`DestinationKernel`] is made.
+pub struct DestinationSetup<'a, E> {
+    /// The state machine.
+    pub machine: DestinationSwitchover,
+    /// The source.
+    pub peer: Peer,
+    /// The migration's record.
+    pub ledger: Ledger,
+    /// The loop's events.
+    pub events: Events<E>,
+    /// The alarm of the data channels.
+    pub abort: Arc<Abort>,
+    /// Whether the migration was cancelled.
+    pub cancel: &'a Cancel,
+    /// Receives notes, progress and steps.
+    pub observer: &'a dyn Observer,
+}
+
+/// What every driver of a destination has.
+pub struct DestinationKernel<'a, E> {
+    machine: DestinationSwitchover,
+    /// The source.
+    pub peer: Peer,
+    /// The migration's record.
+    pub ledger: Ledger,
+    /// Sends events to the loop.
+    pub events: Events<E>,
+    cancel: &'a Cancel,
+    /// Receives notes, progress and steps.
+    pub observer: &'a dyn Observer,
+    /// The alarm of the current data channels.
+    pub abort: Arc<Abort>,
+    /// Incarnation of the current data channels.
+    data_incarnation: u32,
+    /// The phase that the migration has reached.
+    pub phase: Phase,
+    cancelled: bool,
+    /// When the decision arrived.
+    decided: Option<Instant>,
+    /// Deadline for the source's message about a broken channel.
+    last_words: Option<Instant>,
+    /// Whether the source closed the last control channel.
+    closed: bool,
+    /// Whether the source needs no more answers once the migration has ended.
+    settled: bool,
+    lingering: Option<Lingering>,
+    given_up: Option<String>,
+}
+
+/// A migration that has ended here, whose source may still need answers.
+#[derive(Clone)]
+struct Lingering {
+    end: DestinationEnd,
+    since: Instant,
+    /// When the source is no longer waited for; none where that must be determined anew.
+    hang_up_at: Option<Instant>,
+}
+
+/// What one monitor does as a destination.
+pub trait DestinationDriver<'a> {
+    /// The driver's own events.
+    type Event: Send + 'static;
+
+    /// Returns what all drivers have.
+    fn kernel(&mut self) -> &mut DestinationKernel<'a, Self::Event>;
+
+    /// Returns the channels on which the guest arrives; none in `sterna recover`.
+    fn receiving(&mut self) -> Option<&mut Receiving> {
+        None
+    }
+
+    /// Makes sure that the guest stays paused when it is loaded.
+    ///
+    /// # Errors
+    /// Why that is not sure: the migration is aborted.
+    fn clear_autostart(&mut self) -> Result<(), String>;
+
+    /// Called when the channels are admitted and the source has received its welcome.
+    ///
+    /// # Errors
+    /// Why the guest cannot be loaded: the migration is aborted.
+    fn accept_stream(&mut self) -> Result<(), String>;
+
+    /// Starts the guest and returns its state; none if the start has to wait.
+    ///
+    /// # Errors
+    /// Why the guest does not run: `sterna recover` has to settle the migration.
+    fn start_guest(&mut self) -> Option<Result<DestinationGuest, String>>;
+
+    /// Called when the guest runs here.
+    fn arrived(&mut self);
+
+    /// Ends the monitor: its copy of the guest never ran and never will.
+    ///
+    /// # Errors
+    /// Why the copy may still be there.
+    fn discard(&mut self) -> Result<(), String>;
+
+    /// Waits for a source that was lost.
+    fn await_source(&mut self) {
+        let kernel = self.kernel();
+        if !kernel.peer.is_connected() && kernel.machine.unsure() {
+            kernel.observer.note(&format!(
+                "the source is lost and the guest is loaded and paused here: waiting for the source's decision which side runs it \
+                 (migration {})",
+                kernel.ledger.record().migration
+            ));
+        }
+    }
+
+    /// Called when the state machine has reached `end`.
+    fn ended(&mut self, end: &DestinationEnd);
+
+    /// Returns until when the source is answered after the end, which was reached at `since`. Asked anew when `link` has changed.
+    fn hang_up_at(&self, end: &DestinationEnd, link: SourceLink, since: Instant) -> Instant;
+
+    /// Handles a message of the source that is not about the switchover.
+    fn receive(&mut self, message: ControlMessage) -> Option<DestinationEvent>;
+
+    /// Handles an event of the driver's own.
+    fn handle(&mut self, event: Self::Event) -> Option<DestinationEvent>;
+
+    /// Called whenever the loop is about to wait.
+    fn idle(&mut self) {}
+
+    /// Completes the figures about this side: the guest runs here.
+    fn count_figures(&mut self, _figures: &mut DestinationFigures) {}
+
+    /// Called when the source has reconnected.
+    fn reconnected(&mut self) {}
+
+    /// Handles a cancellation when only the source may still end the migration.
+    fn too_late_to_cancel(&mut self) {
+        self.kernel().observer.note("the guest is loaded here and the source decides: this cannot be cancelled");
+    }
+
+    /// Returns how many bytes of memory the guest that runs here still lacks; none where all of it is here.
+    fn lacks_memory(&self) -> Option<u64> {
+        None
+    }
+
+    /// Handles the failure of the data channels after this side was prepared.
+    fn channels_failed_late(&mut self, _reason: &str) {}
+}
+
+impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
+    /// Makes the kernel of a migration whose control channel is open, or that is recovered.
+    pub fn new(setup: DestinationSetup<'a, E>) -> Self {
+        let DestinationSetup { machine, peer, ledger, events, abort, cancel, observer } = setup;
+        events.watch(&abort, 1);
+        Self {
+            machine,
+            peer,
+            ledger,
+            events,
+            cancel,
+            observer,
+            abort,
+            data_incarnation: 1,
+            phase: Phase::SettingUp,
+            cancelled: false,
+            decided: None,
+            last_words: None,
+            closed: false,
+            settled: false,
+            lingering: None,
+            given_up: None,
+        }
+    }
+
+    /// Returns whether this side may still end the migration by itself.
+    pub fn may_give_up(&self) -> bool {
+        self.machine.may_give_up()
+    }
+
+    /// Returns the end, once the state machine has reached it.
+    pub fn end(&self) -> Option<&DestinationEnd> {
+        self.lingering.as_ref().map(|lingering| &lingering.end)
+    }
+
+    /// Returns whether the migration was cancelled. The event of the cancellation may still be queued.
+    pub fn cancelled(&self) -> bool {
+        self.cancelled || self.cancel.is_cancelled()
+    }
+
+    /// Ends the loop: nothing is settled, for `reason`.
+    pub fn give_up(&mut self, reason: impl Into<String>) {
+        self.given_up.get_or_insert(reason.into());
+    }
+
+    /// Sends the source the reason of a failure.
+    pub fn send_failure(&self, reason: &str) {
+        self.peer.send(&ControlMessage::Failed { reason: reason.to_owned() });
+    }
+
+    /// Sends the source the reason of a failure and returns the event of it.
+    pub fn fail(&self, reason: impl Into<String>) -> DestinationEvent {
+        let reason = reason.into();
+        self.send_failure(&reason);
+        DestinationEvent::Failed { reason }
+    }
+
+    /// Drops the control channel for good: no source is left that needs an answer.
+    pub fn abandon_source(&mut self) {
+        self.peer.hang_up();
+        self.settled = true;
+    }
+
+    /// Ends the connections: later reports of the channels' threads are no failures.
+    pub fn hang_up(&mut self) {
+        self.peer.hang_up();
+        self.abort.finish();
+    }
+
+    /// Begins a new incarnation of the data channels, with an alarm of its own. Returns the incarnation.
+    pub(crate) fn renew_channels(&mut self) -> u32 {
+        self.data_incarnation = self.peer.incarnation();
+        self.abort = Arc::default();
+        self.last_words = None;
+        self.events.watch(&self.abort, self.data_incarnation);
+        self.data_incarnation
+    }
+
+    /// Queues the failure of the data channels again, where they failed before the driver could renew them.
+    pub(crate) fn report_broken_channels(&self) {
+        if self.abort.is_over() {
+            self.events.broken(self.data_incarnation);
+        }
+    }
+
+    fn link(&self) -> SourceLink {
+        match self.peer.is_connected() {
+            true => SourceLink::Connected,
+            false if self.closed => SourceLink::Closed,
+            false => SourceLink::Lost,
+        }
+    }
+
+    /// Has the time until which the source is answered determined anew.
+    fn link_changed(&mut self) {
+        self.lingering.iter_mut().for_each(|lingering| lingering.hang_up_at = None);
+    }
+}
+
+/// Runs a destination from its first actions until the source needs no more answers.
+pub fn run_destination<'a, D: DestinationDriver<'a>>(
+    driver: &mut D,
+    inbox: &Receiver<Event<D::Event>>,
+    first: Vec<DestinationAction>,
+) -> DestinationOutcome {
+    let mut actions = first;
+    loop {
+        let mut answers = Vec::new();
+        for action in std::mem::take(&mut actions) {
+            answers.extend(perform_observed(driver, action));
+            if let Some(reason) = driver.kernel().given_up.take() {
+                return DestinationOutcome::GivenUp(reason);
+            }
+        }
+        actions.extend(answers.into_iter().flat_map(|answer| driver.kernel().machine.on(answer)));
+        if !actions.is_empty() {
+            continue;
+        }
+        driver.idle();
+        if let Some(outcome) = outcome(driver) {
+            return outcome;
+        }
+        report_progress(driver);
+        if let Some(event) = overdue(driver) {
+            actions = driver.kernel().machine.on(event);
+            continue;
+        }
+        match inbox.recv_timeout(wait(driver)) {
+            Ok(event) => {
+                if let Some(event) = translate(driver, event) {
+                    actions = driver.kernel().machine.on(event);
+                }
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => unreachable!("the kernel holds a sender"),
+        }
+    }
+}
+
+/// Returns the outcome, once the migration has ended and the source has received that, or its time to reconnect is over.
+fn outcome<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationOutcome> {
+    if let Some(reason) = driver.kernel().given_up.take() {
+        return Some(DestinationOutcome::GivenUp(reason));
+    }
+    if driver.lacks_memory().is_some() {
+        driver.kernel().link_changed();
+        return None;
+    }
+    let kernel = driver.kernel();
+    let (link, settled) = (kernel.link(), kernel.settled);
+    let Lingering { end, since, hang_up_at } = kernel.lingering.clone()?;
+    let hang_up_at = hang_up_at.unwrap_or_else(|| driver.hang_up_at(&end, link, since));
+    driver.kernel().lingering.iter_mut().for_each(|lingering| lingering.hang_up_at = Some(hang_up_at));
+    (settled || passed(hang_up_at)).then_some(DestinationOutcome::Machine(end))
+}
+
+fn report_progress<'a, D: DestinationDriver<'a>>(driver: &mut D) {
+    let missing = driver.lacks_memory();
+    let kernel = driver.kernel();
+    if kernel.end().is_some() && missing.is_none() {
+        return;
+    }
+    let (observer, phase) = (kernel.observer, kernel.phase);
+    let phase = match phase {
+        Phase::SettingUp => "setting up",
+        Phase::Rounds => "receiving memory",
+        Phase::SwitchingOver => "switching over",
+        Phase::Committed => "starting the guest",
+        Phase::PostCopy => "receiving the rest of memory after the guest",
+    };
+    if let Some(receiving) = driver.receiving() {
+        receiving.report_progress(observer, phase, missing.unwrap_or(0));
+    }
+}
+
+/// Returns the failure where a time limit has passed and this side may still give up, or where the source sent no reason for a broken
+/// channel in time.
+fn overdue<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationEvent> {
+    if driver.kernel().may_give_up()
+        && let Some(reason) = driver.receiving().and_then(Receiving::overdue)
+    {
+        return Some(driver.kernel().fail(reason));
+    }
+    driver.kernel().last_words.take_if(|deadline| passed(*deadline))?;
+    channels_failed(driver)
+}
+
+/// Returns how long the loop may wait for an event.
+fn wait<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Duration {
+    let progress = driver.receiving().map_or(TICK, |receiving| receiving.time_left());
+    let kernel = driver.kernel();
+    let hang_up_at = kernel.lingering.as_ref().and_then(|lingering| lingering.hang_up_at);
+    let deadlines = [kernel.last_words, hang_up_at].into_iter().flatten().map(time_left);
+    deadlines.fold(progress.min(TICK), Duration::min)
+}
+
+fn perform_observed<'a, D: DestinationDriver<'a>>(
+    driver: &mut D,
+    action: DestinationAction,
+) -> Option<DestinationEvent> {
+    tracing::debug!(?action, "switchover");
+    let (observer, step) = (driver.kernel().observer, action.step());
+    step.iter().for_each(|step| observer.step(Moment::Before, *step));
+    let answer = perform(driver, action);
+    step.iter().for_each(|step| observer.step(Moment::After, *step));
+    answer
+}
+
+/// Performs an action. Returns the event that answers it, if that is known at once.
+fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationAction) -> Option<DestinationEvent> {
+    match action {
+        DestinationAction::WriteRecord(state) => {
+            let kernel = driver.kernel();
+            if state == DestinationState::Committed {
+                kernel.decided = Some(Instant::now());
+                kernel.phase = Phase::Committed;
+            }
+            Some(match kernel.ledger.write(RecordState::Destination(state), kernel.observer) {
+                true => DestinationEvent::RecordWritten,
+                false => DestinationEvent::RecordFailed,
+            })
+        }
+        DestinationAction::ClearAutostart => Some(match driver.clear_autostart() {
+            Ok(()) => DestinationEvent::AutostartCleared,
+            Err(reason) => DestinationEvent::Failed { reason },
+        }),
+        DestinationAction::AcceptStream => {
+            driver.kernel().phase = Phase::Rounds;
+            if let Some(welcome) = driver.receiving().and_then(Receiving::open) {
+                driver.kernel().peer.send(&ControlMessage::Welcome(welcome));
+            }
+            let accepted = driver.accept_stream();
+            accepted.err().map(|reason| driver.kernel().fail(reason))
+        }
+        DestinationAction::Send(message) => {
+            if message == SwitchoverMessage::Running {
+                send_figures(driver);
+            }
+            driver.kernel().peer.send(&ControlMessage::Switchover(message));
+            None
+        }
+        DestinationAction::Cont => start_guest(driver),
+        DestinationAction::AnnounceSelf => {
+            driver.arrived();
+            None
+        }
+        DestinationAction::Quit => {
+            driver.kernel().abort.raise("the migration was aborted");
+            Some(match driver.discard() {
+                Ok(()) => DestinationEvent::Guest(DestinationGuest::Gone),
+                Err(reason) => DestinationEvent::Failed { reason },
+            })
+        }
+        DestinationAction::AwaitSource => {
+            driver.await_source();
+            None
+        }
+        DestinationAction::Done(end) => {
+            if let DestinationEnd::Stuck { reason } = &end {
+                driver.kernel().send_failure(reason);
+            }
+            let lingering = Lingering { end: end.clone(), since: Instant::now(), hang_up_at: None };
+            driver.kernel().lingering = Some(lingering);
+            driver.ended(&end);
+            None
+        }
+    }
+}
+
+/// Starts the guest. Returns the outcome, unless the start has to wait.
+pub(crate) fn start_guest<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationEvent> {
+    let state = match driver.start_guest()? {
+        Ok(state) => state,
+        Err(reason) => return Some(DestinationEvent::Failed { reason }),
+    };
+    let since = driver.kernel().decided.filter(|_| state == DestinationGuest::Running);
+    if let (Some(since), Some(receiving)) = (since, driver.receiving()) {
+        receiving.figures.start_ms = since.elapsed().as_secs_f64() * 1e3;
+    }
+    Some(DestinationEvent::Guest(state))
+}
+
+/// Sends the source the figures about this side.
+fn send_figures<'a, D: DestinationDriver<'a>>(driver: &mut D) {
+    let Some(mut figures) = driver.receiving().map(|receiving| receiving.figures.clone()) else { return };
+    driver.count_figures(&mut figures);
+    driver.kernel().peer.send(&ControlMessage::Figures(figures));
+}
+
+/// Handles an event. Returns what it means to the state machine, if anything.
+fn translate<'a, D: DestinationDriver<'a>>(driver: &mut D, event: Event<D::Event>) -> Option<DestinationEvent> {
+    let kernel = driver.kernel();
+    match event {
+        Event::Peer(news) => handle_peer(driver, news),
+        Event::Broken(incarnation) if incarnation != kernel.data_incarnation => None,
+        Event::Broken(_) if kernel.abort.was_lost() && kernel.may_give_up() => {
+            kernel.last_words = Some(Instant::now() + LAST_WORDS);
+            None
+        }
+        Event::Broken(_) => channels_failed(driver),
+        Event::Cancelled => cancel(driver),
+        Event::Own(event) => driver.handle(event),
+    }
+}
+
+/// Handles a failure of the data channels. Before this side is prepared, it ends the migration.
+fn channels_failed<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationEvent> {
+    let kernel = driver.kernel();
+    let reason = kernel.abort.reason()?;
+    if kernel.may_give_up() {
+        return Some(kernel.fail(reason));
+    }
+    driver.channels_failed_late(&reason);
+    None
+}
+
+fn handle_peer<'a, D: DestinationDriver<'a>>(driver: &mut D, news: ConnectionEvent) -> Option<DestinationEvent> {
+    let lacks_memory = driver.lacks_memory().is_some();
+    let kernel = driver.kernel();
+    match kernel.peer.handle(news)? {
+        PeerEvent::Message(message, _share) => match message {
+            ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
+            ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
+                Some(DestinationEvent::Failed { reason: format!("the source failed: {}", cleaned(&reason)) })
+            }
+            ControlMessage::Goodbye => {
+                kernel.settled = kernel.end().is_some();
+                None
+            }
+            message => driver.receive(message),
+        },
+        PeerEvent::Lost(reason) => {
+            kernel.closed = reason == CLOSED_BY_PEER;
+            kernel.link_changed();
+            if kernel.end().is_none() {
+                kernel.observer.note(&format!("the connection to the source is lost: {reason}"));
+                kernel.abort.lost(format_args!("the source was lost: {reason}"));
+            } else if lacks_memory {
+                kernel.observer.note(&format!(
+                    "the source is lost ({reason}) and part of the guest's memory with it: waiting for it to reconnect"
+                ));
+            }
+            Some(DestinationEvent::ConnectionLost)
+        }
+        PeerEvent::Connected => {
+            // The source gets its full time again to receive the outcome.
+            kernel.link_changed();
+            if let Some(DestinationEnd::Stuck { reason }) = kernel.end() {
+                kernel.send_failure(reason);
+            }
+            driver.reconnected();
+            Some(DestinationEvent::Connected)
+        }
+        PeerEvent::Unreachable(reason) => {
+            kernel.observer.note(&format!("a connection was refused: {reason}"));
+            None
+        }
+    }
+}
+
+fn cancel<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationEvent> {
+    if driver.lacks_memory().is_some() {
+        driver.kernel().observer.note("the guest runs here and lacks part of its memory: this cannot be cancelled");
+        return None;
+    }
+    let kernel = driver.kernel();
+    if kernel.end().is_some() {
+        kernel.abandon_source();
+        return None;
+    }
+    if !kernel.may_give_up() {
+        driver.too_late_to_cancel();
+        return None;
+    }
+    kernel.cancelled = true;
+    Some(kernel.fail(CANCELLED))
+}
