@@ -493,7 +493,7 @@ impl Driver<'_> {
             }
             DestinationAction::Quit => {
                 self.abort.raise("the migration was aborted");
-                Some(match qemu::quit(&self.qmp, self.record.record().qemu, QUIT_TIME) {
+                Some(match qemu::quit(&self.qmp, self.record.record().monitor_process, QUIT_TIME) {
                     Ok(()) => DestinationEvent::Guest(DestinationGuest::Gone),
                     Err(reason) => DestinationEvent::Failed { reason },
                 })
@@ -545,7 +545,7 @@ impl Driver<'_> {
                 PeerEvent::Connected => Some(DestinationEvent::Connected),
                 PeerEvent::Unreachable(_) => None,
             },
-            Event::Qemu(QemuEvent::Gone) if qemu::has_ended(self.record.record().qemu) => {
+            Event::Qemu(QemuEvent::Gone) if qemu::has_ended(self.record.record().monitor_process) => {
                 Some(DestinationEvent::Guest(DestinationGuest::Gone))
             }
             Event::Qemu(QemuEvent::Gone) => {

@@ -101,7 +101,7 @@ fn refuse_if_memory_is_missing(record: &Record) -> Result<(), GatewayError> {
     let RecordState::Destination(state) = record.state else { return Ok(()) };
     let may_run = matches!(state, DestinationState::Prepared | DestinationState::Committed | DestinationState::Running);
     let waits = |qemu: &ProcessIdentity| record.mode == Mode::Direct && may_run && direct::waits_for_memory(*qemu);
-    let Some(qemu) = record.qemu.filter(waits) else { return Ok(()) };
+    let Some(qemu) = record.monitor_process.filter(waits) else { return Ok(()) };
     // Fails if a living `receive` still has the QEMU.
     let _claim = Claim::of_process(qemu)?;
     let next = match state {
@@ -120,11 +120,11 @@ fn refuse_if_memory_is_missing(record: &Record) -> Result<(), GatewayError> {
 
 /// Connects to the QEMU of the record; none if it has ended, or if another process serves its socket.
 fn qemu_of(record: &Record) -> Option<Qmp> {
-    if record.qemu.is_some_and(|identity| !process::lives(identity)) {
+    if record.monitor_process.is_some_and(|identity| !process::lives(identity)) {
         return None;
     }
-    let qmp = Qmp::connect(Path::new(&record.qmp)).ok()?;
-    let same = record.qemu.is_none() || qemu::identity(&qmp) == record.qemu;
+    let qmp = Qmp::connect(Path::new(&record.monitor_socket)).ok()?;
+    let same = record.monitor_process.is_none() || qemu::identity(&qmp) == record.monitor_process;
     same.then_some(qmp)
 }
 
@@ -172,13 +172,13 @@ impl Common<'_> {
         let record = self.record.record();
         match end {
             // A record without a QEMU belongs to a monitor that embeds the library and decides itself.
-            SourceEnd::Finished if !record.qmp.is_empty() => {
+            SourceEnd::Finished if !record.monitor_socket.is_empty() => {
                 // An earlier run may have failed to end this QEMU. If its process is not known, only this run's failure counts.
                 let kept = self.source_left.is_some() || record.source_after == SourceAfter::Keep;
-                if record.qemu.map_or(kept, process::lives) {
+                if record.monitor_process.map_or(kept, process::lives) {
                     text += &format!(
                         "; WARNING: {}",
-                        qemu::kept_warning(record.qemu, record.source_after, self.source_left.as_deref())
+                        qemu::kept_warning(record.monitor_process, record.source_after, self.source_left.as_deref())
                     );
                 }
             }
@@ -213,7 +213,7 @@ impl Common<'_> {
     /// Returns the error for a QEMU that lives but cannot be reached.
     fn no_qemu(&self) -> GatewayError {
         let record = self.record.record();
-        if record.qmp.is_empty() {
+        if record.monitor_socket.is_empty() {
             return GatewayError(format!(
                 "the migration was embedded in process {}, which lives and has the guest: let it resume the guest or end it, \
                  then run this again",
@@ -222,7 +222,7 @@ impl Common<'_> {
         }
         GatewayError(format!(
             "QEMU's QMP socket {} does not answer although QEMU lives: is another program connected to it?",
-            self.record.record().qmp
+            self.record.record().monitor_socket
         ))
     }
 
@@ -231,12 +231,12 @@ impl Common<'_> {
     /// # Errors
     /// QEMU lives but cannot be reached.
     fn qemu_gone(&self) -> Result<bool, GatewayError> {
-        match (&self.qmp, self.record.record().qemu) {
+        match (&self.qmp, self.record.record().monitor_process) {
             (Some(_), _) => Ok(false),
             (None, Some(identity)) if process::lives(identity) => Err(self.no_qemu()),
             (None, Some(_)) => Ok(true),
             // The process is not known: QEMU has ended only if no process serves its socket.
-            (None, None) => match std::os::unix::net::UnixStream::connect(&self.record.record().qmp) {
+            (None, None) => match std::os::unix::net::UnixStream::connect(&self.record.record().monitor_socket) {
                 Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => Ok(true),
                 _ => Err(self.no_qemu()),
             },
@@ -373,7 +373,7 @@ impl Common<'_> {
                     if direct { qemu::recorded_state(qmp, self.record.record()) } else { qemu::end_migration(qmp) };
                 Some(match ended {
                     Ok(state) => SourceEvent::Guest(state),
-                    Err(QmpError::Closed { .. }) if qemu::has_ended(self.record.record().qemu) => {
+                    Err(QmpError::Closed { .. }) if qemu::has_ended(self.record.record().monitor_process) => {
                         SourceEvent::Guest(SourceGuest::Gone)
                     }
                     Err(error) => failed("the source QEMU does not end its migration", &error),
@@ -573,12 +573,12 @@ impl Common<'_> {
                 self.qmp.iter().for_each(qemu::announce);
                 None
             }
-            DestinationAction::Quit => {
-                Some(match self.qmp.as_ref().map(|qmp| qemu::quit(qmp, self.record.record().qemu, QUIT_TIME)) {
+            DestinationAction::Quit => Some(
+                match self.qmp.as_ref().map(|qmp| qemu::quit(qmp, self.record.record().monitor_process, QUIT_TIME)) {
                     Some(Err(reason)) => DestinationEvent::Failed { reason },
                     Some(Ok(())) | None => DestinationEvent::Guest(DestinationGuest::Gone),
-                })
-            }
+                },
+            ),
             DestinationAction::ClearAutostart
             | DestinationAction::AcceptStream
             | DestinationAction::AwaitSource

@@ -542,7 +542,7 @@ impl Driver<'_> {
                 // An operator has resumed a guest that already belongs to the destination.
                 self.lead.switchover.decided().then_some(SourceEvent::Guest(SourceGuest::Running))
             }
-            QemuEvent::Gone if qemu::has_ended(self.record.record().qemu) => {
+            QemuEvent::Gone if qemu::has_ended(self.record.record().monitor_process) => {
                 Some(SourceEvent::Guest(SourceGuest::Gone))
             }
             QemuEvent::Gone => Some(SourceEvent::Failed { reason: "the source QEMU closed its QMP socket".into() }),
@@ -680,7 +680,7 @@ impl Driver<'_> {
                     .into(),
             },
             Ok(state) => SourceEvent::Guest(state),
-            Err(QmpError::Closed { .. }) if qemu::has_ended(self.record.record().qemu) => {
+            Err(QmpError::Closed { .. }) if qemu::has_ended(self.record.record().monitor_process) => {
                 SourceEvent::Guest(SourceGuest::Gone)
             }
             Err(error) => {

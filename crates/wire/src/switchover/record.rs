@@ -125,21 +125,23 @@ pub struct Record {
     /// How the virtual machine monitor is driven.
     #[serde(default = "owner")]
     pub mode: Mode,
-    /// Path of the QMP socket of this side's QEMU; empty for a monitor that embeds the library.
-    pub qmp: String,
-    /// The QEMU process behind that socket when the migration began, if it could be determined.
-    #[serde(default)]
-    pub qemu: Option<ProcessIdentity>,
+    /// Path of the control socket of this side's monitor (VMM), such as QEMU's QMP socket; empty for a monitor that embeds
+    /// the library.
+    #[serde(alias = "qmp")]
+    pub monitor_socket: String,
+    /// The monitor's process when the migration began, if it could be determined.
+    #[serde(default, alias = "qemu")]
+    pub monitor_process: Option<ProcessIdentity>,
     /// The virtual machine monitor's settings before they were changed, to be restored on the host where the guest
     /// finally runs. Only the driver knows their form.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings_before: Option<serde_json::Value>,
-    /// Source: the destination's `Prepared` was about to be forwarded to the virtual machine monitor. Only then can the
-    /// monitor have completed this migration: a guest moved away without it was moved by another program.
+    /// Source, where the monitor runs a migration of its own: it was about to be permitted to complete that migration.
+    /// Only then can it have completed: a guest moved away without it was moved by another program.
     #[serde(default)]
     pub completion_permitted: bool,
-    /// Source, in direct mode: this migration was about to pause the guest. Only then may a paused guest be resumed:
-    /// otherwise another program paused it.
+    /// Source, where Sterna pauses the guest itself: this migration was about to do so. Only then may a paused guest be
+    /// resumed: otherwise another program paused it.
     #[serde(default)]
     pub pausing: bool,
     /// Source: what happens to its monitor when the guest runs at the destination.
@@ -255,8 +257,8 @@ mod tests {
             fenced_peer: false,
             peer: "dst-host:4920".into(),
             mode: Mode::Owner,
-            qmp: "src.qmp".into(),
-            qemu: Some(ProcessIdentity { pid: 7, start_ticks: 99 }),
+            monitor_socket: "src.qmp".into(),
+            monitor_process: Some(ProcessIdentity { pid: 7, start_ticks: 99 }),
             settings_before: None,
             completion_permitted: false,
             pausing: false,
@@ -279,6 +281,14 @@ mod tests {
             let text = record.to_json().unwrap();
             assert_eq!(Record::from_json(&text).unwrap(), record);
         }
+    }
+
+    #[test]
+    fn a_record_with_the_older_names_of_the_monitor_is_read() {
+        let text = String::from_utf8(record().to_json().unwrap()).unwrap();
+        let old = text.replace("monitor_socket", "qmp").replace("monitor_process", "qemu");
+        assert!(old.contains(r#""qmp": "src.qmp""#) && old.contains(r#""qemu": {"#), "{old}");
+        assert_eq!(Record::from_json(old.as_bytes()).unwrap(), record());
     }
 
     #[test]

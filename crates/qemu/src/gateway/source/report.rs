@@ -87,9 +87,9 @@ impl Driver<'_> {
     fn warnings(&self, outcome: Outcome) -> Vec<String> {
         let record = self.record.record();
         let mut warnings = Vec::new();
-        let left = record.qemu.is_none_or(sterna_engine::process::lives);
+        let left = record.monitor_process.is_none_or(sterna_engine::process::lives);
         if outcome == Outcome::Completed && left && self.source_after() == SourceAfter::Keep {
-            warnings.push(qemu::kept_warning(record.qemu, record.source_after, self.source_left.as_deref()));
+            warnings.push(qemu::kept_warning(record.monitor_process, record.source_after, self.source_left.as_deref()));
         }
         if outcome == Outcome::Unconfirmed && left {
             warnings.push(qemu::unconfirmed_warning());
