@@ -186,7 +186,7 @@ fn take<'a>(
         vmm,
         cpu,
         channels,
-        late: None,
+        faults: None,
         devices,
         loading: Loading::arriving(ahead, last),
         target,

@@ -1,29 +1,29 @@
 //! The destination's driver: what the library does with its monitor and the channels for each action of the switchover's state machine.
 
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use sterna_memory::PAGE_SIZE;
-use sterna_wire::control::{ControlMessage, DestinationFigures};
+use sterna_wire::control::{ControlMessage, DestinationFigures, PostCopyFigures};
 use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest};
 
 use super::channels::PostCopyChannels;
 use super::devices::Devices;
-use super::late_memory::{LateMemory, Missing};
 use super::loading::Loading;
 use super::post_copy::PostCopyEvent;
 use super::target::Target;
 use crate::cpu_time::CpuTime;
 use crate::device_state::load::LoadEvent;
-use crate::migration::{GuestState, MigrationError, Side};
+use crate::migration::{MigrationError, Side};
 use crate::monitor::DestinationMonitor;
 use crate::occupied::Occupied;
 use crate::process;
 use crate::report::{Outcome, ReceiveReport};
 use crate::state::Part;
 use crate::switchover::{
-    DestinationDriver, DestinationKernel, DestinationOutcome, Ending, Receiving, SourceLink, after, start_guest,
+    DestinationDriver, DestinationKernel, DestinationOutcome, Ending, Receiving, SourceLink, after,
 };
 
 /// The events of the driver's own threads.
@@ -33,8 +33,6 @@ pub(super) enum Event {
     Device(LoadEvent),
     Fenced,
     PostCopy(PostCopyEvent),
-    /// The guest's start, which had to wait, is possible now.
-    Start,
 }
 
 pub(super) struct Driver<'a> {
@@ -44,8 +42,8 @@ pub(super) struct Driver<'a> {
     /// CPU time of the migration's threads at this side.
     pub(super) cpu: CpuTime,
     pub(super) channels: PostCopyChannels,
-    /// In post-copy: the memory that comes after the guest's start.
-    pub(super) late: Option<LateMemory>,
+    /// In post-copy: the thread that handles page faults.
+    pub(super) faults: Option<JoinHandle<()>>,
     pub(super) devices: Devices,
     pub(super) loading: Loading,
     pub(super) target: Arc<Target>,
@@ -78,17 +76,30 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         self.start_devices()
     }
 
-    fn start_guest(&mut self) -> Option<Result<DestinationGuest, String>> {
-        match self.may_start() {
-            Ok(true) => {}
-            Ok(false) => return None,
-            Err(reason) => return Some(Err(reason)),
+    fn watch_missing_pages(&mut self) -> Result<(), String> {
+        self.begin_post_copy()
+    }
+
+    fn renew_channels(&mut self) {
+        self.admit_new_channels();
+    }
+
+    fn await_memory(&mut self) {
+        self.await_rest();
+    }
+
+    fn start_guest(&mut self) -> Result<DestinationGuest, String> {
+        if self.faults.is_none() {
+            // All memory is in place. The channels are ended, so that no thread writes the memory of a running guest, whatever a source
+            // sends.
+            self.kernel.abort.finish();
+            self.receiving.acceptor.join();
         }
-        Some(match self.vmm.resume() {
+        match self.vmm.resume() {
             Ok(()) => Ok(DestinationGuest::Running),
             Err(_) if self.vmm.has_ended() => Ok(DestinationGuest::Gone),
             Err(error) => Err(format!("the monitor does not start the guest: {error}")),
-        })
+        }
     }
 
     fn arrived(&mut self) {
@@ -105,11 +116,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         self.vmm.discard().map_err(|error| format!("the copy of the guest stays here: {error}"))
     }
 
-    fn ended(&mut self, end: &DestinationEnd) {
-        if *end == DestinationEnd::Running {
-            self.await_rest();
-        }
-    }
+    fn ended(&mut self, _end: &DestinationEnd) {}
 
     fn hang_up_at(&self, end: &DestinationEnd, link: SourceLink, _since: Instant) -> Instant {
         // A source that was lost while the guest's last memory arrived notices the loss only after a time of silence.
@@ -117,13 +124,14 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         after(if may_be_lost { self.linger.saturating_add(SILENCE_LIMIT) } else { self.linger })
     }
 
+    /// The wait is short, and a source that is lost in post-copy waits for its answer without a limit.
+    fn cancel_ends_lingering(&self) -> bool {
+        false
+    }
+
     fn receive(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
         match message {
             ControlMessage::Totals(totals) => self.handle_totals(&totals),
-            ControlMessage::PostCopy => {
-                let reason = self.begin_post_copy().err()?;
-                Some(self.kernel.fail(format!("post-copy is not possible at the destination: {reason}")))
-            }
             unexpected => {
                 tracing::warn!(?unexpected, "unexpected message from the source");
                 None
@@ -135,30 +143,18 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         match event {
             Event::Device(news) => self.handle_device(news),
             Event::State(part) => self.handle_state(part),
-            Event::PostCopy(news) => {
-                self.handle_post_copy(news);
-                None
-            }
-            Event::Start => start_guest(self),
+            Event::PostCopy(news) => self.handle_post_copy(news),
             Event::Fenced => {
                 self.kernel.observer.note("an operator has confirmed that the source is gone for good");
-                self.kernel.abandon_source();
-                let pages = self.target.post_copy().map_or(0, |post_copy| post_copy.missing());
-                if pages > 0 {
-                    let reason =
-                        format!("the source is gone for good, and {pages} pages of the guest's memory with it");
-                    self.handle_post_copy(PostCopyEvent::Failed(reason));
-                    self.start_now();
-                }
+                self.kernel.peer.hang_up();
                 Some(DestinationEvent::SourceFenced)
             }
         }
     }
 
-    fn idle(&mut self) {
-        if self.lacks_pages() && self.target.post_copy().is_some_and(|post_copy| post_copy.guest_has_ended()) {
-            self.handle_post_copy(PostCopyEvent::Failed("the guest's process has ended".into()));
-        }
+    fn idle(&mut self) -> Option<DestinationEvent> {
+        let post_copy = self.target.post_copy().filter(|_| self.kernel.lacks_memory())?;
+        post_copy.guest_has_ended().then_some(DestinationEvent::Guest(DestinationGuest::Gone))
     }
 
     fn count_figures(&mut self, figures: &mut DestinationFigures) {
@@ -166,17 +162,12 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         figures.faults = process::faults(std::process::id()).saturating_sub(self.faults_before);
     }
 
-    fn reconnected(&mut self) {
-        self.renew_channels();
+    fn post_copy_figures(&mut self) -> Option<PostCopyFigures> {
+        self.target.post_copy().map(|post_copy| post_copy.figures())
     }
 
-    fn lacks_memory(&self) -> Option<u64> {
-        let post_copy = self.target.post_copy().filter(|_| self.lacks_pages())?;
-        Some(post_copy.missing() * PAGE_SIZE as u64)
-    }
-
-    fn channels_failed_late(&mut self, reason: &str) {
-        self.await_new_channels(reason);
+    fn missing_bytes(&self) -> u64 {
+        self.target.post_copy().map_or(0, |post_copy| post_copy.missing()) * PAGE_SIZE as u64
     }
 }
 
@@ -186,7 +177,7 @@ impl Driver<'_> {
         outcome: DestinationOutcome,
         source: String,
     ) -> Result<ReceiveReport, MigrationError> {
-        let ending = self.ending(outcome);
+        let ending = self.kernel.ending(outcome);
         if let Some(post_copy) = self.target.post_copy() {
             post_copy.stop();
             if matches!(self.kernel.end(), Some(DestinationEnd::Discarded { .. })) {
@@ -199,7 +190,10 @@ impl Driver<'_> {
         self.devices.join(self.kernel.observer);
         self.receiving.acceptor.join();
         self.channels.join();
-        self.late.take().into_iter().for_each(LateMemory::join);
+        if let Some(faults) = self.faults.take() {
+            // A panic of the thread has been printed.
+            let _ = faults.join();
+        }
         let report = self.receiving.report(&ending, source);
         let Ending { outcome, guest, reason } = ending;
         match reason {
@@ -214,25 +208,6 @@ impl Driver<'_> {
                 report: None,
                 received: Some(Box::new(report)),
             }),
-        }
-    }
-
-    /// Returns what the end of the loop means. In post-copy a guest that belongs to this side may lack memory for good.
-    fn ending(&self, outcome: DestinationOutcome) -> Ending {
-        let end = self.kernel.end();
-        let lost = match self.late.as_ref().map(|late| &late.missing) {
-            Some(Missing::ForGood(reason))
-                if matches!(end, Some(DestinationEnd::Running | DestinationEnd::Stuck { .. })) =>
-            {
-                Some(reason)
-            }
-            // No thread handles the guest's page faults any more.
-            Some(Missing::Awaited) if let Some(DestinationEnd::Stuck { reason }) = end => Some(reason),
-            _ => None,
-        };
-        match lost {
-            Some(reason) => Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason.as_str()),
-            None => self.kernel.ending(outcome),
         }
     }
 }

@@ -37,8 +37,10 @@ pub struct Moments {
     pub prepared: Option<Instant>,
     /// The decision was on disk.
     pub decided: Option<Instant>,
-    /// The destination said that the guest runs.
+    /// The destination reported that the guest runs.
     pub running: Option<Instant>,
+    /// The destination reported that the guest runs with all of its memory.
+    pub complete: Option<Instant>,
 }
 
 /// Milliseconds between two moments; 0 where one of them has not come.

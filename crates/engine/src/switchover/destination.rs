@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use sterna_wire::control::{ControlMessage, DestinationFigures};
+use sterna_wire::control::{ControlMessage, DestinationFigures, PostCopyFigures};
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
     Moment, RecordState, SwitchoverMessage,
@@ -123,11 +123,25 @@ pub trait DestinationDriver<'a> {
     /// Why the guest cannot be loaded: the migration is aborted.
     fn accept_stream(&mut self) -> Result<(), String>;
 
-    /// Starts the guest and returns its state; none if the start has to wait.
+    /// Post-copy: has the missing pages of guest RAM watched.
+    ///
+    /// # Errors
+    /// Why that is not possible: the migration is aborted.
+    fn watch_missing_pages(&mut self) -> Result<(), String> {
+        Err("this monitor's memory cannot be watched".into())
+    }
+
+    /// Post-copy: closes the data channels of older incarnations, and admits those of the newest control channel.
+    fn renew_channels(&mut self) {}
+
+    /// Post-copy: reports [`DestinationEvent::MemoryComplete`] once no page is missing any more.
+    fn await_memory(&mut self) {}
+
+    /// Starts the guest and returns its state.
     ///
     /// # Errors
     /// Why the guest does not run: `sterna recover` has to settle the migration.
-    fn start_guest(&mut self) -> Option<Result<DestinationGuest, String>>;
+    fn start_guest(&mut self) -> Result<DestinationGuest, String>;
 
     /// Called when the guest runs here.
     fn arrived(&mut self);
@@ -156,33 +170,39 @@ pub trait DestinationDriver<'a> {
     /// Returns until when the source is answered after the end, which was reached at `since`. Asked anew when `link` has changed.
     fn hang_up_at(&self, end: &DestinationEnd, link: SourceLink, since: Instant) -> Instant;
 
+    /// Returns whether a cancellation ends the wait for a source that may still need answers.
+    fn cancel_ends_lingering(&self) -> bool {
+        true
+    }
+
     /// Handles a message of the source that is not about the switchover.
     fn receive(&mut self, message: ControlMessage) -> Option<DestinationEvent>;
 
     /// Handles an event of the driver's own.
     fn handle(&mut self, event: Self::Event) -> Option<DestinationEvent>;
 
-    /// Called whenever the loop is about to wait.
-    fn idle(&mut self) {}
+    /// Called whenever the loop is about to wait. Returns what the driver notices without an event.
+    fn idle(&mut self) -> Option<DestinationEvent> {
+        None
+    }
 
     /// Completes the figures about this side: the guest runs here.
     fn count_figures(&mut self, _figures: &mut DestinationFigures) {}
 
-    /// Called when the source has reconnected.
-    fn reconnected(&mut self) {}
+    /// Returns the figures of post-copy, if it was begun.
+    fn post_copy_figures(&mut self) -> Option<PostCopyFigures> {
+        None
+    }
+
+    /// Returns how many bytes of the guest's memory are still at the source, in post-copy.
+    fn missing_bytes(&self) -> u64 {
+        0
+    }
 
     /// Handles a cancellation when only the source may still end the migration.
     fn too_late_to_cancel(&mut self) {
         self.kernel().observer.note("the guest is loaded here and the source decides: this cannot be cancelled");
     }
-
-    /// Returns how many bytes of memory the guest that runs here still lacks; none where all of it is here.
-    fn lacks_memory(&self) -> Option<u64> {
-        None
-    }
-
-    /// Handles the failure of the data channels after this side was prepared.
-    fn channels_failed_late(&mut self, _reason: &str) {}
 }
 
 impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
@@ -215,6 +235,11 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
         self.machine.may_give_up()
     }
 
+    /// Returns whether part of the guest's memory is still at the source, in post-copy.
+    pub fn lacks_memory(&self) -> bool {
+        self.machine.lacks_memory()
+    }
+
     /// Returns the end, once the state machine has reached it.
     pub fn end(&self) -> Option<&DestinationEnd> {
         self.lingering.as_ref().map(|lingering| &lingering.end)
@@ -242,8 +267,8 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
         DestinationEvent::Failed { reason }
     }
 
-    /// Drops the control channel for good: no source is left that needs an answer.
-    pub fn abandon_source(&mut self) {
+    /// Ends the wait for a source that may still need answers: the migration has ended here.
+    pub fn stop_lingering(&mut self) {
         self.peer.hang_up();
         self.settled = true;
     }
@@ -261,13 +286,6 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
         self.last_words = None;
         self.events.watch(&self.abort, self.data_incarnation);
         self.data_incarnation
-    }
-
-    /// Queues the failure of the data channels again, where they failed before the driver could renew them.
-    pub(crate) fn report_broken_channels(&self) {
-        if self.abort.is_over() {
-            self.events.broken(self.data_incarnation);
-        }
     }
 
     fn link(&self) -> SourceLink {
@@ -303,12 +321,11 @@ pub fn run_destination<'a, D: DestinationDriver<'a>>(
         if !actions.is_empty() {
             continue;
         }
-        driver.idle();
         if let Some(outcome) = outcome(driver) {
             return outcome;
         }
         report_progress(driver);
-        if let Some(event) = overdue(driver) {
+        if let Some(event) = driver.idle().or_else(|| overdue(driver)) {
             actions = driver.kernel().machine.on(event);
             continue;
         }
@@ -329,10 +346,6 @@ fn outcome<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationOu
     if let Some(reason) = driver.kernel().given_up.take() {
         return Some(DestinationOutcome::GivenUp(reason));
     }
-    if driver.lacks_memory().is_some() {
-        driver.kernel().link_changed();
-        return None;
-    }
     let kernel = driver.kernel();
     let (link, settled) = (kernel.link(), kernel.settled);
     let Lingering { end, since, hang_up_at } = kernel.lingering.clone()?;
@@ -342,9 +355,9 @@ fn outcome<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationOu
 }
 
 fn report_progress<'a, D: DestinationDriver<'a>>(driver: &mut D) {
-    let missing = driver.lacks_memory();
+    let missing = driver.missing_bytes();
     let kernel = driver.kernel();
-    if kernel.end().is_some() && missing.is_none() {
+    if kernel.end().is_some() {
         return;
     }
     let (observer, phase) = (kernel.observer, kernel.phase);
@@ -356,7 +369,7 @@ fn report_progress<'a, D: DestinationDriver<'a>>(driver: &mut D) {
         Phase::PostCopy => "receiving the rest of memory after the guest",
     };
     if let Some(receiving) = driver.receiving() {
-        receiving.report_progress(observer, phase, missing.unwrap_or(0));
+        receiving.report_progress(observer, phase, missing);
     }
 }
 
@@ -398,7 +411,7 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
     match action {
         DestinationAction::WriteRecord(state) => {
             let kernel = driver.kernel();
-            if state == DestinationState::Committed {
+            if matches!(state, DestinationState::Committed | DestinationState::CommittedIncomplete) {
                 kernel.decided = Some(Instant::now());
                 kernel.phase = Phase::Committed;
             }
@@ -420,13 +433,27 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             accepted.err().map(|reason| driver.kernel().fail(reason))
         }
         DestinationAction::Send(message) => {
-            if message == SwitchoverMessage::Running {
-                send_figures(driver);
+            match &message {
+                SwitchoverMessage::Running | SwitchoverMessage::RunningIncomplete => send_figures(driver, &message),
+                SwitchoverMessage::MemoryLost { reason } => drop(driver.kernel().abort.raise(reason)),
+                _ => {}
             }
             driver.kernel().peer.send(&ControlMessage::Switchover(message));
             None
         }
-        DestinationAction::Cont => start_guest(driver),
+        DestinationAction::WatchMissingPages => Some(match driver.watch_missing_pages() {
+            Ok(()) => DestinationEvent::MissingPagesWatched,
+            Err(reason) => driver.kernel().fail(format!("post-copy is not possible at the destination: {reason}")),
+        }),
+        DestinationAction::RenewChannels => {
+            driver.renew_channels();
+            None
+        }
+        DestinationAction::AwaitMemory => {
+            driver.await_memory();
+            None
+        }
+        DestinationAction::Cont => Some(start_guest(driver)),
         DestinationAction::AnnounceSelf => {
             driver.arrived();
             None
@@ -438,8 +465,16 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
                 Err(reason) => DestinationEvent::Failed { reason },
             })
         }
+        DestinationAction::HangUp => {
+            driver.kernel().peer.hang_up();
+            None
+        }
         DestinationAction::AwaitSource => {
             driver.await_source();
+            None
+        }
+        DestinationAction::Leave => {
+            driver.kernel().settled = true;
             None
         }
         DestinationAction::Done(end) => {
@@ -454,21 +489,25 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
     }
 }
 
-/// Starts the guest. Returns the outcome, unless the start has to wait.
-pub(crate) fn start_guest<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationEvent> {
-    let state = match driver.start_guest()? {
+fn start_guest<'a, D: DestinationDriver<'a>>(driver: &mut D) -> DestinationEvent {
+    let state = match driver.start_guest() {
         Ok(state) => state,
-        Err(reason) => return Some(DestinationEvent::Failed { reason }),
+        Err(reason) => return DestinationEvent::Failed { reason },
     };
     let since = driver.kernel().decided.filter(|_| state == DestinationGuest::Running);
     if let (Some(since), Some(receiving)) = (since, driver.receiving()) {
         receiving.figures.start_ms = since.elapsed().as_secs_f64() * 1e3;
     }
-    Some(DestinationEvent::Guest(state))
+    DestinationEvent::Guest(state)
 }
 
-/// Sends the source the figures about this side.
-fn send_figures<'a, D: DestinationDriver<'a>>(driver: &mut D) {
+/// Sends the source the figures that belong to `message`: about this side, and about post-copy once that has ended.
+fn send_figures<'a, D: DestinationDriver<'a>>(driver: &mut D, message: &SwitchoverMessage) {
+    if *message == SwitchoverMessage::Running
+        && let Some(figures) = driver.post_copy_figures()
+    {
+        driver.kernel().peer.send(&ControlMessage::PostCopyFigures(figures));
+    }
     let Some(mut figures) = driver.receiving().map(|receiving| receiving.figures.clone()) else { return };
     driver.count_figures(&mut figures);
     driver.kernel().peer.send(&ControlMessage::Figures(figures));
@@ -490,19 +529,19 @@ fn translate<'a, D: DestinationDriver<'a>>(driver: &mut D, event: Event<D::Event
     }
 }
 
-/// Handles a failure of the data channels. Before this side is prepared, it ends the migration.
+/// Handles a failure of the data channels. Before this side is prepared, it ends the migration; in post-copy there will be others.
 fn channels_failed<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationEvent> {
     let kernel = driver.kernel();
     let reason = kernel.abort.reason()?;
     if kernel.may_give_up() {
-        return Some(kernel.fail(reason));
+        kernel.send_failure(&reason);
+    } else if kernel.lacks_memory() && kernel.peer.is_connected() {
+        kernel.observer.note(&format!("the channels of the guest's memory failed, and are made anew: {reason}"));
     }
-    driver.channels_failed_late(&reason);
-    None
+    Some(DestinationEvent::ChannelsLost { reason })
 }
 
 fn handle_peer<'a, D: DestinationDriver<'a>>(driver: &mut D, news: ConnectionEvent) -> Option<DestinationEvent> {
-    let lacks_memory = driver.lacks_memory().is_some();
     let kernel = driver.kernel();
     match kernel.peer.handle(news)? {
         PeerEvent::Message(message, _share) => match message {
@@ -510,22 +549,18 @@ fn handle_peer<'a, D: DestinationDriver<'a>>(driver: &mut D, news: ConnectionEve
             ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
                 Some(DestinationEvent::Failed { reason: format!("the source failed: {}", cleaned(&reason)) })
             }
-            ControlMessage::Goodbye => {
-                kernel.settled = kernel.end().is_some();
-                None
-            }
             message => driver.receive(message),
         },
         PeerEvent::Lost(reason) => {
             kernel.closed = reason == CLOSED_BY_PEER;
             kernel.link_changed();
-            if kernel.end().is_none() {
-                kernel.observer.note(&format!("the connection to the source is lost: {reason}"));
-                kernel.abort.lost(format_args!("the source was lost: {reason}"));
-            } else if lacks_memory {
+            if kernel.phase == Phase::PostCopy && kernel.lacks_memory() {
                 kernel.observer.note(&format!(
                     "the source is lost ({reason}) and part of the guest's memory with it: waiting for it to reconnect"
                 ));
+            } else if kernel.end().is_none() {
+                kernel.observer.note(&format!("the connection to the source is lost: {reason}"));
+                kernel.abort.lost(format_args!("the source was lost: {reason}"));
             }
             Some(DestinationEvent::ConnectionLost)
         }
@@ -535,7 +570,6 @@ fn handle_peer<'a, D: DestinationDriver<'a>>(driver: &mut D, news: ConnectionEve
             if let Some(DestinationEnd::Stuck { reason }) = kernel.end() {
                 kernel.send_failure(reason);
             }
-            driver.reconnected();
             Some(DestinationEvent::Connected)
         }
         PeerEvent::Unreachable(reason) => {
@@ -546,13 +580,15 @@ fn handle_peer<'a, D: DestinationDriver<'a>>(driver: &mut D, news: ConnectionEve
 }
 
 fn cancel<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationEvent> {
-    if driver.lacks_memory().is_some() {
-        driver.kernel().observer.note("the guest runs here and lacks part of its memory: this cannot be cancelled");
-        return None;
-    }
     let kernel = driver.kernel();
     if kernel.end().is_some() {
-        kernel.abandon_source();
+        if driver.cancel_ends_lingering() {
+            driver.kernel().stop_lingering();
+        }
+        return None;
+    }
+    if kernel.phase == Phase::PostCopy {
+        kernel.observer.note("the guest runs here and lacks part of its memory: this cannot be cancelled");
         return None;
     }
     if !kernel.may_give_up() {

@@ -2,7 +2,7 @@
 
 use sterna_wire::switchover::{DestinationEnd, SourceEnd};
 
-use super::{CANCELLED, DestinationKernel, DestinationOutcome, SourceKernel, SourceOutcome};
+use super::{CANCELLED, DestinationKernel, DestinationOutcome, SourceKernel};
 use crate::migration::GuestState;
 use crate::report::Outcome;
 
@@ -39,17 +39,8 @@ impl Ending {
 
 impl<E: Send + 'static> SourceKernel<'_, E> {
     /// Returns what the end of the loop means.
-    pub fn ending(&self, outcome: SourceOutcome) -> Ending {
+    pub fn ending(&self, end: SourceEnd) -> Ending {
         let not_moved = if self.cancelled() { Outcome::Cancelled } else { Outcome::Failed };
-        let end = match outcome {
-            SourceOutcome::Machine(end) => end,
-            SourceOutcome::Undelivered if self.decided() => {
-                let reason = self.undelivered().unwrap_or("the destination did not confirm it in time");
-                return Ending::failed(Outcome::Unconfirmed, GuestState::BelongsToDestination, reason);
-            }
-            // The guest runs here; a destination that did not receive the abort presumes it.
-            SourceOutcome::Undelivered => return Ending::failed(not_moved, GuestState::RunsAtSource, self.reason()),
-        };
         match end {
             SourceEnd::Finished => {
                 Ending::completed(self.ledger.unsettled(), "the destination has confirmed that the guest runs there")
@@ -60,8 +51,18 @@ impl<E: Send + 'static> SourceKernel<'_, E> {
                 let reason = format!("the migration's record could not be written: {why}");
                 Ending::failed(Outcome::Failed, GuestState::Untouched, reason)
             }
+            SourceEnd::GuestGone if self.post_copy_begun() && self.moments.decided.is_some() => {
+                let reason = "the source's monitor has ended, and part of the guest's memory with it";
+                Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason)
+            }
             SourceEnd::GuestGone => {
                 Ending::failed(Outcome::Lost, GuestState::PausedAtSource, "the source's monitor has ended")
+            }
+            SourceEnd::MemoryLost { reason } | SourceEnd::Unserved { reason } => {
+                Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason)
+            }
+            SourceEnd::Undelivered { reason } => {
+                Ending::failed(Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
             }
             SourceEnd::DestinationLost { never_ran, reason } => {
                 let ran = if never_ran { "it never ran there" } else { "it may have run there" };
@@ -108,6 +109,11 @@ impl<E: Send + 'static> DestinationKernel<'_, E> {
             }
             DestinationEnd::Discarded { reason } => Ending::failed(Outcome::Failed, GuestState::NotHere, reason),
             DestinationEnd::Lost { reason } => Ending::failed(Outcome::Lost, GuestState::NotHere, reason),
+            DestinationEnd::MemoryLost { reason } => Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason),
+            // No thread handles the guest's page faults any more.
+            DestinationEnd::Stuck { reason } if self.lacks_memory() => {
+                Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason)
+            }
             DestinationEnd::Stuck { reason } => {
                 Ending::failed(Outcome::Unconfirmed, GuestState::PausedAtDestination, reason)
             }

@@ -55,12 +55,6 @@ impl<E: Send + 'static> Events<E> {
         abort.on_end(move || drop(events.send(Event::Broken(incarnation))));
     }
 
-    /// Reports a failure of the data channels of this incarnation, behind the events that are queued already.
-    pub fn broken(&self, incarnation: u32) {
-        // Fails where the loop has ended.
-        let _ = self.0.send(Event::Broken(incarnation));
-    }
-
     /// Reports a cancellation, as long as the returned value is held. `first` is called before, on the cancelling thread.
     pub fn on_cancel(&self, cancel: &Cancel, first: impl Fn() + Send + 'static) -> Registration {
         let events = self.0.clone();

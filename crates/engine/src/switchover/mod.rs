@@ -21,7 +21,6 @@ mod source;
 
 use std::time::{Duration, Instant};
 
-pub(crate) use self::destination::start_guest;
 pub use self::destination::{
     DestinationDriver, DestinationKernel, DestinationOutcome, DestinationSetup, SourceLink, run_destination,
 };
@@ -30,9 +29,7 @@ pub use self::events::{Event, Events};
 pub use self::ledger::{Ledger, MonitorRecord};
 pub use self::receiving::Receiving;
 pub(crate) use self::source::too_long;
-pub use self::source::{
-    DeliveryLimits, Reconnection, SourceDriver, SourceKernel, SourceOutcome, SourceSetup, run_source,
-};
+pub use self::source::{DeliveryLimits, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved, run_source};
 
 /// How often a loop reports progress and looks at its time limits.
 const TICK: Duration = Duration::from_millis(250);

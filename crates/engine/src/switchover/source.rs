@@ -18,13 +18,15 @@ use crate::report::{Moments, Observer};
 use crate::session::{ConnectionEvent, LAST_WORDS, OnConnectionEvent, Peer, PeerEvent, Redial, Session};
 use crate::transport::{Address, Security};
 
-/// How a source's loop ended.
+/// Why a source does not send the pages that the destination lacks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum SourceOutcome {
-    /// The state machine reached this end.
-    Machine(SourceEnd),
-    /// The decision, or the abort, could not be delivered to the destination in time.
-    Undelivered,
+pub enum Unserved {
+    /// The connection failed, for this reason: the destination is connected to anew.
+    ConnectionLost(String),
+    /// The monitor has ended, and the pages with it.
+    MonitorGone,
+    /// This process has no access to the pages, for this reason.
+    NoPages(String),
 }
 
 /// How long a source tries to reach a destination that was lost.
@@ -116,7 +118,7 @@ pub trait SourceDriver<'a> {
     /// Returns what all drivers have.
     fn kernel(&mut self) -> &mut SourceKernel<'a, Self::Event>;
 
-    /// Begins to move the guest's memory.
+    /// Begins to send the guest's memory.
     ///
     /// # Errors
     /// Why it cannot begin: the migration is aborted.
@@ -149,8 +151,24 @@ pub trait SourceDriver<'a> {
     /// Why the monitor still lives although it was to be ended.
     fn end_guest(&mut self) -> Result<SourceGuest, String>;
 
-    /// Called when the decision is in the record.
-    fn decided(&mut self) {}
+    /// Begins post-copy: answers requests for pages, pauses the guest and sends its state.
+    ///
+    /// # Errors
+    /// Why it cannot begin: the migration is aborted.
+    fn start_post_copy(&mut self) -> Result<(), String> {
+        Err("post-copy is not possible at the source".into())
+    }
+
+    /// Sends the pages that the destination lacks, over new channels where the destination was lost before.
+    ///
+    /// # Errors
+    /// Why they are not sent.
+    fn serve_pages(&mut self) -> Result<(), Unserved>;
+
+    /// Returns whether the monitor has ended, and what is left of its guest's memory with it.
+    fn monitor_has_ended(&mut self) -> bool {
+        false
+    }
 
     /// Handles a message of the destination that is not about the switchover.
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent>;
@@ -169,22 +187,6 @@ pub trait SourceDriver<'a> {
     /// Handles a cancellation after the decision.
     fn too_late_to_cancel(&mut self) {
         self.kernel().observer.note("too late to cancel: the guest already belongs to the destination");
-    }
-
-    /// Returns whether the source must not give up a lost destination: part of the guest's memory is only here.
-    fn waits_for_ever(&self) -> bool {
-        false
-    }
-
-    /// Called when the state machine has reached `end`. Returns true if memory still follows the guest: then the loop ends when
-    /// [`SourceDriver::has_followed`] returns true.
-    fn follows(&mut self, _end: &SourceEnd) -> bool {
-        false
-    }
-
-    /// Returns none while no memory follows the guest, then whether all of it has arrived.
-    fn has_followed(&self) -> Option<bool> {
-        None
     }
 }
 
@@ -233,6 +235,16 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
         self.machine.decided()
     }
 
+    /// Returns whether the guest runs at the destination and part of its memory is only here.
+    pub fn serves_pages(&self) -> bool {
+        self.machine.serves_pages()
+    }
+
+    /// Returns whether the guest goes on at the destination before all of its memory is there.
+    pub fn post_copy_begun(&self) -> bool {
+        self.machine.post_copy_begun()
+    }
+
     /// Returns why the migration was aborted; empty before that.
     pub fn reason(&self) -> &str {
         self.machine.reason()
@@ -253,22 +265,12 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
         self.left.as_deref()
     }
 
-    /// Returns why the decision could not be delivered, where that is known.
-    pub fn undelivered(&self) -> Option<&str> {
-        self.undelivered.as_deref()
-    }
-
     /// Returns the destination's address.
     pub fn to(&self) -> &Address {
         &self.reconnection.to
     }
 
-    /// Returns how long the destination is dialled after the decision.
-    pub fn delivery_limit(&self) -> Duration {
-        self.limits.decision
-    }
-
-    /// Ends the loop: the decision, or the abort, cannot be delivered, for `reason`.
+    /// Stops trying to reach the destination, for `reason`.
     pub fn give_up(&mut self, reason: impl Into<String>) {
         self.undelivered.get_or_insert(reason.into());
         self.give_up = Some(Instant::now());
@@ -289,8 +291,6 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
     /// Ends the connections: later reports of the channels' threads are no failures.
     pub fn hang_up(&mut self) {
         self.abort.finish();
-        // A destination that does not receive it waits a little for this side to reconnect.
-        self.peer.send(&ControlMessage::Goodbye);
         self.peer.hang_up();
     }
 
@@ -309,15 +309,6 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
         }
     }
 
-    /// Handles the failure of the data channels. Where only a connection broke, first waits for the destination's reason.
-    fn channels_broke(&mut self) -> Option<SourceEvent> {
-        if self.abort.was_lost() {
-            self.last_words = Some(Instant::now() + LAST_WORDS);
-            return None;
-        }
-        Some(SourceEvent::Failed { reason: self.abort.reason()? })
-    }
-
     /// Handles the destination's message that it has failed.
     fn destination_failed(&mut self, reason: &str) -> Option<SourceEvent> {
         let reason = format!("the destination failed: {}", cleaned(reason));
@@ -325,17 +316,32 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
             return Some(SourceEvent::Failed { reason });
         }
         self.observer.note(&reason);
-        self.undelivered = Some(reason);
-        self.give_up = Some(Instant::now());
-        None
+        Some(SourceEvent::GaveUp { reason })
     }
 
-    /// Returns whether the time for delivering the decision, or the abort, is over.
-    fn gives_up(&mut self) -> bool {
+    /// Sets the deadline for delivering the decision. In post-copy there is none unless the migration was cancelled: the memory that is
+    /// still here exists nowhere else.
+    fn await_delivery(&mut self) {
+        let waits_for_ever = self.post_copy_begun() && !self.cancelled;
+        self.give_up = (!waits_for_ever).then(|| after(self.limits.decision));
+    }
+
+    /// Returns the event by which the machine ends, if the time for delivering the decision, or the abort, is over.
+    fn gives_up(&mut self) -> Option<SourceEvent> {
         if self.machine.may_stop() && !self.decided() {
             self.give_up.get_or_insert(after(self.limits.abort));
         }
-        self.give_up.is_some_and(passed)
+        self.give_up.take_if(|deadline| passed(*deadline))?;
+        let reason = self.undelivered.take().unwrap_or_else(|| {
+            match self.post_copy_begun() {
+                true => {
+                    "the rest of the guest's memory was not sent: the destination was lost, and the migration cancelled"
+                }
+                false => "the destination did not confirm it in time",
+            }
+            .to_owned()
+        });
+        Some(SourceEvent::GaveUp { reason })
     }
 }
 
@@ -352,15 +358,14 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
     driver: &mut D,
     inbox: &Receiver<Event<D::Event>>,
     first: Vec<SourceAction>,
-) -> SourceOutcome {
+) -> SourceEnd {
     let mut next_tick = Instant::now() + TICK;
     let mut actions = first;
     loop {
         let mut answers = Vec::new();
         for action in std::mem::take(&mut actions) {
             match action {
-                SourceAction::Done(end) if driver.follows(&end) => follow(driver),
-                SourceAction::Done(end) => return SourceOutcome::Machine(end),
+                SourceAction::Done(end) => return end,
                 action => answers.extend(perform_observed(driver, action)),
             }
         }
@@ -368,13 +373,8 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
         if !actions.is_empty() {
             continue;
         }
-        if driver.has_followed() == Some(true) {
-            return SourceOutcome::Machine(SourceEnd::Finished);
-        }
-        if driver.kernel().gives_up() {
-            return SourceOutcome::Undelivered;
-        }
-        if let Some(event) = overdue(driver) {
+        let event = driver.kernel().gives_up().or_else(|| overdue(driver));
+        if let Some(event) = event {
             actions = driver.kernel().machine.on(event);
             continue;
         }
@@ -392,16 +392,6 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
             }
             Err(RecvTimeoutError::Disconnected) => unreachable!("the kernel holds a sender"),
         }
-    }
-}
-
-/// Begins the phase in which memory follows the guest.
-fn follow<'a, D: SourceDriver<'a>>(driver: &mut D) {
-    let kernel = driver.kernel();
-    (kernel.give_up, kernel.due) = (None, None);
-    if kernel.abort.is_over() {
-        // Channels that broke meanwhile are opened anew, the control channel too.
-        kernel.peer.close();
     }
 }
 
@@ -438,6 +428,17 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
             kernel.cancelled |= kernel.cancel.is_cancelled();
             failed(reason)
         }),
+        SourceAction::StartPostCopy => driver.start_post_copy().err().map(failed),
+        SourceAction::ServePages => match driver.serve_pages().err()? {
+            Unserved::ConnectionLost(reason) => {
+                tracing::info!(reason, "the rest of memory cannot be sent yet");
+                driver.kernel().abort.lost(reason);
+                driver.kernel().peer.hang_up();
+                Some(SourceEvent::ConnectionLost)
+            }
+            Unserved::MonitorGone => Some(SourceEvent::Guest(SourceGuest::Gone)),
+            Unserved::NoPages(reason) => Some(SourceEvent::GaveUp { reason }),
+        },
         SourceAction::Send(message) => {
             driver.kernel().peer.send(&ControlMessage::Switchover(message));
             None
@@ -458,14 +459,14 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
             Some(state_of(ended))
         }
         SourceAction::Connect => {
-            driver.kernel().peer.hang_up();
-            if !driver.kernel().decided() {
-                let kernel = driver.kernel();
+            let kernel = driver.kernel();
+            kernel.peer.hang_up();
+            if !kernel.decided() {
                 kernel.give_up.get_or_insert(after(kernel.limits.abort));
-            } else if driver.kernel().give_up.is_none() {
-                await_delivery(driver);
+            } else if kernel.give_up.is_none() {
+                kernel.await_delivery();
             }
-            driver.kernel().reconnect();
+            kernel.reconnect();
             None
         }
         SourceAction::Done(_) => unreachable!("the loop handles the end"),
@@ -486,44 +487,54 @@ fn write_record<'a, D: SourceDriver<'a>>(driver: &mut D, state: SourceState) -> 
     kernel.due = None;
     if state == SourceState::Committed {
         kernel.moments.decided = Some(Instant::now());
-        driver.decided();
-        await_delivery(driver);
+        kernel.await_delivery();
     }
     SourceEvent::RecordWritten
 }
 
-/// Sets the deadline for delivering the decision.
-fn await_delivery<'a, D: SourceDriver<'a>>(driver: &mut D) {
-    let waits_for_ever = driver.waits_for_ever();
-    let kernel = driver.kernel();
-    kernel.give_up = (!waits_for_ever || kernel.cancelled).then(|| after(kernel.limits.decision));
-}
-
 /// Handles an event. Returns what it means to the state machine, if anything.
 fn translate<'a, D: SourceDriver<'a>>(driver: &mut D, event: Event<D::Event>) -> Option<SourceEvent> {
-    let follows = driver.has_followed().is_some();
     match event {
-        Event::Peer(news) => handle_peer(driver, news, follows),
+        Event::Peer(news) => handle_peer(driver, news),
         Event::Broken(incarnation) if incarnation != driver.kernel().data_incarnation => None,
-        Event::Broken(_) if follows => {
-            // All channels are made anew, the control channel too.
-            driver.kernel().peer.close();
-            None
-        }
-        Event::Broken(_) => driver.kernel().channels_broke(),
-        Event::Cancelled => cancel(driver, follows),
+        Event::Broken(_) => channels_broke(driver),
+        Event::Cancelled => cancel(driver),
         Event::Own(event) => driver.handle(event),
     }
 }
 
-fn handle_peer<'a, D: SourceDriver<'a>>(driver: &mut D, news: ConnectionEvent, follows: bool) -> Option<SourceEvent> {
+/// Handles the failure of the data channels. Before the decision, where only a connection broke, first waits for the destination's reason.
+fn channels_broke<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
+    let kernel = driver.kernel();
+    if kernel.abort.was_lost() && !kernel.decided() {
+        kernel.last_words = Some(Instant::now() + LAST_WORDS);
+        return None;
+    }
+    let reason = kernel.abort.reason()?;
+    if !kernel.decided() {
+        // The control channel is still there: the destination is informed on it.
+        return Some(SourceEvent::Failed { reason });
+    }
+    if kernel.post_copy_begun() && driver.monitor_has_ended() {
+        return Some(SourceEvent::Guest(SourceGuest::Gone));
+    }
+    Some(SourceEvent::ChannelsLost { reason })
+}
+
+fn handle_peer<'a, D: SourceDriver<'a>>(driver: &mut D, news: ConnectionEvent) -> Option<SourceEvent> {
     let kernel = driver.kernel();
     match kernel.peer.handle(news)? {
         PeerEvent::Message(message, _share) => match message {
             ControlMessage::Switchover(message) => {
                 match message {
                     SwitchoverMessage::Prepared => kernel.moments.prepared = Some(Instant::now()),
-                    SwitchoverMessage::Running => kernel.moments.running = Some(Instant::now()),
+                    SwitchoverMessage::RunningIncomplete => {
+                        kernel.moments.running.get_or_insert_with(Instant::now);
+                    }
+                    SwitchoverMessage::Running => {
+                        let now = *kernel.moments.complete.get_or_insert_with(Instant::now);
+                        kernel.moments.running.get_or_insert(now);
+                    }
                     _ => {}
                 }
                 Some(SourceEvent::Message(message))
@@ -536,18 +547,13 @@ fn handle_peer<'a, D: SourceDriver<'a>>(driver: &mut D, news: ConnectionEvent, f
         PeerEvent::Lost(reason) => {
             kernel.observer.note(&format!("the connection to the destination is lost: {reason}"));
             kernel.abort.lost(format_args!("the destination was lost: {reason}"));
-            if follows {
-                await_delivery(driver);
-                driver.kernel().reconnect();
-                return None;
-            }
             Some(SourceEvent::ConnectionLost)
         }
         PeerEvent::Connected => {
             kernel.reconnection.redial.connected();
-            if follows {
+            if kernel.post_copy_begun() {
+                // The destination is waited for without a limit as long as it is there.
                 kernel.give_up = None;
-                return None;
             }
             Some(SourceEvent::Connected)
         }
@@ -559,7 +565,7 @@ fn handle_peer<'a, D: SourceDriver<'a>>(driver: &mut D, news: ConnectionEvent, f
     }
 }
 
-fn cancel<'a, D: SourceDriver<'a>>(driver: &mut D, follows: bool) -> Option<SourceEvent> {
+fn cancel<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
     let kernel = driver.kernel();
     if kernel.machine.may_stop() && !kernel.decided() {
         kernel.give_up = Some(Instant::now());
@@ -570,15 +576,16 @@ fn cancel<'a, D: SourceDriver<'a>>(driver: &mut D, follows: bool) -> Option<Sour
         return Some(SourceEvent::Failed { reason: CANCELLED.into() });
     }
     // In post-copy the rest is still sent, but the source does not wait for a lost destination.
-    if !follows {
+    if !kernel.serves_pages() {
         driver.too_late_to_cancel();
-        if driver.kernel().give_up.is_none() {
-            await_delivery(driver);
+        let kernel = driver.kernel();
+        if kernel.give_up.is_none() {
+            kernel.await_delivery();
         }
     } else if kernel.peer.is_connected() {
         kernel.observer.note("too late to cancel: the rest of the guest's memory is being sent after it");
     } else {
-        await_delivery(driver);
+        kernel.await_delivery();
     }
     None
 }

@@ -95,7 +95,11 @@ pub(super) fn machine(qmp: &Qmp, downtime: Duration) -> Machine {
 /// Fails if an earlier migration of this QEMU is not settled: its `recover` would act on the guest of the new migration.
 pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), GatewayError> {
     let Some(own) = identity(qmp) else { return Ok(()) };
-    match unsettled(state_dir).map_err(GatewayError::untouched)?.into_iter().find(|record| record.qemu == Some(own)) {
+    match unsettled(state_dir)
+        .map_err(GatewayError::untouched)?
+        .into_iter()
+        .find(|record| record.monitor_process == Some(own))
+    {
         Some(record) => Err(GatewayError::untouched(format_args!(
             "migration {} of this QEMU is not settled: run `sterna recover {}` first",
             record.migration, record.migration
@@ -165,8 +169,8 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
         fenced_peer: false,
         peer,
         mode: Mode::Owner,
-        qmp: socket.display().to_string(),
-        qemu: identity(qmp),
+        monitor_socket: socket.display().to_string(),
+        monitor_process: identity(qmp),
         settings_before: None,
         completion_permitted: false,
         pausing: false,
@@ -229,7 +233,7 @@ pub(super) fn end_source(qmp: &Qmp, record: &Record) -> Result<SourceGuest, Stri
     }
     match record.source_after {
         SourceAfter::Keep => Ok(SourceGuest::Completed),
-        SourceAfter::Quit => quit(qmp, record.qemu, SOURCE_QUIT_TIME).map(|()| SourceGuest::Gone),
+        SourceAfter::Quit => quit(qmp, record.monitor_process, SOURCE_QUIT_TIME).map(|()| SourceGuest::Gone),
     }
 }
 

@@ -22,7 +22,7 @@ use sterna_engine::session::Peer;
 use sterna_engine::switchover::{Event, Events, Ledger};
 use sterna_engine::transport::Security;
 use sterna_wire::control::Mode;
-use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordState};
+use sterna_wire::switchover::{DestinationState, Record, RecordState};
 
 use super::claim::Claim;
 use super::fault::WithFaultPoints;
@@ -46,11 +46,16 @@ const CANCELLED: &str = "cancelled; nothing is settled yet";
 /// Why the migration is not settled and what to do next. `recover` may be repeated.
 pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<String, GatewayError> {
     let mut record = open_record(options)?;
-    refuse_if_memory_is_missing(record.record())?;
     record.amend(|record| record.fenced_peer |= options.fenced_peer);
+    let state = actual_state(record.record());
     // A settled migration needs no QEMU, which may be in use for something else by now.
-    let qmp = if record.record().state.settled() { None } else { qemu_of(record.record()) };
-    let _claim = qmp.as_ref().map(Claim::of).transpose()?;
+    let qmp = if state.settled() { None } else { qemu_of(record.record()) };
+    let _claim = match &qmp {
+        Some(qmp) => Claim::of(qmp)?,
+        // A QEMU that waits for memory need not answer.
+        None if lacks_memory(state) => record.record().monitor_process.map(Claim::of_process).transpose()?,
+        None => None,
+    };
     // Remove the sockets that the dead process left. Those in another --socket-dir are removed by the next migration.
     if let Ok(place) = SocketPlace::find(&SocketDirectory::Temporary, qmp.as_ref().and_then(Qmp::peer_pid)) {
         place.remove_stale();
@@ -58,7 +63,6 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     let (events, inbox) = Events::channel();
     let _cancelling = events.on_cancel(cancel, || {});
     let observer = &WithFaultPoints(observer);
-    let state = record.record().state;
     let recovery = Recovery { options, cancel, observer, record, qmp, events, inbox };
     match state {
         RecordState::Source(state) => source::recover(recovery, state),
@@ -80,36 +84,36 @@ fn open_record(options: &RecoverOptions) -> Result<RecordFile, GatewayError> {
     }
 }
 
-/// Fails if a destination's QEMU waits for memory that only the dead `receive` could have placed: whatever the record's state, its guest must
-/// not run, and cannot be saved.
-fn refuse_if_memory_is_missing(record: &Record) -> Result<(), GatewayError> {
-    let RecordState::Destination(state) = record.state else { return Ok(()) };
-    let may_run = matches!(state, DestinationState::Prepared | DestinationState::Committed | DestinationState::Running);
-    let waits = |qemu: &ProcessIdentity| record.mode == Mode::Direct && may_run && direct::waits_for_memory(*qemu);
-    let Some(qemu) = record.qemu.filter(waits) else { return Ok(()) };
-    // Fails if a living `receive` still has the QEMU.
-    let _claim = Claim::of_process(qemu)?;
-    let next = match state {
-        DestinationState::Running => {
-            "The guest has run here, and what its source has is older: start it anew from its disks, as after a power failure"
-        }
-        _ => "Then run this again: without its QEMU this side tells the source that the guest is lost here",
+/// Returns the state from which a destination is recovered. Whether memory is missing (post-copy) is seen in its QEMU: the record of an
+/// older sterna does not say so, and the last page may have been placed just before that could be written.
+fn actual_state(record: &Record) -> RecordState {
+    use DestinationState as D;
+    let RecordState::Destination(state) = record.state else { return record.state };
+    let Some(qemu) = record.monitor_process.filter(|qemu| record.mode == Mode::Direct && process::lives(*qemu)) else {
+        return record.state;
     };
-    let pid = qemu.pid;
-    Err(GatewayError(format!(
-        "part of the guest's memory had not come (post-copy) when `sterna receive` ended, and nothing can bring it now: whatever in QEMU (process {pid}) \
-         touches it waits for good; it never reads zeros in its place. The guest is lost here: end that QEMU (kill -KILL {pid}; QMP may not \
-         answer). {next}"
-    )))
+    let waits = direct::waits_for_memory(qemu);
+    RecordState::Destination(match state {
+        D::Prepared if waits => D::PreparedIncomplete,
+        D::Committed if waits => D::CommittedIncomplete,
+        D::Running if waits => D::RunningIncomplete,
+        D::RunningIncomplete if !waits => D::Running,
+        state => state,
+    })
+}
+
+/// Returns whether part of the guest's memory had not arrived when its destination died: nothing can bring that part now.
+fn lacks_memory(state: RecordState) -> bool {
+    matches!(state, RecordState::Destination(state) if state.lacks_memory())
 }
 
 /// Connects to the QEMU of the record; none if it has ended, or if another process serves its socket.
 fn qemu_of(record: &Record) -> Option<Qmp> {
-    if record.qemu.is_some_and(|identity| !process::lives(identity)) {
+    if record.monitor_process.is_some_and(|identity| !process::lives(identity)) {
         return None;
     }
-    let qmp = Qmp::connect(Path::new(&record.qmp)).ok()?;
-    let same = record.qemu.is_none() || qemu::identity(&qmp) == record.qemu;
+    let qmp = Qmp::connect(Path::new(&record.monitor_socket)).ok()?;
+    let same = record.monitor_process.is_none() || qemu::identity(&qmp) == record.monitor_process;
     same.then_some(qmp)
 }
 
@@ -132,12 +136,12 @@ impl Recovery<'_> {
     /// QEMU lives but cannot be reached.
     fn qemu_gone(&self) -> Result<bool, GatewayError> {
         let record = self.record.record();
-        match (&self.qmp, record.qemu) {
+        match (&self.qmp, record.monitor_process) {
             (Some(_), _) => Ok(false),
             (None, Some(identity)) if process::lives(identity) => Err(unreachable_monitor(record)),
             (None, Some(_)) => Ok(true),
             // The process is not known: QEMU has ended only if no process serves its socket.
-            (None, None) => match std::os::unix::net::UnixStream::connect(&record.qmp) {
+            (None, None) => match std::os::unix::net::UnixStream::connect(&record.monitor_socket) {
                 Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => Ok(true),
                 _ => Err(unreachable_monitor(record)),
             },
@@ -147,7 +151,7 @@ impl Recovery<'_> {
 
 /// Returns the error for a monitor that lives but cannot be reached.
 fn unreachable_monitor(record: &Record) -> GatewayError {
-    if record.qmp.is_empty() {
+    if record.monitor_socket.is_empty() {
         return GatewayError(format!(
             "the migration was embedded in process {}, which lives and has the guest: let it resume the guest or end it, \
              then run this again",
@@ -156,7 +160,7 @@ fn unreachable_monitor(record: &Record) -> GatewayError {
     }
     GatewayError(format!(
         "QEMU's QMP socket {} does not answer although QEMU lives: is another program connected to it?",
-        record.qmp
+        record.monitor_socket
     ))
 }
 

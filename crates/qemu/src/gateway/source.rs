@@ -165,8 +165,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         not_direct,
         backlog,
     };
-    let outcome = run_source(&mut driver, &inbox, first);
-    Ok(driver.finish(outcome))
+    let end = run_source(&mut driver, &inbox, first);
+    Ok(driver.finish(end))
 }
 
 /// The outcome of [`try_direct`].

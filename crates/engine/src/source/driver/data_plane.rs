@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::header::ChannelKind;
 
-use super::post_copy::PostCopy;
 use super::{Driver, Event};
 use crate::batch::BatchPool;
 use crate::cancel::Cancel;
@@ -149,7 +148,7 @@ impl Driver<'_> {
     /// Sets the deadline of the rounds anew. Other limits hold once the guest is being paused, in post-copy, and where the migration is
     /// being taken down.
     pub(super) fn await_progress(&mut self) {
-        let rounds = self.phase == Phase::Rounds && self.moving.is_some() && matches!(self.post_copy, PostCopy::No);
+        let rounds = self.phase == Phase::Rounds && self.moving.is_some();
         if rounds && self.kernel.moments.pausing.is_none() && !self.kernel.abort.is_over() {
             self.kernel.due = self.rounds_due();
         }
@@ -159,7 +158,7 @@ impl Driver<'_> {
         SendContext {
             normal_page_ratio: NormalPageRatio::new(self.settings.normal_page_ratio),
             // Not in post-copy: a page that was lost with a connection must be sent again although it is the same.
-            hash_key: self.post_copy.begun().is_none().then(|| self.hash_key.clone()),
+            hash_key: (!self.kernel.post_copy_begun()).then(|| self.hash_key.clone()),
             window: Arc::clone(&self.window),
             pacer: Arc::clone(&self.pacer),
             abort: Arc::clone(&self.kernel.abort),

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, DestinationFigures, DeviceChannels, Machine};
 use sterna_wire::handshake::check_devices;
-use sterna_wire::switchover::{RecordState, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover};
+use sterna_wire::switchover::{RecordState, SourceEvent, SourceGuest, SourceState, SourceSwitchover};
 use sterna_wire::text::cleaned;
 
 use self::data_plane::Moving;
@@ -39,7 +39,8 @@ use crate::report::{Observer, Progress, Report};
 use crate::send::{Compression, HashKey, Retransmit, Sent};
 use crate::session::{self, ConnectionEvent, Features, Offer, OnConnectionEvent, Peer, Redial, Session, UNCHECKED};
 use crate::switchover::{
-    CANCELLED, DeliveryLimits, Events, Ledger, Reconnection, SourceDriver, SourceKernel, SourceSetup, run_source,
+    CANCELLED, DeliveryLimits, Events, Ledger, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved,
+    run_source,
 };
 use crate::transport::{Address, Security};
 use crate::vmm::{AfterMove, SourceVmm, VmmError};
@@ -158,7 +159,7 @@ pub(super) fn run(
         again: Arc::new(Retransmit::none_of(shapes(&ram))),
         ram: ram.clone(),
         log: Some(CaughtLog::new(log)),
-        post_copy: PostCopy::No,
+        post_copy: PostCopy::default(),
         window,
         pacer: Arc::new(Pacer::new(settings.bandwidth)),
         settings,
@@ -178,8 +179,8 @@ pub(super) fn run(
         ended: false,
         moved: (0, 0),
     };
-    let outcome = run_source(&mut driver, &inbox, first);
-    driver.finish(outcome)
+    let end = run_source(&mut driver, &inbox, first);
+    driver.finish(end)
 }
 
 /// Returns the error of a migration that was cancelled before anything was begun.
@@ -236,6 +237,7 @@ struct Driver<'a> {
     devices: Devices,
     stats: Arc<Mutex<RoundStats>>,
     started: Instant,
+    /// The phase until the decision.
     phase: Phase,
     progress: Progress,
     /// Content bytes at the last tick.
@@ -308,18 +310,39 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     }
 
     fn end_guest(&mut self) -> Result<SourceGuest, String> {
-        if self.post_copy.begun().is_some() {
-            // The monitor is still needed for the pages that follow.
-            return Ok(SourceGuest::Completed);
+        if self.kernel.post_copy_begun() {
+            // The threads that read the guest's memory end before the monitor does.
+            self.kernel.abort.finish();
+            self.end_data_plane();
         }
-        self.end_monitor()
+        match self.vmm.moved() {
+            Ok(AfterMove::Kept) => Ok(SourceGuest::Completed),
+            Ok(AfterMove::Ended) => {
+                self.ended = true;
+                Ok(SourceGuest::Gone)
+            }
+            Ok(AfterMove::RunsHere) => Ok(SourceGuest::Running),
+            Err(error) => Err(error.to_string()),
+        }
     }
 
-    fn decided(&mut self) {
-        self.phase = Phase::Committed;
-        if let Some(moving) = self.moving.as_ref().filter(|_| self.post_copy.begun().is_some()) {
-            moving.order(Order::Stream);
+    fn start_post_copy(&mut self) -> Result<(), String> {
+        self.begin_post_copy()
+    }
+
+    fn serve_pages(&mut self) -> Result<(), Unserved> {
+        if self.vmm.has_ended() {
+            return Err(Unserved::MonitorGone);
         }
+        if self.kernel.expects_new_channels() {
+            return self.resume_post_copy().map_err(Unserved::ConnectionLost);
+        }
+        self.moving.iter().for_each(|moving| moving.order(Order::Stream));
+        Ok(())
+    }
+
+    fn monitor_has_ended(&mut self) -> bool {
+        self.vmm.has_ended()
     }
 
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {
@@ -336,8 +359,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
                 let reason = self.devices.known.credit(device, up_to).err()?;
                 return Some(SourceEvent::Failed { reason });
             }
-            ControlMessage::PostCopyReady => return self.destination_watches(),
-            ControlMessage::PostCopyDone(figures) => return self.destination_has_all(figures),
+            ControlMessage::PostCopyFigures(figures) => self.post_copy.figures = figures,
             ControlMessage::Figures(figures) => self.figures = figures,
             unexpected => tracing::warn!(?unexpected, "unexpected message from the destination"),
         }
@@ -364,36 +386,16 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         let all: Vec<_> = pages.into_iter().chain(state).chain(self.devices.known.waiting_for()).collect();
         (!all.is_empty()).then(|| all.join(", "))
     }
-
-    /// The memory that is still here exists nowhere else.
-    fn waits_for_ever(&self) -> bool {
-        self.post_copy.begun().is_some()
-    }
-
-    fn follows(&mut self, end: &SourceEnd) -> bool {
-        let follows = *end == SourceEnd::Finished && self.post_copy.begun().is_some();
-        if follows {
-            self.phase = Phase::PostCopy;
-        }
-        follows
-    }
-
-    fn has_followed(&self) -> Option<bool> {
-        (self.phase == Phase::PostCopy).then(|| self.post_copy.done().is_some())
-    }
 }
 
 impl Driver<'_> {
-    /// Ends the monitor here, or keeps it: the guest runs at the destination.
-    fn end_monitor(&mut self) -> Result<SourceGuest, String> {
-        match self.vmm.moved() {
-            Ok(AfterMove::Kept) => Ok(SourceGuest::Completed),
-            Ok(AfterMove::Ended) => {
-                self.ended = true;
-                Ok(SourceGuest::Gone)
-            }
-            Ok(AfterMove::RunsHere) => Ok(SourceGuest::Running),
-            Err(error) => Err(error.to_string()),
+    /// Returns the phase that the migration has reached.
+    fn phase(&self) -> Phase {
+        let moments = &self.kernel.moments;
+        match () {
+            () if moments.running.is_some() && self.kernel.post_copy_begun() => Phase::PostCopy,
+            () if moments.decided.is_some() => Phase::Committed,
+            () => self.phase,
         }
     }
 
@@ -416,8 +418,8 @@ impl Driver<'_> {
             RoundEvent::Stopped => self.send_state(),
             RoundEvent::RunOn => self.run_on(),
             RoundEvent::PostCopy => {
-                self.request_post_copy();
-                Ok(())
+                self.kernel.observer.note("the guest will go on before all of its memory is there");
+                return Some(SourceEvent::PostCopyWanted);
             }
             RoundEvent::Failed(reason) => Err(reason),
             RoundEvent::Drained(when) => {

@@ -1,13 +1,11 @@
-//! The driver in post-copy: from the request to the destination, over the channel on which the destination requests pages, to its message
-//! that it has all of them, however often the connection is lost meanwhile.
+//! The driver in post-copy: sends the pages that the destination lacks, and answers its requests, however often the connection is lost
+//! meanwhile.
 
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Instant;
 
-use sterna_wire::control::{ControlMessage, PostCopyFigures};
-use sterna_wire::switchover::SourceEvent;
+use sterna_wire::control::PostCopyFigures;
 
 use super::data_plane::Moving;
 use super::{Driver, new_window};
@@ -16,49 +14,20 @@ use crate::entry::PageSearch;
 use crate::pacer::Pacer;
 use crate::source::unsent::PageServer;
 
-/// The state of post-copy.
-#[derive(Debug)]
-pub(super) enum PostCopy {
-    /// Not begun: all of RAM is sent before the guest goes on.
-    No,
-    /// The destination was requested to watch for missing pages.
-    Requested,
-    /// The destination watches for missing pages. From here on the guest can go on without all of its RAM.
-    Begun(Begun),
-}
-
-/// The state of post-copy that has begun.
-#[derive(Debug)]
-pub(super) struct Begun {
+/// The driver's part of post-copy. Whether it has begun is known to the state machine.
+#[derive(Debug, Default)]
+pub(super) struct PostCopy {
     /// The thread that answers requests, while there are data channels.
     server: Option<JoinHandle<()>>,
-    /// When the destination reported that it has all pages, and its figures.
-    pub(super) done: Option<(Instant, PostCopyFigures)>,
+    /// The destination's figures, once it has all pages.
+    pub(super) figures: PostCopyFigures,
     pub(super) reconnected: u32,
 }
 
 impl PostCopy {
-    pub(super) fn begun(&self) -> Option<&Begun> {
-        match self {
-            Self::Begun(begun) => Some(begun),
-            Self::No | Self::Requested => None,
-        }
-    }
-
-    fn begun_mut(&mut self) -> Option<&mut Begun> {
-        match self {
-            Self::Begun(begun) => Some(begun),
-            Self::No | Self::Requested => None,
-        }
-    }
-
-    pub(super) fn done(&self) -> Option<(Instant, PostCopyFigures)> {
-        self.begun().and_then(|begun| begun.done)
-    }
-
     /// Waits for the thread that answers requests, whose channel is closed.
     pub(super) fn join_server(&mut self) {
-        if let Some(server) = self.begun_mut().and_then(|begun| begun.server.take()) {
+        if let Some(server) = self.server.take() {
             // A panic of the thread has been printed.
             let _ = server.join();
         }
@@ -66,57 +35,14 @@ impl PostCopy {
 }
 
 impl Driver<'_> {
-    /// Requests the destination to watch for missing pages.
-    pub(super) fn request_post_copy(&mut self) {
-        self.kernel.observer.note("the guest will go on before all of its memory is there");
-        self.post_copy = PostCopy::Requested;
-        self.kernel.peer.send(&ControlMessage::PostCopy);
-    }
-
-    /// Handles the destination's message that it watches for missing pages: at first, or again after it was lost.
-    pub(super) fn destination_watches(&mut self) -> Option<SourceEvent> {
-        let decided = self.kernel.decided();
-        if !decided && self.kernel.abort.is_over() {
-            // A late answer: the migration is being taken down.
-            return None;
-        }
-        let new_channels = self.kernel.expects_new_channels();
-        let outcome = match &self.post_copy {
-            PostCopy::Requested if !decided => self.begin_post_copy(),
-            PostCopy::Begun(begun) if decided && new_channels && begun.done.is_none() => {
-                if let Err(reason) = self.resume_post_copy() {
-                    tracing::info!(reason, "the rest of memory cannot be sent on yet");
-                    self.kernel.peer.close();
-                }
-                Ok(())
-            }
-            _ => Err("the destination sent a message about post-copy out of turn".to_owned()),
-        };
-        outcome.err().map(|reason| SourceEvent::Failed { reason })
-    }
-
-    /// Handles the destination's message that it has all of the guest's memory.
-    pub(super) fn destination_has_all(&mut self, figures: PostCopyFigures) -> Option<SourceEvent> {
-        let decided = self.kernel.decided();
-        match self.post_copy.begun_mut() {
-            Some(begun) if decided => {
-                begun.done.get_or_insert((Instant::now(), figures));
-                None
-            }
-            _ => {
-                Some(SourceEvent::Failed { reason: "the destination claims to have memory that it cannot have".into() })
-            }
-        }
-    }
-
-    fn begin_post_copy(&mut self) -> Result<(), String> {
-        let server = self.serve_pages(PageServer::serve)?;
-        self.post_copy = PostCopy::Begun(Begun { server: Some(server), done: None, reconnected: 0 });
+    /// Answers requests for pages, and pauses the guest: the destination watches for missing pages.
+    pub(super) fn begin_post_copy(&mut self) -> Result<(), String> {
+        self.post_copy.server = Some(self.answer_requests(PageServer::serve)?);
         self.switch_over()
     }
 
     /// Opens new data channels: the destination is connected again and admits them.
-    fn resume_post_copy(&mut self) -> Result<(), String> {
+    pub(super) fn resume_post_copy(&mut self) -> Result<(), String> {
         self.end_data_plane();
         self.kernel.renew_channels();
         self.window = new_window(&self.kernel.session, &self.settings);
@@ -129,7 +55,7 @@ impl Driver<'_> {
             rounds: None,
         });
         let (unsent, ram, packet_size) = (Arc::clone(&self.unsent), self.ram.clone(), self.kernel.session.packet_size);
-        let server = self.serve_pages(move |mut server| {
+        let server = self.answer_requests(move |mut server| {
             server.receive_list()?;
             std::thread::scope(|scope| {
                 let cpu = CpuTime::current();
@@ -141,16 +67,14 @@ impl Driver<'_> {
                 server.serve()
             })
         })?;
-        if let Some(begun) = self.post_copy.begun_mut() {
-            begun.server = Some(server);
-            begun.reconnected += 1;
-        }
+        self.post_copy.server = Some(server);
+        self.post_copy.reconnected += 1;
         self.kernel.observer.note("the destination is back: what it lacks is sent on");
         Ok(())
     }
 
     /// Opens the post-copy channel, and has it served on a thread of its own.
-    fn serve_pages(
+    fn answer_requests(
         &self,
         serve: impl FnOnce(PageServer) -> io::Result<()> + Send + 'static,
     ) -> Result<JoinHandle<()>, String> {

@@ -3,19 +3,15 @@
 use std::time::Instant;
 
 use sterna_memory::PAGE_SIZE;
-use sterna_wire::switchover::{SourceAfter, SourceGuest};
+use sterna_wire::switchover::{SourceAfter, SourceEnd};
 
 use super::Driver;
 use crate::accelerator::Accelerator;
-use crate::migration::{GuestState, MigrationError, Phase, Side};
-use crate::report::{Outcome, PostCopyReport, Report, between};
+use crate::migration::{MigrationError, Phase, Side};
+use crate::report::{Moments, Outcome, PostCopyReport, Report, between};
 use crate::send::Sent;
-use crate::switchover::{Ending, SourceOutcome};
+use crate::switchover::Ending;
 use crate::transport::Security;
-
-/// The warning where somebody has started the guest at the source although it belongs to the destination.
-const RUNS_HERE: &str =
-    "the guest was started here by somebody else although it belongs to the destination: stop one of the two at once";
 
 impl Driver<'_> {
     /// Returns the figures of the data channels, those that are closed included.
@@ -30,7 +26,7 @@ impl Driver<'_> {
         let elapsed_ms = self.started.elapsed().as_millis() as u64;
         let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
         let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / interval;
-        self.progress.phase = self.phase.to_string();
+        self.progress.phase = self.phase().to_string();
         self.progress.content_rate = rate(sent.content_bytes, self.content_reported);
         self.progress.wire_rate = rate(sent.wire_bytes, self.progress.wire_bytes);
         self.progress.elapsed_ms = elapsed_ms;
@@ -46,35 +42,29 @@ impl Driver<'_> {
             .lock()
             .expect("no thread panics with the lock held")
             .fill(&mut self.progress, delivered.carried.pages());
-        if self.phase == Phase::PostCopy {
+        if self.phase() == Phase::PostCopy {
             self.progress.remaining_bytes = self.unsent.pages() * PAGE_SIZE as u64;
         }
         self.kernel.observer.progress(&self.progress);
     }
 
-    pub(super) fn finish(mut self, outcome: SourceOutcome) -> Result<Report, MigrationError> {
-        let ending = self.ending(outcome);
+    pub(super) fn finish(mut self, end: SourceEnd) -> Result<Report, MigrationError> {
+        let ending = self.kernel.ending(end);
         self.kernel.hang_up();
         self.end_data_plane();
-        let mut left = self.kernel.left().map(str::to_owned);
-        if ending.outcome == Outcome::Completed && self.post_copy.begun().is_some() {
-            // Until now the monitor was needed for its guest's memory.
-            match self.end_monitor() {
-                Ok(SourceGuest::Running) => left = Some(RUNS_HERE.to_owned()),
-                ended => left = ended.err(),
-            }
-        }
+        let left = self.kernel.left().map(str::to_owned);
         if let Some(Err(busy)) = self.accelerator.as_ref().map(Accelerator::retire) {
             self.kernel.observer.note(&format!("{busy}; an accelerator out of service may still read it"));
         }
         let warnings = left.into_iter().chain(self.kernel.record_warning(&ending)).collect();
         let report = self.report(&ending, warnings);
+        let phase = self.phase();
         let Ending { outcome, guest, reason } = ending;
         match reason {
             None => Ok(report),
             Some(reason) => Err(MigrationError {
                 side: Side::Source,
-                phase: self.phase,
+                phase,
                 guest,
                 cancelled: outcome == Outcome::Cancelled,
                 refused: false,
@@ -83,18 +73,6 @@ impl Driver<'_> {
                 received: None,
             }),
         }
-    }
-
-    /// Returns what the end of the loop means. In post-copy a guest that was decided for the destination may lack memory there.
-    fn ending(&self, outcome: SourceOutcome) -> Ending {
-        let undelivered = outcome == SourceOutcome::Undelivered && self.kernel.decided();
-        if undelivered && self.post_copy.begun().is_some() {
-            let cancelled =
-                "the rest of the guest's memory was not sent: the destination was lost, and the migration cancelled";
-            let reason = self.kernel.undelivered().unwrap_or(cancelled);
-            return Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason);
-        }
-        self.kernel.ending(outcome)
     }
 
     /// Returns lines about the work of accelerators, and about RAM that they could not reach.
@@ -117,8 +95,8 @@ impl Driver<'_> {
     fn report(&mut self, ending: &Ending, warnings: Vec<String>) -> Report {
         let sent = self.sent();
         let stats = self.stats.lock().expect("no thread panics with the lock held").clone();
-        let all_there = self.post_copy.done().map(|(when, _)| when);
-        let end = all_there.or(self.kernel.moments.running).unwrap_or_else(Instant::now);
+        let Moments { running, complete, .. } = self.kernel.moments;
+        let end = complete.or(running).unwrap_or_else(Instant::now);
         let requested = self.settings.delta_cache.min(self.ram.bytes());
         let (delta_cache, no_deltas) = sent.delta_cache(requested, self.settings.channels);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
@@ -140,16 +118,12 @@ impl Driver<'_> {
                 (Some(verdict), 0) => Some(verdict),
                 (Some(verdict), percent) => Some(format!("{verdict}; it was held for {percent} % of the time")),
             },
-            post_copy: self.post_copy.begun().map(|begun| {
-                let (done, figures) = begun.done.unzip();
-                let figures = figures.unwrap_or_default();
-                PostCopyReport {
-                    ms: between(self.kernel.moments.running, done),
-                    requests: figures.requests,
-                    latency_p50_ms: f64::from(figures.latency_p50_us) / 1e3,
-                    latency_p99_ms: f64::from(figures.latency_p99_us) / 1e3,
-                    reconnected: begun.reconnected,
-                }
+            post_copy: self.kernel.post_copy_begun().then(|| PostCopyReport {
+                ms: between(running, complete),
+                requests: self.post_copy.figures.requests,
+                latency_p50_ms: f64::from(self.post_copy.figures.latency_p50_us) / 1e3,
+                latency_p99_ms: f64::from(self.post_copy.figures.latency_p99_us) / 1e3,
+                reconnected: self.post_copy.reconnected,
             }),
             wire_bytes: sent.wire_bytes,
             content_bytes: sent.content_bytes,

@@ -89,9 +89,9 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         Ok(())
     }
 
-    fn start_guest(&mut self) -> Option<Result<DestinationGuest, String>> {
-        let started = qemu::cont(&self.qmp).map_err(|error| format!("QEMU does not start the guest: {error}"));
-        Some(started.map(|()| DestinationGuest::Running))
+    fn start_guest(&mut self) -> Result<DestinationGuest, String> {
+        qemu::cont(&self.qmp).map_err(|error| format!("QEMU does not start the guest: {error}"))?;
+        Ok(DestinationGuest::Running)
     }
 
     fn arrived(&mut self) {
@@ -99,7 +99,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     }
 
     fn discard(&mut self) -> Result<(), String> {
-        qemu::quit(&self.qmp, self.kernel.ledger.record().qemu, QUIT_TIME)
+        qemu::quit(&self.qmp, self.kernel.ledger.record().monitor_process, QUIT_TIME)
     }
 
     fn ended(&mut self, end: &DestinationEnd) {
@@ -107,8 +107,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
             // QEMU is left as it was found, as the source's is where the guest stays there.
             DestinationEnd::Running => self.restore_settings(),
             // The source waits for nothing that could still come.
-            DestinationEnd::Stuck { .. } | DestinationEnd::Conflict => self.kernel.abandon_source(),
-            DestinationEnd::Discarded { .. } | DestinationEnd::Lost { .. } => {}
+            DestinationEnd::Stuck { .. } | DestinationEnd::Conflict => self.kernel.stop_lingering(),
+            DestinationEnd::Discarded { .. } | DestinationEnd::Lost { .. } | DestinationEnd::MemoryLost { .. } => {}
         }
     }
 
@@ -167,7 +167,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
 impl Driver<'_> {
     fn handle_qemu(&mut self, event: QemuEvent) -> Option<DestinationEvent> {
         match event {
-            QemuEvent::Gone if qemu::has_ended(self.kernel.ledger.record().qemu) => {
+            QemuEvent::Gone if qemu::has_ended(self.kernel.ledger.record().monitor_process) => {
                 Some(DestinationEvent::Guest(DestinationGuest::Gone))
             }
             QemuEvent::Gone => Some(DestinationEvent::Failed { reason: "QEMU closed its QMP socket".into() }),

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use sterna_engine::abort::Abort;
 use sterna_engine::control_link::{ControlLink, held_back};
+use sterna_engine::process;
 use sterna_engine::session::{ConnectionEvent, OnConnectionEvent, link_events};
 use sterna_engine::switchover::{
     DestinationDriver, DestinationKernel, DestinationOutcome, DestinationSetup, SourceLink, after, run_destination,
@@ -14,7 +15,7 @@ use sterna_engine::transport::{Limits, Listener, Stop, accept_channel, refuse_ch
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
-    DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover, RecordState,
+    DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover, Record, RecordState,
 };
 
 use super::{CANCELLED, Recovery, TELL_TIME, durable, restore_settings, security, unconnected_peer};
@@ -40,19 +41,29 @@ pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result
         observer,
     });
     let until = options.wait.map(after);
-    let mut driver = Driver { kernel, options, qmp, on_connection, listening: None, until };
+    let needs_source = !state.lacks_memory();
+    let mut driver = Driver { kernel, options, qmp, on_connection, listening: None, needs_source, until };
     let outcome = run_destination(&mut driver, &inbox, first);
     driver.kernel.hang_up();
     match outcome {
-        DestinationOutcome::Machine(end) => destination_end(&end).and_then(|text| durable(&driver.kernel.ledger, text)),
+        DestinationOutcome::Machine(end) => {
+            let ledger = &driver.kernel.ledger;
+            sentence(&end, ledger.record()).map_err(GatewayError).and_then(|text| durable(ledger, text))
+        }
         DestinationOutcome::GivenUp(reason) => Err(GatewayError(reason)),
     }
 }
 
 /// Returns the state of the destination's guest. A settled migration needs none.
 fn guest_state(recovery: &Recovery<'_>, state: DestinationState) -> Result<DestinationGuest, GatewayError> {
+    let lives = || recovery.record.record().monitor_process.is_some_and(process::lives);
     let qmp = match &recovery.qmp {
         None if RecordState::Destination(state).settled() => return Ok(DestinationGuest::Running),
+        // A QEMU that waits for memory need not answer.
+        qmp if state.lacks_memory() && lives() => {
+            let runs = qmp.as_ref().is_some_and(|qmp| qmp.status().is_ok_and(|status| status == "running"));
+            return Ok(if runs { DestinationGuest::Running } else { DestinationGuest::Paused });
+        }
         _ if recovery.qemu_gone()? => return Ok(DestinationGuest::Gone),
         Some(qmp) => qmp,
         None => return Ok(DestinationGuest::Gone),
@@ -74,6 +85,8 @@ struct Driver<'a> {
     qmp: Option<Qmp>,
     on_connection: OnConnectionEvent,
     listening: Option<Listening>,
+    /// Whether only the source may know how this ends.
+    needs_source: bool,
     /// When the source must have sent its decision.
     until: Option<Instant>,
 }
@@ -93,12 +106,12 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         Err("a recovery loads no guest".into())
     }
 
-    fn start_guest(&mut self) -> Option<Result<DestinationGuest, String>> {
-        Some(match self.qmp.as_ref().map(qemu::cont) {
+    fn start_guest(&mut self) -> Result<DestinationGuest, String> {
+        match self.qmp.as_ref().map(qemu::cont) {
             Some(Ok(())) => Ok(DestinationGuest::Running),
             Some(Err(error)) => Err(format!("QEMU does not start the guest: {error}")),
             None => Ok(DestinationGuest::Gone),
-        })
+        }
     }
 
     fn arrived(&mut self) {
@@ -106,9 +119,14 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     }
 
     fn discard(&mut self) -> Result<(), String> {
-        match &self.qmp {
-            Some(qmp) => qemu::quit(qmp, self.kernel.ledger.record().qemu, QUIT_TIME),
-            None => Ok(()),
+        let process = self.kernel.ledger.record().monitor_process;
+        match (&self.qmp, process) {
+            (Some(qmp), _) => qemu::quit(qmp, process, QUIT_TIME),
+            (None, Some(qemu)) if process::lives(qemu) => {
+                let pid = qemu.pid;
+                Err(format!("QEMU (process {pid}) does not answer, and must be ended: kill -KILL {pid}"))
+            }
+            (None, _) => Ok(()),
         }
     }
 
@@ -118,7 +136,11 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         }
         match self.listen() {
             Ok(listening) => self.listening = Some(listening),
-            Err(error) => return self.kernel.give_up(error.0),
+            Err(error) if self.needs_source => return self.kernel.give_up(error.0),
+            Err(_) => return,
+        }
+        if !self.needs_source {
+            return;
         }
         self.kernel.observer.note(&format!(
             "waiting at {} for the source's decision; run `sterna recover {}` there",
@@ -158,10 +180,11 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         match event {}
     }
 
-    fn idle(&mut self) {
+    fn idle(&mut self) -> Option<DestinationEvent> {
         if self.kernel.end().is_none() && self.until.is_some_and(|until| Instant::now() >= until) {
             self.kernel.give_up("no source has sent its decision in time (--wait): nothing is settled yet");
         }
+        None
     }
 
     fn too_late_to_cancel(&mut self) {
@@ -218,17 +241,42 @@ impl Drop for Listening {
     }
 }
 
-fn destination_end(end: &DestinationEnd) -> Result<String, GatewayError> {
+/// Returns the sentence about `end`.
+///
+/// # Errors
+/// Why the migration is not settled, or the guest is lost.
+fn sentence(end: &DestinationEnd, record: &Record) -> Result<String, String> {
     match end {
         DestinationEnd::Running => Ok("the guest runs here, at the destination".into()),
         DestinationEnd::Discarded { reason } => Ok(format!("the copy here was discarded ({reason})")),
-        DestinationEnd::Lost { reason } => Err(GatewayError(format!(
-            "the guest was given to this host, but its QEMU is gone ({reason}): `sterna recover --fenced-peer` at the \
-             source lets it go on from where it stopped there"
-        ))),
-        DestinationEnd::Stuck { reason } => Err(GatewayError(format!("{reason}; put that right and run this again"))),
-        DestinationEnd::Conflict => Err(GatewayError(
-            "the record and QEMU contradict each other: somebody else has started or restarted the guest here".into(),
+        DestinationEnd::Lost { reason } => Err(format!(
+            "the guest was given to this host, but its QEMU is gone ({reason}): `sterna recover --fenced-peer` at the source lets it go \
+             on from where it stopped there"
         )),
+        DestinationEnd::MemoryLost { .. } => Err(memory_lost(record)),
+        DestinationEnd::Stuck { reason } => Err(format!("{reason}; put that right and run this again")),
+        DestinationEnd::Conflict => {
+            Err("the record and QEMU contradict each other: somebody else has started or restarted the guest here"
+                .into())
+        }
     }
+}
+
+/// Returns the sentence about a guest of which only the process that died could have placed the rest of its memory.
+fn memory_lost(record: &Record) -> String {
+    let next = match record.state {
+        RecordState::Destination(DestinationState::RunningIncomplete | DestinationState::Running) => {
+            "The guest has run here, and what its source has is older: start it anew from its disks, as after a power failure"
+        }
+        _ => "Then run this again: without its QEMU this side reports to the source that the guest is lost here",
+    };
+    let (process, kill) = match record.monitor_process {
+        Some(qemu) => (format!(" (process {})", qemu.pid), format!("kill -KILL {}; ", qemu.pid)),
+        None => Default::default(),
+    };
+    format!(
+        "part of the guest's memory had not arrived (post-copy) when `sterna receive` ended, and nothing can bring it now: whatever in \
+         QEMU{process} touches it waits for good; it never reads zeros in its place. The guest is lost here: end that QEMU ({kill}QMP \
+         may not answer). {next}"
+    )
 }

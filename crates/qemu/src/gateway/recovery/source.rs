@@ -7,7 +7,7 @@ use std::time::Duration;
 use sterna_engine::process;
 use sterna_engine::session::{Backoff, DIAL_PAUSE, Redial, Session};
 use sterna_engine::switchover::{
-    DeliveryLimits, Reconnection, SourceDriver, SourceKernel, SourceOutcome, SourceSetup, run_source,
+    DeliveryLimits, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved, run_source,
 };
 use sterna_engine::transport::Address;
 use sterna_wire::control::{ControlMessage, Mode};
@@ -24,10 +24,6 @@ use crate::qmp::{Qmp, QmpError};
 
 /// How long to dial the destination: `recover` may have to be started there first.
 const DIAL_TIME: Duration = Duration::from_secs(60);
-
-/// The sentence about a guest that continues at the source, where the destination was not reached.
-const RESUMED: &str = "the guest runs on at the source; a destination that did not learn this may be ended, or asks by its own \
-                       `sterna recover`";
 
 /// Settles the migration from a record in `state`.
 pub(super) fn recover(recovery: Recovery<'_>, state: SourceState) -> Result<String, GatewayError> {
@@ -53,9 +49,9 @@ pub(super) fn recover(recovery: Recovery<'_>, state: SourceState) -> Result<Stri
         observer,
     });
     let mut driver = Driver { kernel, qmp };
-    let outcome = run_source(&mut driver, &inbox, first);
+    let end = run_source(&mut driver, &inbox, first);
     driver.kernel.hang_up();
-    driver.settled(outcome)
+    driver.settled(&end)
 }
 
 /// Returns the state of the source's guest. A settled migration needs none.
@@ -126,7 +122,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         // In direct mode, the tracking of the guest's writes has ended with the process that died.
         let direct = record.mode == Mode::Direct;
         match if direct { qemu::recorded_state(qmp, record) } else { qemu::end_migration(qmp) } {
-            Err(QmpError::Closed { .. }) if qemu::has_ended(record.qemu) => Ok(SourceGuest::Gone),
+            Err(QmpError::Closed { .. }) if qemu::has_ended(record.monitor_process) => Ok(SourceGuest::Gone),
             ended => ended.map_err(failed("the source QEMU does not end its migration")),
         }
     }
@@ -147,6 +143,13 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         match &self.qmp {
             Some(qmp) => qemu::end_source(qmp, self.kernel.ledger.record()),
             None => Ok(SourceGuest::Gone),
+        }
+    }
+
+    fn serve_pages(&mut self) -> Result<(), Unserved> {
+        match self.kernel.ledger.record().monitor_process {
+            Some(qemu) if !process::lives(qemu) => Err(Unserved::MonitorGone),
+            _ => Err(Unserved::NoPages("the process that could read it has ended".into())),
         }
     }
 
@@ -171,33 +174,10 @@ fn failed<E: Display>(what: &str) -> impl Fn(E) -> String {
 
 impl Driver<'_> {
     /// Returns the sentence about how the migration is settled.
-    fn settled(&self, outcome: SourceOutcome) -> Result<String, GatewayError> {
-        let ledger = &self.kernel.ledger;
-        match outcome {
-            SourceOutcome::Machine(end) => {
-                let mut text = source_end(&end)?;
-                text += &self.warning(&end).map(|warning| format!("; WARNING: {warning}")).unwrap_or_default();
-                durable(ledger, text)
-            }
-            SourceOutcome::Undelivered if self.kernel.decided() => {
-                let id = self.kernel.session.id;
-                Err(GatewayError(self.kernel.undelivered().map_or_else(
-                    || {
-                        format!(
-                            "the guest belongs to the destination, but {} cannot be reached: run `sterna recover {id}` there at the \
-                             same time; only if that host is gone for good, add --fenced-peer here",
-                            self.kernel.to()
-                        )
-                    },
-                    str::to_owned,
-                )))
-            }
-            // The guest runs here, and a destination that was not reached can ask.
-            SourceOutcome::Undelivered => {
-                let warning = self.held_migration().map(|held| format!("; WARNING: {held}"));
-                durable(ledger, format!("{RESUMED}{}", warning.unwrap_or_default()))
-            }
-        }
+    fn settled(&self, end: &SourceEnd) -> Result<String, GatewayError> {
+        let mut text = self.sentence(end).map_err(GatewayError)?;
+        text += &self.warning(end).map(|warning| format!("; WARNING: {warning}")).unwrap_or_default();
+        durable(&self.kernel.ledger, text)
     }
 
     /// Returns what the operator must know about the source's QEMU.
@@ -205,12 +185,12 @@ impl Driver<'_> {
         let record = self.kernel.ledger.record();
         match end {
             // A record without a QEMU belongs to a monitor that embeds the library and decides itself.
-            SourceEnd::Finished if !record.qmp.is_empty() => {
+            SourceEnd::Finished if !record.monitor_socket.is_empty() => {
                 // An earlier run may have failed to end this QEMU. If its process is not known, only this run's failure counts.
                 let left = self.kernel.left();
                 let kept = left.is_some() || record.source_after == SourceAfter::Keep;
-                let lives = record.qemu.map_or(kept, process::lives);
-                lives.then(|| qemu::kept_warning(record.qemu, record.source_after, left))
+                let lives = record.monitor_process.map_or(kept, process::lives);
+                lives.then(|| qemu::kept_warning(record.monitor_process, record.source_after, left))
             }
             SourceEnd::Aborted { .. } => self.held_migration(),
             _ => None,
@@ -221,26 +201,48 @@ impl Driver<'_> {
     fn held_migration(&self) -> Option<String> {
         self.qmp.as_ref().and_then(|qmp| qemu::clean_up(qmp).err())
     }
-}
 
-fn source_end(end: &SourceEnd) -> Result<String, GatewayError> {
-    match end {
-        SourceEnd::Finished => Ok("the guest runs at the destination".into()),
-        SourceEnd::Aborted { .. } => Ok("the guest runs here, at the source".into()),
-        SourceEnd::NotStarted => Ok("nothing was begun; the guest was not touched".into()),
-        SourceEnd::GuestGone => Ok("the source's QEMU has ended, and nothing of the guest is left here: if the destination is \
-                                    prepared, `sterna recover --fenced-peer` there starts the guest from its copy"
-            .into()),
-        SourceEnd::DestinationLost { never_ran, reason } => Err(GatewayError(format!(
-            "the guest was given to the destination, whose QEMU is gone ({reason}); it {} there. \
-             `sterna recover --fenced-peer` here lets it go on from where it stopped",
-            if *never_ran { "never ran" } else { "may have run, and written to shared disks," }
-        ))),
-        SourceEnd::Stuck { reason } => Err(GatewayError(format!("{reason}; put that right and run this again"))),
-        SourceEnd::Conflict => Err(GatewayError(
-            "the guest runs here although it was given to the destination: somebody started it by hand. If it runs there \
-             too, stop one of the two"
-                .into(),
-        )),
+    /// Returns the sentence about `end`.
+    ///
+    /// # Errors
+    /// Why the migration is not settled, or the guest is lost.
+    fn sentence(&self, end: &SourceEnd) -> Result<String, String> {
+        match end {
+            SourceEnd::Finished => Ok("the guest runs at the destination".into()),
+            SourceEnd::Aborted { .. } => Ok("the guest runs here, at the source".into()),
+            SourceEnd::NotStarted => Ok("nothing was begun; the guest was not touched".into()),
+            SourceEnd::GuestGone => {
+                Ok("the source's QEMU has ended, and nothing of the guest is left here: if the destination is prepared, \
+                    `sterna recover --fenced-peer` there starts the guest from its copy"
+                    .into())
+            }
+            SourceEnd::DestinationLost { never_ran, reason } => Err(format!(
+                "the guest was given to the destination, whose QEMU is gone ({reason}); it {} there. \
+                 `sterna recover --fenced-peer` here lets it go on from where it stopped",
+                if *never_ran { "never ran" } else { "may have run, and written to shared disks," }
+            )),
+            SourceEnd::MemoryLost { reason } => Err(format!(
+                "the guest was given to the destination, where it can never have all of its memory ({reason}): it is lost there. End \
+                 its QEMUs on both hosts and start it anew from its disks. The copy here is older than what the guest did there; once \
+                 the QEMU there was ended, `sterna recover --fenced-peer` here lets that copy go on"
+            )),
+            SourceEnd::Undelivered { reason } => Err(format!(
+                "the guest belongs to the destination, but {} was not informed: {reason}; run `sterna recover {}` there at the same \
+                 time; only if that host is gone for good, add --fenced-peer here",
+                self.kernel.to(),
+                self.kernel.session.id
+            )),
+            SourceEnd::Unserved { reason } => Err(format!(
+                "the guest was given to the destination, and part of its memory is only in its QEMU here, which no process can send any \
+                 more ({reason}): it waits there wherever it touches that part, and is lost. End its QEMUs on both hosts and start it \
+                 anew from its disks; never resume the QEMU here while the one there lives"
+            )),
+            SourceEnd::Stuck { reason } => Err(format!("{reason}; put that right and run this again")),
+            SourceEnd::Conflict => {
+                Err("the guest runs here although it was given to the destination: somebody started it by hand. If it runs there \
+                     too, stop one of the two"
+                    .into())
+            }
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use sterna_engine::report::Progress;
 use sterna_engine::send::{Compression, DeltaBlocks, Sent};
-use sterna_engine::switchover::{SourceDriver, SourceKernel};
+use sterna_engine::switchover::{SourceDriver, SourceKernel, Unserved};
 use sterna_engine::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{SourceEvent, SourceGuest};
@@ -103,6 +103,11 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     fn end_guest(&mut self) -> Result<SourceGuest, String> {
         self.count_rounds();
         qemu::end_source(&self.qmp, self.kernel.ledger.record())
+    }
+
+    /// QEMU's own stream sends all of the guest's memory before the decision.
+    fn serve_pages(&mut self) -> Result<(), Unserved> {
+        Err(Unserved::NoPages("all of the guest's memory was sent".into()))
     }
 
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {
@@ -210,7 +215,7 @@ impl Driver<'_> {
                 // An operator has resumed a guest that already belongs to the destination.
                 self.kernel.decided().then_some(SourceEvent::Guest(SourceGuest::Running))
             }
-            QemuEvent::Gone if qemu::has_ended(self.kernel.ledger.record().qemu) => {
+            QemuEvent::Gone if qemu::has_ended(self.kernel.ledger.record().monitor_process) => {
                 Some(SourceEvent::Guest(SourceGuest::Gone))
             }
             QemuEvent::Gone => Some(SourceEvent::Failed { reason: "the source QEMU closed its QMP socket".into() }),

@@ -176,7 +176,7 @@ impl Driver<'_> {
                     .into())
             }
             Ok(state) => Ok(state),
-            Err(QmpError::Closed { .. }) if qemu::has_ended(record.qemu) => Ok(SourceGuest::Gone),
+            Err(QmpError::Closed { .. }) if qemu::has_ended(record.monitor_process) => Ok(SourceGuest::Gone),
             Err(error) => Err(format!("the source QEMU does not end its migration: {error}")),
         }
     }

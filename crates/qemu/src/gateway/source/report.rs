@@ -5,9 +5,9 @@ use std::time::Instant;
 use sterna_engine::process::own_cpu_seconds;
 use sterna_engine::report::{Outcome, Progress, Report};
 use sterna_engine::send::Sent;
-use sterna_engine::switchover::{Ending, SourceOutcome};
+use sterna_engine::switchover::Ending;
 use sterna_engine::transport::Security;
-use sterna_wire::switchover::SourceAfter;
+use sterna_wire::switchover::{SourceAfter, SourceEnd};
 
 use super::COMMIT_ESTIMATE;
 use super::driver::Driver;
@@ -75,10 +75,10 @@ impl Driver<'_> {
     fn warnings(&self, ending: &Ending) -> Vec<String> {
         let record = self.kernel.ledger.record();
         let mut warnings = Vec::new();
-        let lives = record.qemu.is_none_or(sterna_engine::process::lives);
+        let lives = record.monitor_process.is_none_or(sterna_engine::process::lives);
         match ending.outcome {
             Outcome::Completed if lives && self.source_after() == SourceAfter::Keep => {
-                warnings.push(qemu::kept_warning(record.qemu, record.source_after, self.kernel.left()));
+                warnings.push(qemu::kept_warning(record.monitor_process, record.source_after, self.kernel.left()));
             }
             Outcome::Unconfirmed if lives => warnings.push(qemu::unconfirmed_warning()),
             Outcome::Failed | Outcome::Cancelled => {
@@ -92,8 +92,8 @@ impl Driver<'_> {
         warnings
     }
 
-    pub(super) fn finish(mut self, outcome: SourceOutcome) -> Report {
-        let ending = self.kernel.ending(outcome);
+    pub(super) fn finish(mut self, end: SourceEnd) -> Report {
+        let ending = self.kernel.ending(end);
         let sent = self.sent();
         let outcome = ending.outcome;
         if let Stage::Begun(begun) = &mut self.stage
