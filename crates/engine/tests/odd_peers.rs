@@ -45,7 +45,7 @@ const SHAPES: [BlockShape; 2] =
 /// Never fits the downtime that is aimed at.
 const BUSY: Workload = Workload { writers: 1, span: 500, seed: 3, burst: 0 };
 const FEATURES: Features<'_> =
-    Features { offered: &["guest-state-1", "post-copy-1", "unchecked-1"], required: &["guest-state-1"] };
+    Features { offered: &["guest-state-1", "post-copy-2", "unchecked-1"], required: &["guest-state-1"] };
 
 /// Takes everything and looks at nothing. State it takes only while it can have the lock.
 struct Nowhere(Arc<[BlockShape]>, Arc<Mutex<()>>);
@@ -481,7 +481,7 @@ fn state() -> Vec<u8> {
 
 const NOTHING: Features<'_> = Features { offered: &["guest-state-1"], required: &["guest-state-1"] };
 const POST_COPY: Features<'_> =
-    Features { offered: &["guest-state-1", "post-copy-1"], required: &["guest-state-1", "post-copy-1"] };
+    Features { offered: &["guest-state-1", "post-copy-2"], required: &["guest-state-1", "post-copy-2"] };
 
 /// What a test has of the destination.
 struct Destined {

@@ -50,7 +50,9 @@ pub enum DestinationEvent {
     WriteLeases(u32),
     /// The guest's state changed, or is the result of [`DestinationAction::Cont`] or [`DestinationAction::Quit`].
     Guest(DestinationGuest),
-    /// Post-copy: no page is missing any more, and all discards were applied before that was determined.
+    /// Post-copy: no page is missing any more, and all discards were applied before that was determined. Reported before
+    /// every event that came after the last page was placed: a source's `MemoryLost`, or its fencing, counts only while
+    /// memory is missing.
     MemoryComplete,
     /// Post-copy: part of the guest's missing memory can never be placed. Whatever touches it waits for good.
     MemoryFailed {
@@ -86,7 +88,7 @@ pub enum DestinationAction {
     /// Post-copy: close the data channels of older incarnations, wait for their threads, and admit those of the current
     /// one. On its post-copy channel the list of missing pages is sent first.
     RenewChannels,
-    /// Post-copy: the guest runs. Report `MemoryComplete` once no page is missing any more.
+    /// Post-copy: all discards are applied. Report `MemoryComplete` as soon as no page is missing any more.
     AwaitMemory,
     /// Send on the control channel; without a connection, drop the message.
     Send(SwitchoverMessage),
@@ -384,6 +386,9 @@ impl DestinationSwitchover {
             Phase::WritingPrepared => {
                 self.phase = Phase::Prepared;
                 actions.push(DestinationAction::Send(SwitchoverMessage::Prepared));
+                if matches!(self.memory, Memory::Missing(_)) {
+                    actions.push(DestinationAction::AwaitMemory);
+                }
             }
             Phase::WritingCommitted => self.phase = Phase::Committed,
             Phase::WritingRunningIncomplete => self.running_incomplete(actions),
@@ -577,12 +582,14 @@ impl DestinationSwitchover {
                 self.abort("the destination's monitor started the guest before the commit", actions);
             }
             (_, DestinationGuest::Gone) if undecided => self.abort("the destination's monitor has ended", actions),
-            (Phase::AwaitingChannels | Phase::StartingGuest, DestinationGuest::Gone) => {
+            (Phase::Committed | Phase::AwaitingChannels | Phase::StartingGuest, DestinationGuest::Gone) => {
                 self.lose("the destination's monitor ended while it started the guest", actions);
             }
             (Phase::RunningIncomplete, DestinationGuest::Gone) => {
                 self.lose("the destination's monitor ended before all of the guest's memory was there", actions);
             }
+            // From now on a source that connects learns that there is no guest here any more.
+            (Phase::MemoryLost, DestinationGuest::Gone) => self.phase = Phase::Lost,
             (Phase::Quitting, DestinationGuest::Gone) => {
                 let reason = std::mem::take(&mut self.reason);
                 self.discarded(&reason, actions);
@@ -644,7 +651,6 @@ impl DestinationSwitchover {
             Memory::Missing(_) => {
                 self.phase = Phase::RunningIncomplete;
                 self.send(SwitchoverMessage::RunningIncomplete, actions);
-                actions.push(DestinationAction::AwaitMemory);
             }
             _ => self.write(DestinationState::Running, actions),
         }

@@ -478,7 +478,9 @@ impl SourceSwitchover {
                 self.guest_gone(actions);
             }
 
-            (Resuming | ReportingAbort, M::Running | M::RunningIncomplete) => self.end(SourceEnd::Conflict, actions),
+            (Resuming | ReportingAbort, M::Running | M::RunningIncomplete | M::MemoryLost { .. }) => {
+                self.end(SourceEnd::Conflict, actions);
+            }
             // Prepared after all, because it did not receive the abort. It is notified once the guest runs here.
             (ReportingAbort, M::AskOutcome | M::Prepared) => {
                 actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted)));
