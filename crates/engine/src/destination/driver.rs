@@ -85,7 +85,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     }
 
     fn await_memory(&mut self) {
-        self.await_rest();
+        self.target.post_copy().iter().for_each(|post_copy| post_copy.arm());
     }
 
     fn start_guest(&mut self) -> Result<DestinationGuest, String> {

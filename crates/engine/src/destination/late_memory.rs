@@ -35,17 +35,6 @@ impl Driver<'_> {
         self.target.begin_post_copy(post_copy)
     }
 
-    /// Begins to wait for the rest of the guest's memory: all that is missing is known.
-    pub(super) fn await_rest(&mut self) {
-        let Some(post_copy) = self.target.post_copy() else { return };
-        if self.kernel.phase == Phase::Committed {
-            self.kernel.phase = Phase::PostCopy;
-            let pages = post_copy.missing();
-            self.kernel.observer.note(&format!("the guest runs; {pages} pages are still at the source"));
-        }
-        post_copy.arm();
-    }
-
     /// Ends the data channels that there were, and admits new ones: the source has reconnected.
     pub(super) fn admit_new_channels(&mut self) {
         let Some(post_copy) = self.target.post_copy() else { return };

@@ -127,15 +127,15 @@ pub(crate) fn waiting_for(devices: impl IntoIterator<Item = (impl Display, Devic
 
 #[cfg(test)]
 mod tests {
+    use sterna_wire::control::Device;
+
     use super::*;
 
     #[test]
     fn of_the_devices_that_are_waited_for_three_are_named_and_the_others_counted() {
         use DevicePhase::{Loaded, Loading, LoadingAhead, OnTheWay, Ready, Saving, SavingAhead};
         let words = |phases: &[DevicePhase]| {
-            waiting_for(
-                phases.iter().enumerate().map(|(instance, phase)| (DeviceId::new("d", instance as u32), *phase)),
-            )
+            waiting_for(phases.iter().enumerate().map(|(instance, phase)| (Device::new("d", instance as u32), *phase)))
         };
         assert_eq!(words(&[]), None);
         assert_eq!(words(&[Ready, Loaded]), None);

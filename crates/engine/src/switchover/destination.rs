@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::{ControlMessage, DestinationFigures, PostCopyFigures};
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
@@ -410,7 +411,13 @@ fn perform_observed<'a, D: DestinationDriver<'a>>(
 fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationAction) -> Option<DestinationEvent> {
     match action {
         DestinationAction::WriteRecord(state) => {
+            let missing = driver.missing_bytes();
             let kernel = driver.kernel();
+            if state == DestinationState::RunningIncomplete {
+                kernel.phase = Phase::PostCopy;
+                let pages = missing / PAGE_SIZE as u64;
+                kernel.observer.note(&format!("the guest runs; {pages} pages are still at the source"));
+            }
             if matches!(state, DestinationState::Committed | DestinationState::CommittedIncomplete) {
                 kernel.decided = Some(Instant::now());
                 kernel.phase = Phase::Committed;
