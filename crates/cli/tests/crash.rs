@@ -30,7 +30,7 @@ enum Scenario {
     RecoveryWithoutQemu(&'static str),
     /// As [`Scenario::Recovery`], with the source's QEMU killed before.
     RecoveryWithoutSource(&'static str),
-    /// In post-copy only, after which the guest may be lost: `post_copy.rs` has these.
+    /// In post-copy only, where the guest may be lost: `post_copy.rs` has these.
     PostCopy,
 }
 
