@@ -12,11 +12,13 @@ use common::{HANGS, PAGE, Placed, halves, sockets, within_a_minute};
 use sterna_codec::{Engines, MethodChoice};
 use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
+use sterna_engine::item::Item;
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, ReceiveCounters, ReceiveError, receive_packets};
-use sterna_engine::send::{Compression, Item, MAX_REFUSED, Retransmit, SendChannel, SendContext};
+use sterna_engine::receive::{ChannelSink, PacketRules, ReceiveCounters, ReceiveError, receive_packets};
+use sterna_engine::send::{Compression, MAX_REFUSED, Refusals, SendChannel, SendContext};
 use sterna_engine::window::{Window, WindowClosed};
-use sterna_wire::packet::{Ack, BlockShape, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PageRequest, Refusal};
+use sterna_memory::ram::{Backing, GuestRam, RamBlock};
+use sterna_wire::packet::{Ack, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PageRequest, Refusal};
 
 const PACKET: usize = 16 * PAGE;
 const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
@@ -38,7 +40,7 @@ impl Source {
         Self::hearing_refusals(method, None)
     }
 
-    fn hearing_refusals(method: &str, again: Option<Arc<Retransmit>>) -> Self {
+    fn hearing_refusals(method: &str, refusals: Option<Arc<Refusals>>) -> Self {
         let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO));
         let abort = Arc::new(Abort::default());
         let (raised, alarm) = mpsc::channel();
@@ -47,18 +49,14 @@ impl Source {
             let _ = raised.send(());
         });
         let context = SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::clone(&window),
-            pacer: Arc::new(Pacer::new(None)),
-            abort: Arc::clone(&abort),
-            compression: Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
-            rules: RULES,
-            accelerator: None,
-            again,
-            delta_cache: 0,
-            delta_blocks: None,
-            devices: None,
+            refusals,
+            ..SendContext::new(
+                Arc::clone(&window),
+                Arc::new(Pacer::new(None)),
+                Arc::clone(&abort),
+                Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
+                RULES,
+            )
         };
         let (near, peer) = sockets();
         let (writer, reader) = halves(near);
@@ -106,6 +104,19 @@ fn take_packet(from: &mut impl Read) -> Vec<u8> {
     packet
 }
 
+/// RAM of 100 pages, of which each is filled with its number.
+fn ram() -> GuestRam {
+    // A page more than needed, so that whole pages fit in.
+    let memory: &'static mut [u8] = Vec::leak(vec![0; 101 * PAGE]);
+    let first = memory.as_ptr().align_offset(PAGE);
+    let memory = &mut memory[first..first + 100 * PAGE];
+    memory.chunks_exact_mut(PAGE).zip(0..).for_each(|(page, number)| page.fill(number));
+    let start = std::ptr::NonNull::from(memory).cast();
+    // SAFETY: leaked, so it is there for ever, and nothing writes it any more.
+    let block = unsafe { RamBlock::new("ram", start, 100 * PAGE, Backing::Other) };
+    GuestRam::new(vec![block]).unwrap()
+}
+
 /// A refusal of packet `sequence` that asks for these pages.
 fn refusal(sequence: u64, pages: &[PageRequest]) -> Vec<u8> {
     let mut bytes = Refusal { sequence, requests: pages.len() as u32 }.encode().to_vec();
@@ -116,7 +127,6 @@ fn refusal(sequence: u64, pages: &[PageRequest]) -> Vec<u8> {
 #[test]
 fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_that_are_there() {
     within_a_minute(|| {
-        let memory = vec![BlockShape { pages: 100, page_size: PAGE as u32 }];
         let page = PageRequest { block: 0, first: 98, count: 2 };
         let cases: [(&str, Vec<u8>, bool); 9] = [
             ("not agreed on", refusal(2, &[page]), false),
@@ -130,8 +140,8 @@ fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_th
             ("more pages than were in the packet", refusal(2, &[PageRequest { first: 0, count: 100, ..page }]), true),
         ];
         for (words, bytes, agreed) in cases {
-            let again = Arc::new(Retransmit::none_of(memory.clone()));
-            let mut source = Source::hearing_refusals("none", agreed.then(|| Arc::clone(&again)));
+            let refusals = Arc::new(Refusals::of_guest_ram(ram()));
+            let mut source = Source::hearing_refusals("none", agreed.then_some(refusals));
             source.send_zero_page();
             source.send_pages(2);
             source.acknowledge(1);
@@ -143,28 +153,51 @@ fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_th
 }
 
 #[test]
-fn what_was_refused_is_known_when_everything_is_acknowledged_and_nobody_refuses_for_ever() {
+fn refused_pages_are_read_again_and_retransmitted_before_the_channel_has_drained() {
     within_a_minute(|| {
-        let again = Arc::new(Retransmit::none_of(vec![BlockShape { pages: 100, page_size: PAGE as u32 }]));
-        let mut source = Source::hearing_refusals("none", Some(Arc::clone(&again)));
+        let refusals = Arc::new(Refusals::of_guest_ram(ram()));
+        let mut source = Source::hearing_refusals("lz4", Some(Arc::clone(&refusals)));
         source.send_pages(3);
+        // Pages 1 to 3 were in it, but only the number of pages counts.
         let pages = [PageRequest { block: 0, first: 3, count: 2 }, PageRequest { block: 0, first: 5, count: 1 }];
         source.peer.write_all(&refusal(1, &pages)).unwrap();
         source.acknowledge(1);
-        assert_eq!(source.channel.drained(), Ok(1));
-        let mut runs = Vec::new();
-        assert_eq!(again.take(|block, run| runs.push((block, run))), 3);
-        assert_eq!(runs, [(0, 3..6)]);
-        assert_eq!((again.take(|_, _| panic!("they were taken")), again.packets()), (0, 1));
+        std::thread::scope(|scope| {
+            let drained = scope.spawn(|| source.channel.drained());
+            for (sequence, expected) in [(2, &[3u8, 4][..]), (3, &[5])] {
+                let packet = take_packet(&mut &source.peer);
+                let header = PacketHeader::decode(packet.first_chunk().unwrap(), PACKET).unwrap();
+                assert_eq!((header.sequence, header.method), (sequence, 0), "uncompressed");
+                let content = &packet[PACKET_HEADER_LENGTH + header.table_length as usize..];
+                let expected: Vec<u8> = expected.iter().flat_map(|page| [*page; PAGE]).collect();
+                assert!(content == expected);
+                (&source.peer).write_all(&Ack { sequence, busy_us: 0 }.encode()).unwrap();
+            }
+            assert_eq!(drained.join().unwrap(), Ok(3));
+        });
+        assert_eq!((refusals.packets(), refusals.pages()), (1, 3));
+        // They were delivered once.
+        assert_eq!(source.window.delivered().1.carried.pages(), 4);
+    });
+}
 
-        source.send_pages(2);
-        for _ in 1..MAX_REFUSED {
-            source.peer.write_all(&refusal(2, &pages[..1])).unwrap();
-        }
-        source.acknowledge(2);
-        assert_eq!(source.channel.drained(), Ok(2));
-        source.send_pages(2);
-        source.peer.write_all(&refusal(3, &pages[..1])).unwrap();
+#[test]
+fn a_peer_that_refuses_for_ever_is_given_up() {
+    within_a_minute(|| {
+        let mut source = Source::hearing_refusals("none", Some(Arc::new(Refusals::of_guest_ram(ram()))));
+        let page = PageRequest { block: 0, first: 1, count: 1 };
+        source.send_pages(1);
+        std::thread::scope(|scope| {
+            let drained = scope.spawn(|| source.channel.drained());
+            for sequence in 1..=u64::from(MAX_REFUSED) {
+                // Also what was retransmitted is refused.
+                let answer = [refusal(sequence, &[page]), Ack { sequence, busy_us: 0 }.encode().to_vec()].concat();
+                (&source.peer).write_all(&answer).unwrap();
+                take_packet(&mut &source.peer);
+            }
+            (&source.peer).write_all(&refusal(u64::from(MAX_REFUSED) + 1, &[page])).unwrap();
+            assert_eq!(drained.join().unwrap(), Err(WindowClosed));
+        });
         assert!(source.reason().contains("has refused more than 64 packets"));
     });
 }
@@ -293,7 +326,8 @@ fn receive(bytes: &[u8], placed: &Placed) -> Result<(), ReceiveError> {
     near.write_all(bytes).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
     let (mut writer, mut reader) = halves(far);
-    receive_packets(&mut reader, Some(&mut writer), &mut placed.clone(), RULES, &ReceiveCounters::default())
+    let mut sink = ChannelSink::new().with_pages(placed.clone());
+    receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default())
 }
 
 fn nothing_of_a_damaged_packet_is_placed(method: &str) {

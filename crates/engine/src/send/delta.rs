@@ -9,12 +9,12 @@
 //!
 //! Which pages are kept and tried depends on what has paid in each region ([`history`]).
 //!
-//! A device may have made the deltas before ([`answers`]). They are verified before they are sent: the cache applies the device's record,
+//! A device may have made the deltas before ([`device_results`]). They are verified before they are sent: the cache applies the device's record,
 //! and must then equal the page.
 
-mod answers;
 mod cache;
 mod device_readable;
+mod device_results;
 mod history;
 mod underway;
 
@@ -29,14 +29,13 @@ use sterna_wire::delta::{DELTA_HEADER_LENGTH, MAX_RECORD, PageDelta};
 use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{Run, RunKind};
 
-pub(super) use self::answers::{Against, Answers, Normal, Wrong};
 use self::cache::{Cache, Key, Place};
+pub(super) use self::device_results::{DeltaBase, DeviceResults, NormalPages, WrongResult};
 pub(super) use self::history::Whole;
 use self::history::{History, Plan, Tried};
 use self::underway::Underway;
-use super::again::Retransmit;
 use super::coding::Costs;
-use crate::entry::REGION;
+use crate::batch::REGION;
 use crate::off_cpu::thread_time;
 
 /// Pages of a region, which have a history together.
@@ -60,7 +59,7 @@ pub(super) struct Split {
     /// Number of pages, sent as deltas or unchanged, whose changes a device has found.
     pub(super) by_device: u64,
     /// A wrong result of a device, if there was one.
-    pub(super) wrong: Option<Wrong>,
+    pub(super) wrong: Option<WrongResult>,
 }
 
 /// One channel's deltas.
@@ -135,7 +134,7 @@ impl Deltas {
     }
 
     /// Keeps each page until it is acknowledged, for pages that cannot be read again: so each can be retransmitted.
-    pub(super) fn holding(mut self) -> Self {
+    pub(super) fn keeping_unacknowledged(mut self) -> Self {
         self.underway = Some(Underway::default());
         self
     }
@@ -146,10 +145,10 @@ impl Deltas {
         Whole { nanos: encoding * PAGE_SIZE as f64, bytes: self.whole_page, price }
     }
 
-    /// Lists in `against` the normal pages of a batch of `block` that may be sent as deltas. Returns the maximum length of a record that
+    /// Lists in `bases` the normal pages of a batch of `block` that may be sent as deltas. Returns the maximum length of a record that
     /// pays.
-    pub(super) fn against(&mut self, block: u16, runs: &[Run], whole: Whole, against: &mut Vec<Against>) -> usize {
-        against.clear();
+    pub(super) fn list_bases(&mut self, block: u16, runs: &[Run], whole: Whole, bases: &mut Vec<DeltaBase>) -> usize {
+        bases.clear();
         if self.cache.is_empty() {
             return 0;
         }
@@ -163,7 +162,7 @@ impl Deltas {
             };
             part = Some((region, plan));
             if let Some(at) = self.cache.find(Key::new(block, page)).filter(|_| plan.tries) {
-                against.push(Against { number, at, sequence: self.cache.place(at).sequence });
+                bases.push(DeltaBase { number, at, sequence: self.cache.place(at).sequence });
                 most = most.max(plan.most);
             }
         }
@@ -171,23 +170,22 @@ impl Deltas {
     }
 
     /// Returns the memory of the kept content, for a device.
-    pub(super) fn range_of(&self, against: Against) -> sterna_offload::Range {
-        self.cache.range(against.at)
+    pub(super) fn range_of(&self, base: DeltaBase) -> sterna_offload::Range {
+        self.cache.range(base.at)
     }
 
     /// Makes deltas of the pages of a batch of `block` where they cost less than pages sent `whole`. `content` is that of
-    /// the normal runs. The destination has the content of all packets up to `acknowledged`, except the pages in `again`.
+    /// the normal runs. The destination has placed all packets up to `acknowledged`.
     pub(super) fn split(
         &mut self,
         block: u16,
         runs: &[Run],
-        content: Normal<'_>,
+        content: NormalPages<'_>,
         acknowledged: u64,
-        again: Option<&Retransmit>,
         whole: Whole,
     ) -> Split {
         let (begun, touched) = (thread_time(), self.cache.touched());
-        let Normal { bytes: content, mut answers } = content;
+        let NormalPages { bytes: content, mut results } = content;
         let mut split = Split::default();
         for list in [&mut self.runs, &mut self.rest_runs] {
             list.clear();
@@ -221,19 +219,18 @@ impl Deltas {
                 let Part { plan, tried, .. } = part.as_mut().expect("there is one now");
                 // A place that was found may have been given to another page of this batch since.
                 let kept = self.found.get(number).copied().filter(|at| *at != NOWHERE && self.cache.keeps(*at, key));
-                let checksum = answers.as_ref().and_then(|answers| answers.checksum(number));
+                let checksum = results.as_ref().and_then(|results| results.checksum(number));
                 number += 1;
                 let usable = |at: &usize| {
                     let place = self.cache.place(*at);
-                    let stale = || again.is_some_and(|again| again.is_stale(block, page));
-                    (plan.tries && place.sequence <= acknowledged && !stale()).then_some((*at, place))
+                    (plan.tries && place.sequence <= acknowledged).then_some((*at, place))
                 };
                 // A page that leaves a run splits it in two; the runs of the rest must fit a packet's table all the same.
                 let fits = self.rest_runs.len() + (runs.len() - before) <= MAX_RUNS;
                 if let Some((at, Place { sequence, paid })) = kept.as_ref().filter(|_| fits).and_then(usable) {
                     passes += 1;
-                    let of_it = Against { number: number - 1, at, sequence };
-                    let length = match answers.as_mut().and_then(|answers| answers.delta(of_it)) {
+                    let of_it = DeltaBase { number: number - 1, at, sequence };
+                    let length = match results.as_mut().and_then(|results| results.delta(of_it)) {
                         Some(delta) => {
                             let length = self.by_device(at, bytes, plan.most, delta, checksum);
                             split.by_device += u64::from(matches!(length, Ok(Some(_))));
@@ -364,7 +361,7 @@ impl Deltas {
         most: usize,
         delta: Delta<'_>,
         checksum: Option<u32>,
-    ) -> Result<Option<usize>, Wrong> {
+    ) -> Result<Option<usize>, WrongResult> {
         let record = match delta {
             Delta::Equal => &[],
             Delta::Record(record) if (1..=most).contains(&record.len()) => record,
@@ -374,9 +371,9 @@ impl Deltas {
         if self.cache.apply(at, record).is_err() || crc32c(self.cache.page(at)) != of_content {
             // Either the record does not lead to the copy, or the copy is not what the device has read.
             return Err(if checksum.is_some_and(|checksum| checksum != crc32c(content)) {
-                Wrong::Copy
+                WrongResult::Copy
             } else {
-                Wrong::Delta
+                WrongResult::Delta
             });
         }
         if !record.is_empty() {
@@ -406,8 +403,8 @@ impl Deltas {
         }
     }
 
-    /// Records the number of the packet that retransmits the pages of [`Deltas::again`].
-    pub(super) fn sent_again(&mut self, block: u16, number: u64) {
+    /// Records the number of the packet that retransmits the pages of [`Deltas::collect_refused`].
+    pub(super) fn retransmitted(&mut self, block: u16, number: u64) {
         let content = std::mem::take(&mut self.rest);
         self.sent(block, &content, number, number);
         self.rest = content;
@@ -439,7 +436,7 @@ impl Deltas {
 
     /// Collects the pages to retransmit whole: those of `pages` in `block` whose newest content was in the packet `refused`. Newer
     /// content is on its way in a later packet. The error is a page that was not in the refused packet.
-    pub(super) fn again(&mut self, block: u16, pages: Range<u64>, refused: u64) -> Result<(), u64> {
+    pub(super) fn collect_refused(&mut self, block: u16, pages: Range<u64>, refused: u64) -> Result<(), u64> {
         self.rest_runs.clear();
         self.rest.clear();
         self.all_whole = false;
