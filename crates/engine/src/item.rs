@@ -1,4 +1,5 @@
-//! The items of a channel's queue: what the entries hand to a channel ([`crate::entry`]), and what the channel sends ([`crate::send`]).
+//! The items of a channel's queue. An entry of the pipeline makes them, and the channel's sending thread takes them; this file knows
+//! neither of the two.
 
 use std::ops::Range;
 use std::sync::Arc;

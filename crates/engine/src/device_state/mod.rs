@@ -28,7 +28,7 @@ use sterna_wire::control::Machine;
 pub use sterna_wire::control::{Device as DeviceId, DeviceChannels};
 use sterna_wire::text::cleaned;
 
-pub use self::save::SavingDevices;
+pub(crate) use self::save::SavingDevices;
 pub(crate) use self::threads::Threads;
 pub use crate::device_bytes::DeviceBytes;
 use crate::monitor::panic_text;

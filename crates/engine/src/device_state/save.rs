@@ -176,7 +176,7 @@ impl State {
 
 /// The devices of one migration at the source.
 #[derive(Debug)]
-pub struct SavingDevices {
+pub(crate) struct SavingDevices {
     ids: Vec<DeviceId>,
     /// The target downtime.
     downtime: Duration,

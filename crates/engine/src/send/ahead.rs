@@ -382,7 +382,7 @@ impl Ahead {
                 piece.stage = Stage::Compared(PageCopy { deltas: Some(batch), deltas_maker: maker, ..copy });
             }
             Stage::Copying(_) => {
-                piece.stage = Stage::Copied(PageCopy { batch, maker, deltas: None, deltas_maker: None })
+                piece.stage = Stage::Copied(PageCopy { batch, maker, deltas: None, deltas_maker: None });
             }
             _ => {
                 piece.split(&batch, &mut self.ratio);

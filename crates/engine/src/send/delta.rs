@@ -5,7 +5,7 @@
 //! cache follows by applying the very record that was sent.
 //!
 //! Where pages cannot be read again, those on their way that have no place in the cache are kept besides ([`underway`]): the destination
-//! may refuse them.
+//! may refuse them ([`refused`]).
 //!
 //! Which pages are kept and tried depends on what has paid in each region ([`history`]).
 //!
@@ -16,9 +16,8 @@ mod cache;
 mod device_readable;
 mod device_results;
 mod history;
+mod refused;
 mod underway;
-
-use std::ops::Range;
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::checksum::crc32c_combine;
@@ -403,13 +402,6 @@ impl Deltas {
         }
     }
 
-    /// Records the number of the packet that retransmits the pages of [`Deltas::collect_refused`].
-    pub(super) fn retransmitted(&mut self, block: u16, number: u64) {
-        let content = std::mem::take(&mut self.rest);
-        self.sent(block, &content, number, number);
-        self.rest = content;
-    }
-
     /// Returns the pages of the last batch that are sent as deltas, and the deltas.
     pub(super) fn deltas(&self) -> (&[Run], &[u8]) {
         (&self.runs, &self.records[..self.records_length])
@@ -432,39 +424,6 @@ impl Deltas {
             self.whole_page += (each - self.whole_page) * SMOOTH;
             self.history.went_whole(self.region, each, self.whole_page);
         }
-    }
-
-    /// Collects the pages to retransmit whole: those of `pages` in `block` whose newest content was in the packet `refused`. Newer
-    /// content is on its way in a later packet. The error is a page that was not in the refused packet.
-    pub(super) fn collect_refused(&mut self, block: u16, pages: Range<u64>, refused: u64) -> Result<(), u64> {
-        self.rest_runs.clear();
-        self.rest.clear();
-        self.all_whole = false;
-        for list in [&mut self.changed, &mut self.replaced] {
-            list.clear();
-        }
-        self.unkept.clear();
-        for page in pages {
-            let number = self.rest.len() / PAGE_SIZE;
-            let kept = self.cache.find(Key::new(block, page)).map(|at| (at, self.cache.place(at).sequence));
-            if let Some((at, sequence)) = kept.filter(|(_, sequence)| *sequence >= refused) {
-                if sequence > refused {
-                    continue;
-                }
-                self.rest.extend_from_slice(self.cache.page(at));
-                self.replaced.push(at);
-            } else {
-                let newest =
-                    self.underway.as_ref().and_then(|underway| Some((underway, underway.newest(block, page)?)));
-                let (underway, newest) = newest.filter(|(_, newest)| newest.sequence >= refused).ok_or(page)?;
-                if newest.sequence > refused || !underway.read(&newest, &mut self.rest) {
-                    continue;
-                }
-                push_unkept(&mut self.unkept, page, number);
-            }
-            push(&mut self.rest_runs, page);
-        }
-        Ok(())
     }
 
     /// Returns how many pages are kept.

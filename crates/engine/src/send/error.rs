@@ -30,7 +30,7 @@ pub enum SendError {
     #[error(transparent)]
     PageNotInPacket(#[from] PageNotInPacket),
     /// Content that cannot be split, such as a record of the virtual machine's stream.
-    #[error("{length} bytes that go in one packet do not fit one of {limit}; use a larger --packet-size")]
+    #[error("{length} bytes that go in one packet do not fit one of {limit}; use a larger packet size")]
     TooLarge {
         /// Bytes of content.
         length: usize,

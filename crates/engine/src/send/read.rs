@@ -99,10 +99,12 @@ impl PageReader {
         let (pages, accelerator) = (self.packet_pages(), self.accelerator.as_ref());
         let ahead = self.ahead.get_or_insert_with(|| {
             let accelerator = accelerator.expect("the caller has checked that there is one").clone();
-            let copies = match () {
-                () if out.sends_in_place() => CopyMode::InPlace,
-                () if self.rules.checksums => CopyMode::Checked,
-                () => CopyMode::Unchecked,
+            let copies = if out.sends_in_place() {
+                CopyMode::InPlace
+            } else if self.rules.checksums {
+                CopyMode::Checked
+            } else {
+                CopyMode::Unchecked
             };
             Ahead::new(accelerator, copies, pages, self.ratio.clone())
         });

@@ -7,8 +7,8 @@
 //! 1. The acknowledging thread reads the refusal ([`Refusals::read`]): counts it against the one budget of the migration
 //!    ([`MAX_REFUSED`]), checks that the packet had so many pages, and enters the pages in the channel's ledger.
 //! 2. The sending thread takes them from the ledger ([`Retransmitter::run`]) before its next batch of pages, and before the channel has
-//!    drained. They are sent in packets of their own: whole, uncompressed and read by the CPU, so that nothing that may have damaged them
-//!    touches them again. They need no room in the window, which the destination's queueing bounds: their number is bounded by the budget.
+//!    drained. They are sent in packets of their own: whole, uncompressed and read by the CPU, so that no encoder or accelerator that may
+//!    have damaged them touches them again. They take no room in the window: the budget bounds how many there can be.
 //!
 //! **Two sources of bytes**, because not every source can read a page twice ([`PageSource`]):
 //!
@@ -18,8 +18,8 @@
 //! * *Kept pages*: what a gateway reads from its QEMU's stream comes only once. Its channels keep each page until it is acknowledged
 //!   ([`super::delta`]), and retransmit the content that was sent. Where newer content was sent in a later packet, the page is left out.
 //!
-//! A page that was retransmitted may be refused again, so it is not a base for deltas, and its hash is no proof that the destination has
-//! the page ([`super::sent_pages`]).
+//! Guest RAM that is read again may have newer content than the channel has recorded of the page: the record is dropped, so that the page
+//! is neither the base of a delta nor left out as unchanged ([`super::sent_pages`]) before it was sent once more.
 
 use std::io::Read;
 use std::ops::Range;

@@ -5,9 +5,9 @@
 //! destination, or on its way there, and is not sent. A hash costs 8 bytes for each sent 4 KiB of such blocks: 1/512.
 //!
 //! **When a hash is no proof.** The destination may refuse a page, also after the page was found unchanged and left out. The page is then
-//! retransmitted because of that refusal, and its hash is forgotten: the retransmission may be refused too. Hashes of pages that are sent
-//! in another mode than the usual are not kept either. When post-copy begins, it is not known any more which pages the destination has:
-//! all hashes are dropped, and none is made.
+//! retransmitted because of that refusal, with the content that it has by then, and its hash is forgotten. Hashes of pages that are sent in
+//! another mode than the usual are not kept either. When post-copy begins, it is not known any more which pages the destination has: all
+//! hashes are dropped, and none is made.
 //!
 //! **The hash** is XXH3 with 64 bits and a secret that is random for each migration. Of pages that have changed, one in 2⁶⁴ would be taken
 //! for unchanged, by chance. The secret keeps a guest from choosing pages that collide, which would only harm that guest itself.

@@ -58,7 +58,9 @@ impl SendingThread {
                 }
             };
             self.taken += u64::from(item.is_of_round());
-            self.send(item)?;
+            self.send(&item)?;
+            // Its batch returns to the pool.
+            drop(item);
             self.report();
         }
         self.flush()?;
@@ -82,13 +84,13 @@ impl SendingThread {
         }
     }
 
-    fn send(&mut self, item: Item) -> Result<(), SendError> {
-        if let Item::Guest(wanted) = &item {
+    fn send(&mut self, item: &Item) -> Result<(), SendError> {
+        if let Item::Guest(wanted) = item {
             return self.reader.read(wanted, &mut self.pages);
         }
         // The pages before this item are sent first.
         self.reader.flush(&mut self.pages)?;
-        let packet = match &item {
+        let packet = match item {
             Item::Guest(..) => unreachable!("done above"),
             Item::Pages(batch) => return self.pages.send(&ReadPages::of(batch, SendMode::Usual)),
             Item::Retransmit => return self.pages.retransmit().map(drop),

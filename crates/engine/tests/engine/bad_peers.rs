@@ -3,6 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
@@ -10,13 +11,13 @@ use crate::common::{HANGS, PAGE, Placed, halves, sockets, within_a_minute};
 use sterna_codec::{Engines, MethodChoice};
 use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
-use sterna_engine::item::Item;
+use sterna_engine::item::{GuestPages, Item, SendMode};
 use sterna_engine::pacer::Pacer;
 use sterna_engine::receive::{ChannelSink, PacketRules, ReceiveCounters, ReceiveError, receive_packets};
-use sterna_engine::send::{Compression, MAX_REFUSED, Refusals, SendChannel, SendContext};
+use sterna_engine::send::{Compression, DeltaSetting, HashKey, MAX_REFUSED, Refusals, SendChannel, SendContext};
 use sterna_engine::window::{Window, WindowClosed};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
-use sterna_wire::packet::{Ack, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PageRequest, Refusal};
+use sterna_wire::packet::{Ack, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PacketKind, PageRequest, Refusal};
 
 const PACKET: usize = 16 * PAGE;
 const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
@@ -35,10 +36,15 @@ struct Source {
 
 impl Source {
     fn start(method: &str) -> Self {
-        Self::hearing_refusals(method, None)
+        Self::with(method, |_| ())
     }
 
     fn hearing_refusals(method: &str, refusals: Option<Arc<Refusals>>) -> Self {
+        Self::with(method, |context| context.refusals = refusals)
+    }
+
+    /// With what `change` makes of the context of a plain channel.
+    fn with(method: &str, change: impl FnOnce(&mut SendContext)) -> Self {
         let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO));
         let abort = Arc::new(Abort::default());
         let (raised, alarm) = mpsc::channel();
@@ -46,16 +52,14 @@ impl Source {
             // A test that has ended does not listen any more.
             let _ = raised.send(());
         });
-        let context = SendContext {
-            refusals,
-            ..SendContext::new(
-                Arc::clone(&window),
-                Arc::new(Pacer::new(None)),
-                Arc::clone(&abort),
-                Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
-                RULES,
-            )
-        };
+        let mut context = SendContext::new(
+            Arc::clone(&window),
+            Arc::new(Pacer::new(None)),
+            Arc::clone(&abort),
+            Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
+            RULES,
+        );
+        change(&mut context);
         let (near, peer) = sockets();
         let (writer, reader) = halves(near);
         let channel = SendChannel::start("ram-7", writer, reader, context).unwrap();
@@ -102,17 +106,19 @@ fn take_packet(from: &mut impl Read) -> Vec<u8> {
     packet
 }
 
-/// RAM of 100 pages, of which each is filled with its number.
-fn ram() -> GuestRam {
-    // A page more than needed, so that whole pages fit in.
-    let memory: &'static mut [u8] = Vec::leak(vec![0; 101 * PAGE]);
-    let first = memory.as_ptr().align_offset(PAGE);
-    let memory = &mut memory[first..first + 100 * PAGE];
-    memory.chunks_exact_mut(PAGE).zip(0..).for_each(|(page, number)| page.fill(number));
+/// RAM of 512 pages, of which each is filled with its number, in a block with pages of 2 MiB; and its words.
+fn ram() -> (GuestRam, &'static [AtomicU64]) {
+    const BYTES: usize = 2 << 20;
+    let memory: &'static [AtomicU64] = Vec::leak((0..2 * BYTES / 8).map(|_| AtomicU64::new(0)).collect());
+    let first = memory.as_ptr().align_offset(BYTES);
+    let memory = &memory[first..first + BYTES / 8];
+    for (page, words) in (0..).zip(memory.chunks_exact(PAGE / 8)) {
+        words.iter().for_each(|word| word.store(u64::from_le_bytes([page as u8; 8]), Ordering::Relaxed));
+    }
     let start = std::ptr::NonNull::from(memory).cast();
-    // SAFETY: leaked, so it is there for ever, and nothing writes it any more.
-    let block = unsafe { RamBlock::new("ram", start, 100 * PAGE, Backing::Other) };
-    GuestRam::new(vec![block]).unwrap()
+    // SAFETY: leaked, so it is there for ever, and accessed by atomics only.
+    let block = unsafe { RamBlock::new("ram", start, BYTES, Backing::Other) };
+    (GuestRam::new(vec![block.with_page_size(BYTES)]).unwrap(), memory)
 }
 
 /// A refusal of packet `sequence` that asks for these pages.
@@ -125,7 +131,7 @@ fn refusal(sequence: u64, pages: &[PageRequest]) -> Vec<u8> {
 #[test]
 fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_that_are_there() {
     within_a_minute(|| {
-        let page = PageRequest { block: 0, first: 98, count: 2 };
+        let page = PageRequest { block: 0, first: 510, count: 2 };
         let cases: [(&str, Vec<u8>, bool); 9] = [
             ("not agreed on", refusal(2, &[page]), false),
             ("that is not in flight", refusal(1, &[page]), true),
@@ -138,7 +144,7 @@ fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_th
             ("more pages than were in the packet", refusal(2, &[PageRequest { first: 0, count: 100, ..page }]), true),
         ];
         for (words, bytes, agreed) in cases {
-            let refusals = Arc::new(Refusals::of_guest_ram(ram()));
+            let refusals = Arc::new(Refusals::of_guest_ram(ram().0));
             let mut source = Source::hearing_refusals("none", agreed.then_some(refusals));
             source.send_zero_page();
             source.send_pages(2);
@@ -153,7 +159,7 @@ fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_th
 #[test]
 fn refused_pages_are_read_again_and_retransmitted_before_the_channel_has_drained() {
     within_a_minute(|| {
-        let refusals = Arc::new(Refusals::of_guest_ram(ram()));
+        let refusals = Arc::new(Refusals::of_guest_ram(ram().0));
         let mut source = Source::hearing_refusals("lz4", Some(Arc::clone(&refusals)));
         source.send_pages(3);
         // Pages 1 to 3 were in it, but only the number of pages counts.
@@ -179,10 +185,64 @@ fn refused_pages_are_read_again_and_retransmitted_before_the_channel_has_drained
     });
 }
 
+/// The page is retransmitted with content that the channel has sent at no other time, and then has its first content again: what the
+/// channel has recorded of the page is not what the destination has.
+#[test]
+fn a_page_that_was_retransmitted_is_neither_left_out_nor_the_base_of_a_delta() {
+    within_a_minute(|| {
+        let key = HashKey::random().unwrap();
+        let deltas = DeltaSetting::AllBlocks { cache: 1 << 20 };
+        for (hash_key, deltas) in [(Some(key), DeltaSetting::None), (None, deltas)] {
+            let (ram, words) = ram();
+            let refusals = Arc::new(Refusals::of_guest_ram(ram.clone()));
+            let mut source = Source::with("none", |context| {
+                (context.hash_key, context.deltas, context.refusals) = (hash_key, deltas, Some(Arc::clone(&refusals)));
+            });
+            let page = PageRequest { block: 0, first: 3, count: 1 };
+            let word = &words[3 * PAGE / 8];
+            let before = word.load(Ordering::Relaxed);
+            let send = |source: &Source| {
+                let mut pages = source.pool.take(0).unwrap();
+                pages.push_normal(3, 1, 0);
+                let pages = GuestPages { ram: ram.clone(), pages, overtaken: None, mode: SendMode::Usual };
+                source.channel.send(Item::Guest(pages)).unwrap();
+            };
+            // Takes one packet with page 3 whole, and returns its first word.
+            let taken = |source: &mut Source| {
+                let packet = take_packet(&mut source.peer);
+                let header = PacketHeader::decode(packet.first_chunk().unwrap(), PACKET).unwrap();
+                assert_eq!((header.kind, header.content_length as usize), (PacketKind::Pages, PAGE));
+                let at = PACKET_HEADER_LENGTH + header.table_length as usize;
+                u64::from_le_bytes(packet[at..at + 8].try_into().unwrap())
+            };
+
+            send(&source);
+            assert_eq!(taken(&mut source), before);
+            word.store(7, Ordering::Relaxed);
+            source.peer.write_all(&refusal(1, &[page])).unwrap();
+            source.acknowledge(1);
+            std::thread::scope(|scope| {
+                let channel = &source.channel;
+                let drained = scope.spawn(|| channel.drained());
+                let mut peer = &source.peer;
+                let packet = take_packet(&mut peer);
+                assert_eq!(packet[packet.len() - PAGE..][..8], 7u64.to_le_bytes());
+                peer.write_all(&Ack { sequence: 2, busy_us: 0 }.encode()).unwrap();
+                assert_eq!(drained.join().unwrap(), Ok(2));
+            });
+            word.store(before, Ordering::Relaxed);
+
+            send(&source);
+
+            assert_eq!(taken(&mut source), before);
+        }
+    });
+}
+
 #[test]
 fn a_peer_that_refuses_for_ever_is_given_up() {
     within_a_minute(|| {
-        let mut source = Source::hearing_refusals("none", Some(Arc::new(Refusals::of_guest_ram(ram()))));
+        let mut source = Source::hearing_refusals("none", Some(Arc::new(Refusals::of_guest_ram(ram().0))));
         let page = PageRequest { block: 0, first: 1, count: 1 };
         source.send_pages(1);
         std::thread::scope(|scope| {

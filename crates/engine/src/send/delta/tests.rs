@@ -1,6 +1,7 @@
 //! Deltas against a destination that takes them, and that refuses some.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use proptest::prelude::*;
 use sterna_memory::delta::apply;
