@@ -15,7 +15,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::migration::DELTA;
 use sterna_engine::record_file::RecordFile;
 use sterna_engine::report::{Observer, Progress, Report};
-use sterna_engine::send::Compression;
+use sterna_engine::send::{Compression, DeltaBlocks, Refusals};
 use sterna_engine::session::{self, Backoff, DIAL_PAUSE, Offer, Peer, Redial};
 use sterna_engine::switchover::{DeliveryLimits, Events, Reconnection, SourceKernel, SourceSetup, after, run_source};
 use sterna_engine::transport::Address;
@@ -126,7 +126,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let of_qemu = events.clone();
     qemu::watch(&qmp, backlog.entry(), move |event| of_qemu.send(Event::Qemu(event)));
 
-    let deltas = (options.delta_cache > 0 && session.has(DELTA)).then(Arc::default);
+    let deltas: Option<Arc<DeltaBlocks>> = (options.delta_cache > 0 && session.has(DELTA)).then(Arc::default);
+    let refusals = deltas.clone().map(|blocks| Arc::new(Refusals::of_kept_pages(blocks)));
     let redial = Redial::with(Backoff::new(DIAL_PAUSE).up_to(MAX_DIAL_PAUSE));
     let observer = &WithFaultPoints(observer);
     let (switchover, first) = SourceSwitchover::begin();
@@ -156,6 +157,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         watch: RoundsWatch::new(options.downtime),
         content_reported: 0,
         deltas,
+        refusals,
         delta_cache: 0,
         no_deltas: None,
         rounds: 0,

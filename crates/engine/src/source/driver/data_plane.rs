@@ -16,7 +16,7 @@ use crate::cpu_time;
 use crate::entry::{PageSearch, Pipeline};
 use crate::migration::{Phase, RETRANSMIT};
 use crate::monitor;
-use crate::send::{SendChannel, SendContext};
+use crate::send::{DeltaSetting, SendChannel, SendContext};
 use crate::source::convergence::Convergence;
 use crate::source::rounds::{CurrentRound, Held, Order, RoundEvent, Rounds, no_pages};
 use crate::state::{Part, StateWriter};
@@ -101,7 +101,8 @@ impl Driver<'_> {
             totals: self.kernel.peer.sender(),
             stats: Arc::clone(&self.stats),
             unsent: Arc::clone(&self.unsent),
-            again: Arc::clone(&self.again),
+            refusals: Arc::clone(&self.refusals),
+            refusals_noted: 0,
             accelerator: self.accelerator.clone(),
             written: self.accelerator.iter().flat_map(|_| no_pages(&self.ram)).collect(),
             may_stop: self.may_stop(),
@@ -165,12 +166,13 @@ impl Driver<'_> {
             compression: self.compression.clone(),
             rules: self.kernel.session.rules(),
             accelerator: self.accelerator.clone(),
-            again: self.kernel.session.has(RETRANSMIT).then(|| Arc::clone(&self.again)),
+            refusals: self.kernel.session.has(RETRANSMIT).then(|| Arc::clone(&self.refusals)),
             // More than all of RAM and some spare places is of no use, and might not be available.
-            delta_cache: self.settings.delta_cache.min(self.ram.bytes().saturating_add(self.ram.bytes() / 8)) as usize
-                / usize::from(self.kernel.session.channels),
-            delta_blocks: None,
-            devices: Some(Arc::clone(&self.devices.known)),
+            deltas: DeltaSetting::AllBlocks {
+                cache: self.settings.delta_cache.min(self.ram.bytes().saturating_add(self.ram.bytes() / 8)) as usize
+                    / usize::from(self.kernel.session.channels),
+            },
+            arrivals: Some(Arc::clone(&self.devices.known) as _),
         }
     }
 

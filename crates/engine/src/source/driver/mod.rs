@@ -29,14 +29,12 @@ use crate::control_link::ControlEvent;
 use crate::cpu_time::CpuTime;
 use crate::device_state::SavingDevices;
 use crate::device_state::save::SaveEvent;
-use crate::migration::{
-    DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, RETRANSMIT, machine, shapes,
-};
+use crate::migration::{DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, RETRANSMIT, machine};
 use crate::monitor::{CaughtLog, CaughtObserver, SourceMonitor};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
-use crate::send::{Compression, HashKey, Retransmit, Sent};
+use crate::send::{Compression, HashKey, Refusals, Sent};
 use crate::session::{self, ConnectionEvent, Features, Offer, OnConnectionEvent, Peer, Redial, Session, UNCHECKED};
 use crate::switchover::{
     CANCELLED, DeliveryLimits, Events, Ledger, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved,
@@ -156,7 +154,7 @@ pub(super) fn run(
         cpu,
         security,
         unsent: Arc::new(Unsent::none_of(&ram)),
-        again: Arc::new(Retransmit::none_of(shapes(&ram))),
+        refusals: Arc::new(Refusals::of_guest_ram(ram.clone())),
         ram: ram.clone(),
         log: Some(CaughtLog::new(log)),
         post_copy: PostCopy::default(),
@@ -227,8 +225,8 @@ struct Driver<'a> {
     log: Option<CaughtLog>,
     /// In post-copy: pages that the destination lacks.
     unsent: Arc<Unsent>,
-    /// Pages that did not arrive as they were read.
-    again: Arc<Retransmit>,
+    /// Packets whose content did not arrive as it was read.
+    refusals: Arc<Refusals>,
     post_copy: PostCopy,
     window: Arc<Window>,
     pacer: Arc<Pacer>,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_engine::report::Progress;
-use sterna_engine::send::{Compression, DeltaBlocks, Sent};
+use sterna_engine::send::{Compression, DeltaBlocks, Refusals, Sent};
 use sterna_engine::switchover::{SourceDriver, SourceKernel, Unserved};
 use sterna_engine::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
@@ -46,6 +46,8 @@ pub(super) struct Driver<'a> {
     pub(super) content_reported: u64,
     /// The blocks of which the destination accepts deltas; none if it accepts no deltas.
     pub(super) deltas: Option<Arc<DeltaBlocks>>,
+    /// The packets that the destination has refused; none if it accepts no deltas, because then the channels keep no pages.
+    pub(super) refusals: Option<Arc<Refusals>>,
     /// Maximum bytes of pages kept for deltas.
     pub(super) delta_cache: u64,
     /// Why no deltas are sent although the options ask for them.

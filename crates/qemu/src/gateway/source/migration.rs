@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use sterna_engine::pacer::Pacer;
-use sterna_engine::send::SendContext;
+use sterna_engine::send::{DeltaSetting, SendContext};
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::switchover::SourceGuest;
 
@@ -87,19 +87,16 @@ impl Driver<'_> {
             .and_then(|place| SocketDir::listening(&place, self.kernel.session.id))
             .map_err(|error| GatewayError(format!("cannot make the private socket for QEMU: {error}")))?;
         let context = SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::clone(&self.window),
-            pacer: Arc::new(Pacer::new(self.options.bandwidth)),
-            abort: Arc::clone(&self.kernel.abort),
-            compression: self.compression.clone(),
-            rules: self.kernel.session.rules(),
-            accelerator: None,
-            again: None,
+            refusals: self.refusals.clone(),
             // The channels get their caches once the blocks are known (`settle_deltas`).
-            delta_cache: 0,
-            delta_blocks: self.deltas.clone(),
-            devices: None,
+            deltas: self.deltas.clone().map_or(DeltaSetting::None, DeltaSetting::SomeBlocks),
+            ..SendContext::new(
+                Arc::clone(&self.window),
+                Arc::new(Pacer::new(self.options.bandwidth)),
+                Arc::clone(&self.kernel.abort),
+                self.compression.clone(),
+                self.kernel.session.rules(),
+            )
         };
         let channels = self.options.channels;
         let readers = 1 + usize::from(channels);
