@@ -24,7 +24,7 @@ use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, send_message};
 use crate::cpu_time::{self, CpuTime};
-use crate::device_state::load::{DeviceSink, LoadEvent, LoadingDevices};
+use crate::device_state::load::{LoadEvent, LoadingDevices};
 use crate::device_state::{self, DeviceChannels, DeviceId};
 use crate::ledger::Ledger;
 use crate::migration::{
@@ -33,7 +33,7 @@ use crate::migration::{
 use crate::monitor::{CaughtObserver, DestinationMonitor};
 use crate::occupied::Occupied;
 use crate::process;
-use crate::receive::Sink;
+use crate::receive::ChannelSink;
 use crate::report::{Observer, Outcome, ReceiveReport};
 use crate::session::{
     AcceptedSource, ChannelAcceptor, ConnectionEvent, Features, Handshake, LAST_WORDS, OnConnectionEvent, Peer,
@@ -189,13 +189,13 @@ fn take<'a>(
     let devices = Devices::new(devices, &machine, device_share);
     let ending = devices.known();
     abort.on_end(move || ending.end());
-    let serial = devices.on(DeviceChannels::Serial);
-    let (state_sink, ahead, last) = state_sink(move |part| drop(begun.send(Event::State(part))), serial);
+    let (state_sink, ahead, last) = state_sink(move |part| drop(begun.send(Event::State(part))));
     let sinks = TargetSinks {
         target: Arc::clone(&target),
         may_refuse: session.has(RETRANSMIT),
         state: Mutex::new(Some(state_sink)),
         mixed: devices.on(DeviceChannels::Mixed),
+        serial: devices.on(DeviceChannels::Serial),
         own: devices.on(DeviceChannels::Own(0)),
     };
     let rules = session.rules();
@@ -276,22 +276,26 @@ struct TargetSinks<F> {
     state: Mutex<Option<StateSink<F>>>,
     /// The devices, where their state arrives on RAM channels.
     mixed: Option<Arc<LoadingDevices>>,
+    /// The devices, where their state arrives on the stream channel.
+    serial: Option<Arc<LoadingDevices>>,
     /// The devices, where their state arrives on channels of its own.
     own: Option<Arc<LoadingDevices>>,
 }
 
 impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
-    fn ram(&self, index: u16) -> Box<dyn Sink> {
-        Box::new(RamSink::new(&self.target, index, self.may_refuse).with_devices(self.mixed.clone()))
+    fn ram(&self, index: u16) -> ChannelSink {
+        let pages = RamSink::new(&self.target, index, self.may_refuse);
+        ChannelSink::new().with_pages(pages).with_device_pieces(self.mixed.clone())
     }
 
-    fn stream(&self) -> Box<dyn Sink> {
+    fn stream(&self) -> ChannelSink {
         let sink = self.state.lock().expect("no thread panics with the lock held").take();
-        Box::new(sink.expect("the acceptor admits one stream channel"))
+        let records = sink.expect("the acceptor admits one stream channel");
+        ChannelSink::new().with_stream(records).with_device_pieces(self.serial.clone())
     }
 
-    fn devices(&self) -> Option<Box<dyn Sink>> {
-        Some(Box::new(DeviceSink(self.own.clone()?)))
+    fn devices(&self) -> Option<ChannelSink> {
+        Some(ChannelSink::new().with_device_pieces(Some(self.own.clone()?)))
     }
 }
 

@@ -15,7 +15,6 @@
 //! The guest is not stopped before every device has loaded what was first saved ahead, and not started before every device has loaded all.
 //! Where a device fails, the migration fails and the guest runs on at the source.
 
-mod buffer;
 pub(crate) mod load;
 pub(crate) mod save;
 mod threads;
@@ -29,9 +28,9 @@ use sterna_wire::control::Machine;
 pub use sterna_wire::control::{Device as DeviceId, DeviceChannels};
 use sterna_wire::text::cleaned;
 
-pub use self::buffer::DeviceBytes;
-pub use self::save::SavingDevices;
+pub(crate) use self::save::SavingDevices;
 pub(crate) use self::threads::Threads;
+pub use crate::device_bytes::DeviceBytes;
 use crate::monitor::panic_text;
 use crate::vmm::VmmError;
 

@@ -3,6 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
@@ -10,11 +11,13 @@ use crate::common::{HANGS, PAGE, Placed, halves, sockets, within_a_minute};
 use sterna_codec::{Engines, MethodChoice};
 use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
+use sterna_engine::item::{GuestPages, Item, SendMode};
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, ReceiveCounters, ReceiveError, receive_packets};
-use sterna_engine::send::{Compression, Item, MAX_REFUSED, Retransmit, SendChannel, SendContext};
+use sterna_engine::receive::{ChannelSink, PacketRules, ReceiveCounters, ReceiveError, receive_packets};
+use sterna_engine::send::{Compression, DeltaSetting, HashKey, MAX_REFUSED, Refusals, SendChannel, SendContext};
 use sterna_engine::window::{Window, WindowClosed};
-use sterna_wire::packet::{Ack, BlockShape, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PageRequest, Refusal};
+use sterna_memory::ram::{Backing, GuestRam, RamBlock};
+use sterna_wire::packet::{Ack, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PacketKind, PageRequest, Refusal};
 
 const PACKET: usize = 16 * PAGE;
 const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
@@ -33,10 +36,15 @@ struct Source {
 
 impl Source {
     fn start(method: &str) -> Self {
-        Self::hearing_refusals(method, None)
+        Self::with(method, |_| ())
     }
 
-    fn hearing_refusals(method: &str, again: Option<Arc<Retransmit>>) -> Self {
+    fn hearing_refusals(method: &str, refusals: Option<Arc<Refusals>>) -> Self {
+        Self::with(method, |context| context.refusals = refusals)
+    }
+
+    /// With what `change` makes of the context of a plain channel.
+    fn with(method: &str, change: impl FnOnce(&mut SendContext)) -> Self {
         let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO));
         let abort = Arc::new(Abort::default());
         let (raised, alarm) = mpsc::channel();
@@ -44,20 +52,14 @@ impl Source {
             // A test that has ended does not listen any more.
             let _ = raised.send(());
         });
-        let context = SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::clone(&window),
-            pacer: Arc::new(Pacer::new(None)),
-            abort: Arc::clone(&abort),
-            compression: Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
-            rules: RULES,
-            accelerator: None,
-            again,
-            delta_cache: 0,
-            delta_blocks: None,
-            devices: None,
-        };
+        let mut context = SendContext::new(
+            Arc::clone(&window),
+            Arc::new(Pacer::new(None)),
+            Arc::clone(&abort),
+            Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
+            RULES,
+        );
+        change(&mut context);
         let (near, peer) = sockets();
         let (writer, reader) = halves(near);
         let channel = SendChannel::start("ram-7", writer, reader, context).unwrap();
@@ -104,6 +106,21 @@ fn take_packet(from: &mut impl Read) -> Vec<u8> {
     packet
 }
 
+/// RAM of 512 pages, of which each is filled with its number, in a block with pages of 2 MiB; and its words.
+fn ram() -> (GuestRam, &'static [AtomicU64]) {
+    const BYTES: usize = 2 << 20;
+    let memory: &'static [AtomicU64] = Vec::leak((0..2 * BYTES / 8).map(|_| AtomicU64::new(0)).collect());
+    let first = memory.as_ptr().align_offset(BYTES);
+    let memory = &memory[first..first + BYTES / 8];
+    for (page, words) in (0..).zip(memory.chunks_exact(PAGE / 8)) {
+        words.iter().for_each(|word| word.store(u64::from_le_bytes([page as u8; 8]), Ordering::Relaxed));
+    }
+    let start = std::ptr::NonNull::from(memory).cast();
+    // SAFETY: leaked, so it is there for ever, and accessed by atomics only.
+    let block = unsafe { RamBlock::new("ram", start, BYTES, Backing::Other) };
+    (GuestRam::new(vec![block.with_page_size(BYTES)]).unwrap(), memory)
+}
+
 /// A refusal of packet `sequence` that asks for these pages.
 fn refusal(sequence: u64, pages: &[PageRequest]) -> Vec<u8> {
     let mut bytes = Refusal { sequence, requests: pages.len() as u32 }.encode().to_vec();
@@ -114,8 +131,7 @@ fn refusal(sequence: u64, pages: &[PageRequest]) -> Vec<u8> {
 #[test]
 fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_that_are_there() {
     within_a_minute(|| {
-        let memory = vec![BlockShape { pages: 100, page_size: PAGE as u32 }];
-        let page = PageRequest { block: 0, first: 98, count: 2 };
+        let page = PageRequest { block: 0, first: 510, count: 2 };
         let cases: [(&str, Vec<u8>, bool); 9] = [
             ("not agreed on", refusal(2, &[page]), false),
             ("that is not in flight", refusal(1, &[page]), true),
@@ -128,8 +144,8 @@ fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_th
             ("more pages than were in the packet", refusal(2, &[PageRequest { first: 0, count: 100, ..page }]), true),
         ];
         for (words, bytes, agreed) in cases {
-            let again = Arc::new(Retransmit::none_of(memory.clone()));
-            let mut source = Source::hearing_refusals("none", agreed.then(|| Arc::clone(&again)));
+            let refusals = Arc::new(Refusals::of_guest_ram(ram().0));
+            let mut source = Source::hearing_refusals("none", agreed.then_some(refusals));
             source.send_zero_page();
             source.send_pages(2);
             source.acknowledge(1);
@@ -141,28 +157,105 @@ fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_th
 }
 
 #[test]
-fn what_was_refused_is_known_when_everything_is_acknowledged_and_nobody_refuses_for_ever() {
+fn refused_pages_are_read_again_and_retransmitted_before_the_channel_has_drained() {
     within_a_minute(|| {
-        let again = Arc::new(Retransmit::none_of(vec![BlockShape { pages: 100, page_size: PAGE as u32 }]));
-        let mut source = Source::hearing_refusals("none", Some(Arc::clone(&again)));
+        let refusals = Arc::new(Refusals::of_guest_ram(ram().0));
+        let mut source = Source::hearing_refusals("lz4", Some(Arc::clone(&refusals)));
         source.send_pages(3);
+        // Pages 1 to 3 were in it, but only the number of pages counts.
         let pages = [PageRequest { block: 0, first: 3, count: 2 }, PageRequest { block: 0, first: 5, count: 1 }];
         source.peer.write_all(&refusal(1, &pages)).unwrap();
         source.acknowledge(1);
-        assert_eq!(source.channel.drained(), Ok(1));
-        let mut runs = Vec::new();
-        assert_eq!(again.take(|block, run| runs.push((block, run))), 3);
-        assert_eq!(runs, [(0, 3..6)]);
-        assert_eq!((again.take(|_, _| panic!("they were taken")), again.packets()), (0, 1));
+        std::thread::scope(|scope| {
+            let drained = scope.spawn(|| source.channel.drained());
+            for (sequence, expected) in [(2, &[3u8, 4][..]), (3, &[5])] {
+                let packet = take_packet(&mut &source.peer);
+                let header = PacketHeader::decode(packet.first_chunk().unwrap(), PACKET).unwrap();
+                assert_eq!((header.sequence, header.method), (sequence, 0), "uncompressed");
+                let content = &packet[PACKET_HEADER_LENGTH + header.table_length as usize..];
+                let expected: Vec<u8> = expected.iter().flat_map(|page| [*page; PAGE]).collect();
+                assert!(content == expected);
+                (&source.peer).write_all(&Ack { sequence, busy_us: 0 }.encode()).unwrap();
+            }
+            assert_eq!(drained.join().unwrap(), Ok(3));
+        });
+        assert_eq!((refusals.packets(), refusals.pages()), (1, 3));
+        // They were delivered once.
+        assert_eq!(source.window.delivered().1.carried.pages(), 4);
+    });
+}
 
-        source.send_pages(2);
-        for _ in 1..MAX_REFUSED {
-            source.peer.write_all(&refusal(2, &pages[..1])).unwrap();
+/// The page is retransmitted with content that the channel has sent at no other time, and then has its first content again: what the
+/// channel has recorded of the page is not what the destination has.
+#[test]
+fn a_page_that_was_retransmitted_is_neither_left_out_nor_the_base_of_a_delta() {
+    within_a_minute(|| {
+        let key = HashKey::random().unwrap();
+        let deltas = DeltaSetting::AllBlocks { cache: 1 << 20 };
+        for (hash_key, deltas) in [(Some(key), DeltaSetting::None), (None, deltas)] {
+            let (ram, words) = ram();
+            let refusals = Arc::new(Refusals::of_guest_ram(ram.clone()));
+            let mut source = Source::with("none", |context| {
+                (context.hash_key, context.deltas, context.refusals) = (hash_key, deltas, Some(Arc::clone(&refusals)));
+            });
+            let page = PageRequest { block: 0, first: 3, count: 1 };
+            let word = &words[3 * PAGE / 8];
+            let before = word.load(Ordering::Relaxed);
+            let send = |source: &Source| {
+                let mut pages = source.pool.take(0).unwrap();
+                pages.push_normal(3, 1, 0);
+                let pages = GuestPages { ram: ram.clone(), pages, overtaken: None, mode: SendMode::Usual };
+                source.channel.send(Item::Guest(pages)).unwrap();
+            };
+            // Takes one packet with page 3 whole, and returns its first word.
+            let taken = |source: &mut Source| {
+                let packet = take_packet(&mut source.peer);
+                let header = PacketHeader::decode(packet.first_chunk().unwrap(), PACKET).unwrap();
+                assert_eq!((header.kind, header.content_length as usize), (PacketKind::Pages, PAGE));
+                let at = PACKET_HEADER_LENGTH + header.table_length as usize;
+                u64::from_le_bytes(packet[at..at + 8].try_into().unwrap())
+            };
+
+            send(&source);
+            assert_eq!(taken(&mut source), before);
+            word.store(7, Ordering::Relaxed);
+            source.peer.write_all(&refusal(1, &[page])).unwrap();
+            source.acknowledge(1);
+            std::thread::scope(|scope| {
+                let channel = &source.channel;
+                let drained = scope.spawn(|| channel.drained());
+                let mut peer = &source.peer;
+                let packet = take_packet(&mut peer);
+                assert_eq!(packet[packet.len() - PAGE..][..8], 7u64.to_le_bytes());
+                peer.write_all(&Ack { sequence: 2, busy_us: 0 }.encode()).unwrap();
+                assert_eq!(drained.join().unwrap(), Ok(2));
+            });
+            word.store(before, Ordering::Relaxed);
+
+            send(&source);
+
+            assert_eq!(taken(&mut source), before);
         }
-        source.acknowledge(2);
-        assert_eq!(source.channel.drained(), Ok(2));
-        source.send_pages(2);
-        source.peer.write_all(&refusal(3, &pages[..1])).unwrap();
+    });
+}
+
+#[test]
+fn a_peer_that_refuses_for_ever_is_given_up() {
+    within_a_minute(|| {
+        let mut source = Source::hearing_refusals("none", Some(Arc::new(Refusals::of_guest_ram(ram().0))));
+        let page = PageRequest { block: 0, first: 1, count: 1 };
+        source.send_pages(1);
+        std::thread::scope(|scope| {
+            let drained = scope.spawn(|| source.channel.drained());
+            for sequence in 1..=u64::from(MAX_REFUSED) {
+                // Also what was retransmitted is refused.
+                let answer = [refusal(sequence, &[page]), Ack { sequence, busy_us: 0 }.encode().to_vec()].concat();
+                (&source.peer).write_all(&answer).unwrap();
+                take_packet(&mut &source.peer);
+            }
+            (&source.peer).write_all(&refusal(u64::from(MAX_REFUSED) + 1, &[page])).unwrap();
+            assert_eq!(drained.join().unwrap(), Err(WindowClosed));
+        });
         assert!(source.reason().contains("has refused more than 64 packets"));
     });
 }
@@ -291,7 +384,8 @@ fn receive(bytes: &[u8], placed: &Placed) -> Result<(), ReceiveError> {
     near.write_all(bytes).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
     let (mut writer, mut reader) = halves(far);
-    receive_packets(&mut reader, Some(&mut writer), &mut placed.clone(), RULES, &ReceiveCounters::default())
+    let mut sink = ChannelSink::new().with_pages(placed.clone());
+    receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default())
 }
 
 fn nothing_of_a_damaged_packet_is_placed(method: &str) {

@@ -10,11 +10,12 @@ use std::time::Duration;
 
 use crate::common::{PAGE, Placed, halves, sockets, within_a_minute};
 use sterna_engine::abort::Abort;
-use sterna_engine::batch::BatchPool;
-use sterna_engine::entry::{PageSearch, Pipeline, REGION};
+use sterna_engine::batch::{BatchPool, REGION};
+use sterna_engine::entry::{PageSearch, Pipeline};
+use sterna_engine::item::Item;
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, ReceiveCounters, receive_packets};
-use sterna_engine::send::{Compression, Item, SendChannel, SendContext};
+use sterna_engine::receive::{ChannelSink, PacketRules, ReceiveCounters, receive_packets};
+use sterna_engine::send::{Compression, SendChannel, SendContext};
 use sterna_engine::window::Window;
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_wire::checksum::crc32c;
@@ -36,20 +37,13 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
         let rules = PacketRules { packet_size: PACKET, checksums: true };
         let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO));
         let abort = Arc::new(Abort::default());
-        let context = SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::clone(&window),
-            pacer: Arc::new(Pacer::new(None)),
-            abort: Arc::clone(&abort),
-            compression: Compression::none(),
+        let context = SendContext::new(
+            Arc::clone(&window),
+            Arc::new(Pacer::new(None)),
+            Arc::clone(&abort),
+            Compression::none(),
             rules,
-            accelerator: None,
-            again: None,
-            delta_cache: 0,
-            delta_blocks: None,
-            devices: None,
-        };
+        );
         let (near, mut far) = sockets();
         let (writer, reader) = halves(near);
         let channel = SendChannel::start("ram-0", writer, reader, context).unwrap();
@@ -117,7 +111,7 @@ fn packets_that_arrived_together_share_acknowledgements_and_the_last_ones_do_not
         }
 
         let placed = Placed::default();
-        let mut sink = placed.clone();
+        let mut sink = ChannelSink::new().with_pages(placed.clone());
         let receiving = std::thread::spawn(move || {
             let (mut writer, mut reader) = halves(far);
             receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &ReceiveCounters::default())

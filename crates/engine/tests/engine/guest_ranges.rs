@@ -15,7 +15,7 @@ use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
 use sterna_engine::entry::{PageSearch, Pipeline};
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna_engine::receive::{ChannelSink, PacketRules, PageSink, ReceiveCounters, SinkError, receive_packets};
 use sterna_engine::send::{Compression, SendChannel, SendContext};
 use sterna_engine::window::Window;
 use sterna_memory::place::{OwnMemory, Place};
@@ -43,7 +43,7 @@ struct ToMemory {
     generations: Arc<AtomicU64>,
 }
 
-impl Sink for ToMemory {
+impl PageSink for ToMemory {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::new([BlockShape { pages: PAGES as u64, page_size: PAGE as u32 }]))
     }
@@ -89,31 +89,24 @@ fn move_memory(method: &str, checksums: bool) {
 
     let abort = Arc::new(Abort::default());
     let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::from_millis(100)));
-    let context = SendContext {
-        normal_page_ratio: Default::default(),
-        hash_key: None,
-        window: Arc::clone(&window),
-        pacer: Arc::new(Pacer::new(None)),
-        abort: Arc::clone(&abort),
-        compression: Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
+    let context = SendContext::new(
+        Arc::clone(&window),
+        Arc::new(Pacer::new(None)),
+        Arc::clone(&abort),
+        Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
         rules,
-        accelerator: None,
-        again: None,
-        delta_cache: 0,
-        delta_blocks: None,
-        devices: None,
-    };
+    );
     let mut channels = Vec::new();
     let mut receivers = Vec::new();
     for index in 0..CHANNELS {
         let (near, far) = sockets();
         let (writer, reader) = halves(near);
         channels.push(SendChannel::start(&format!("ram-{index}"), writer, reader, context.clone()).unwrap());
-        let mut sink = ToMemory {
+        let mut sink = ChannelSink::new().with_pages(ToMemory {
             place: Arc::clone(&place),
             received: Arc::clone(&received),
             generations: Arc::clone(&generations),
-        };
+        });
         receivers.push(std::thread::spawn(move || {
             let (mut writer, mut reader) = halves(far);
             receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &ReceiveCounters::default())

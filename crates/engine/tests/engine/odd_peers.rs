@@ -14,11 +14,12 @@ use sterna_engine::batch::BatchPool;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::{self, ControlLink};
 use sterna_engine::destination::{Destination, Fence};
+use sterna_engine::item::Item;
 use sterna_engine::migration::{GuestState, MigrationError, Phase};
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{Sink, SinkError};
+use sterna_engine::receive::{ChannelSink, DeviceBufferSink, PageSink, SinkError, StreamSink};
 use sterna_engine::report::ReceiveReport;
-use sterna_engine::send::{Compression, Item, SendChannel, SendContext};
+use sterna_engine::send::{Compression, SendChannel, SendContext};
 use sterna_engine::session::{
     self, ChannelAcceptor, ConnectionEvent, ExtraChannelHandler, Features, Handshake, Offer, OnConnectionEvent, Peer,
     PeerEvent, Redial, Session, Sinks, link_events,
@@ -45,9 +46,10 @@ const FEATURES: Features<'_> =
     Features { offered: &["guest-state-1", "post-copy-1", "unchecked-1"], required: &["guest-state-1"] };
 
 /// Takes everything and looks at nothing. State it takes only while it can have the lock.
+#[derive(Clone)]
 struct Nowhere(Arc<[BlockShape]>, Arc<Mutex<()>>);
 
-impl Sink for Nowhere {
+impl PageSink for Nowhere {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::clone(&self.0))
     }
@@ -59,24 +61,28 @@ impl Sink for Nowhere {
     fn discard(&mut self, _: u16, _: &[Run]) -> Result<(), SinkError> {
         Ok(())
     }
+}
 
+impl StreamSink for Nowhere {
     fn stream(&mut self, _: u16, _: &[u8]) -> Result<(), SinkError> {
         drop(self.1.lock().unwrap());
         Ok(())
     }
+}
 
-    fn device_state(&mut self, _: DeviceLabel<'_>, _: &[u8]) -> Result<(), SinkError> {
+impl DeviceBufferSink for Nowhere {
+    fn buffer(&mut self, _: DeviceLabel<'_>, _: &[u8]) -> Result<(), SinkError> {
         Ok(())
     }
 }
 
 impl Sinks for Nowhere {
-    fn ram(&self, _: u16) -> Box<dyn Sink> {
-        Box::new(Self(Arc::clone(&self.0), Arc::clone(&self.1)))
+    fn ram(&self, _: u16) -> ChannelSink {
+        ChannelSink::new().with_pages(self.clone()).with_device_buffers(self.clone())
     }
 
-    fn stream(&self) -> Box<dyn Sink> {
-        self.ram(0)
+    fn stream(&self) -> ChannelSink {
+        ChannelSink::new().with_stream(self.clone())
     }
 }
 
@@ -413,20 +419,13 @@ impl OddSource {
 
     /// Opens its channels: two for RAM, and the stream.
     fn open(&self) -> (Vec<SendChannel>, SendChannel) {
-        let context = SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::new(Window::new(64 << 10, Duration::ZERO, Duration::ZERO)),
-            pacer: Arc::new(Pacer::new(None)),
-            abort: Arc::clone(&self.abort),
-            compression: Compression::none(),
-            rules: self.session.rules(),
-            accelerator: None,
-            again: None,
-            delta_cache: 0,
-            delta_blocks: None,
-            devices: None,
-        };
+        let context = SendContext::new(
+            Arc::new(Window::new(64 << 10, Duration::ZERO, Duration::ZERO)),
+            Arc::new(Pacer::new(None)),
+            Arc::clone(&self.abort),
+            Compression::none(),
+            self.session.rules(),
+        );
         self.session.open_channels(&Security::Insecure, &self.address, &context, &Cancel::new()).unwrap()
     }
 

@@ -14,9 +14,10 @@ use sterna_codec::{Engines, MethodChoice};
 use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
 use sterna_engine::entry::{Entry, Pipeline};
+use sterna_engine::item::Item;
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
-use sterna_engine::send::{Compression, DeltaBlocks, Item, MAX_REFUSED, SendChannel, SendContext};
+use sterna_engine::receive::{ChannelSink, PacketRules, PageSink, ReceiveCounters, SinkError, receive_packets};
+use sterna_engine::send::{Compression, DeltaBlocks, DeltaSetting, MAX_REFUSED, Refusals, SendChannel, SendContext};
 use sterna_engine::window::Window;
 use sterna_memory::delta::apply;
 use sterna_wire::checksum::crc32c;
@@ -35,7 +36,7 @@ const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
 /// One channel of a source, and its alarm.
 struct Source {
     pipeline: Arc<Pipeline>,
-    blocks: Arc<DeltaBlocks>,
+    refusals: Arc<Refusals>,
     abort: Arc<Abort>,
 }
 
@@ -47,25 +48,23 @@ impl Source {
         let shape = BlockShape { pages: PAGES, page_size: PAGE as u32 };
         let kept = blocks.set(vec![shape, shape], &[TAKEN, 77], cache, 1);
         assert_eq!(kept, cache.min(PAGES * PAGE as u64), "no more than the block has of which deltas are taken");
+        let refusals = Arc::new(Refusals::of_kept_pages(Arc::clone(&blocks)));
         let context = SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::clone(&window),
-            pacer: Arc::new(Pacer::new(None)),
-            abort: Arc::clone(&abort),
-            compression: Compression::new(MethodChoice::parse("lz4", None).unwrap(), Engines::default(), 1, None),
-            rules: RULES,
-            accelerator: None,
-            again: None,
-            delta_cache: 0,
-            delta_blocks: Some(Arc::clone(&blocks)),
-            devices: None,
+            refusals: Some(Arc::clone(&refusals)),
+            deltas: DeltaSetting::SomeBlocks(blocks),
+            ..SendContext::new(
+                Arc::clone(&window),
+                Arc::new(Pacer::new(None)),
+                Arc::clone(&abort),
+                Compression::new(MethodChoice::parse("lz4", None).unwrap(), Engines::default(), 1, None),
+                RULES,
+            )
         };
         let (near, far) = sockets();
         let (writer, reader) = halves(near);
         let channels = vec![SendChannel::start("ram-0", writer, reader, context).unwrap()];
         let pool = BatchPool::new(8, PACKET);
-        (Self { pipeline: Arc::new(Pipeline { channels, pool, window, page_size: PAGE }), blocks, abort }, far)
+        (Self { pipeline: Arc::new(Pipeline { channels, pool, window, page_size: PAGE }), refusals, abort }, far)
     }
 
     fn send(&self, pages: &[((u16, u64), Vec<u8>)]) {
@@ -99,7 +98,7 @@ struct Destination {
     refused: Arc<Mutex<u32>>,
 }
 
-impl Sink for Destination {
+impl PageSink for Destination {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(vec![BlockShape { pages: PAGES, page_size: PAGE as u32 }; 2].into())
     }
@@ -197,7 +196,7 @@ proptest! {
             std::thread::spawn(move || damage(far, damaging, &faults, &struck));
             std::thread::spawn(move || std::io::copy(&mut back.0, &mut back.1));
             let destination = Destination::default();
-            let mut sink = destination.clone();
+            let mut sink = ChannelSink::new().with_pages(destination.clone());
             std::thread::spawn(move || {
                 let (mut writer, mut reader) = halves(there);
                 let _ = receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default());
@@ -220,7 +219,7 @@ proptest! {
             source.channel().drained().unwrap();
             let (refused, damaged) = (*destination.refused.lock().unwrap(), *damaged.lock().unwrap());
             assert!(*destination.pages.lock().unwrap() == memory, "after {refused} refusals");
-            assert_eq!((refused, source.blocks.packets()), (damaged, damaged));
+            assert_eq!((refused, source.refusals.packets()), (damaged, damaged));
             assert!(source.abort.reason().is_none());
         });
     }
@@ -234,7 +233,7 @@ proptest! {
         within_a_minute(move || {
             let (source, far) = Source::new(1 << 30);
             let destination = Destination { faults, ..Destination::default() };
-            let mut sink = destination.clone();
+            let mut sink = ChannelSink::new().with_pages(destination.clone());
             std::thread::spawn(move || {
                 let (mut writer, mut reader) = halves(far);
                 // It ends when the source's channel is dropped.
@@ -253,7 +252,7 @@ proptest! {
             source.channel().drained().unwrap();
             let refused = *destination.refused.lock().unwrap();
             assert!(*destination.pages.lock().unwrap() == memory, "after {refused} refusals");
-            assert!(refused <= expected && source.blocks.packets() == refused);
+            assert!(refused <= expected && source.refusals.packets() == refused);
             assert!(source.abort.reason().is_none());
         });
     }
@@ -263,7 +262,7 @@ proptest! {
 fn pages_go_as_deltas_only_where_they_are_taken() {
     within_a_minute(|| {
         let (source, far) = Source::new(1 << 30);
-        let mut sink = Destination::default();
+        let mut sink = ChannelSink::new().with_pages(Destination::default());
         std::thread::spawn(move || {
             let (mut writer, mut reader) = halves(far);
             let _ = receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default());
@@ -355,5 +354,5 @@ fn refused_for_ever(cache: u64) {
     assert!(source.channel().drained().is_err());
     assert!(source.abort.reason().unwrap().contains("has refused more than 64 packets"));
     refusing.join().unwrap();
-    let _ = source.channel().send(Item::Again);
+    let _ = source.channel().send(Item::Retransmit);
 }

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use crate::common::{PAGE, Placed, halves, sockets, within_a_minute};
 use sterna_engine::abort::Abort;
-use sterna_engine::batch::BatchPool;
-use sterna_engine::entry::{Entry, Pipeline, REGION};
+use sterna_engine::batch::{BatchPool, REGION};
+use sterna_engine::entry::{Entry, Pipeline};
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, ReceiveCounters, receive_packets};
+use sterna_engine::receive::{ChannelSink, PacketRules, ReceiveCounters, receive_packets};
 use sterna_engine::send::{Compression, SendChannel, SendContext};
 use sterna_engine::window::{Window, WindowClosed};
 use sterna_wire::packet::RunKind;
@@ -32,27 +32,20 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
     let window = Arc::new(Window::new(WINDOW as u64 / 2, Duration::ZERO, Duration::ZERO));
     assert_eq!(window.size(), WINDOW as u64);
     let abort = Arc::new(Abort::default());
-    let context = SendContext {
-        normal_page_ratio: Default::default(),
-        hash_key: None,
-        window: Arc::clone(&window),
-        pacer: Arc::new(Pacer::new(None)),
-        abort: Arc::clone(&abort),
-        compression: Compression::none(),
-        rules: RULES,
-        accelerator: None,
-        again: None,
-        delta_cache: 0,
-        delta_blocks: None,
-        devices: None,
-    };
+    let context = SendContext::new(
+        Arc::clone(&window),
+        Arc::new(Pacer::new(None)),
+        Arc::clone(&abort),
+        Compression::none(),
+        RULES,
+    );
     let placed = Placed::default();
     let (mut senders, mut receivers) = (Vec::new(), Vec::new());
     for index in 0..channels {
         let (near, far) = sockets();
         let (writer, reader) = halves(near);
         senders.push(SendChannel::start(&format!("ram-{index}"), writer, reader, context.clone()).unwrap());
-        let mut sink = placed.clone();
+        let mut sink = ChannelSink::new().with_pages(placed.clone());
         receivers.push(std::thread::spawn(move || {
             let (mut writer, mut reader) = halves(far);
             receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default())

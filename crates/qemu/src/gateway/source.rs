@@ -21,7 +21,7 @@ use sterna_engine::migration::DELTA;
 use sterna_engine::pacer::Pacer;
 use sterna_engine::record_file::RecordFile;
 use sterna_engine::report::{Observer, Progress, Report};
-use sterna_engine::send::{Compression, DeltaBlocks, SendContext, Sent};
+use sterna_engine::send::{Compression, DeltaBlocks, DeltaSetting, Refusals, SendContext, Sent};
 use sterna_engine::session::{
     self, Backoff, ConnectionEvent, DIAL_PAUSE, Offer, OnConnectionEvent, Peer, PeerEvent, Redial, Session,
     SourceDriver, SourceLead, lead_source,
@@ -164,7 +164,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         move |event| events_in.send(Event::Qemu(event)).is_ok()
     });
 
-    let deltas = (options.delta_cache > 0 && session.has(DELTA)).then(Arc::default);
+    let deltas: Option<Arc<DeltaBlocks>> = (options.delta_cache > 0 && session.has(DELTA)).then(Arc::default);
+    let refusals = deltas.clone().map(|blocks| Arc::new(Refusals::of_kept_pages(blocks)));
     let (lead, first) = SourceLead::begin(Peer::new(link), abort, TELLING_TIME);
     let mut driver = Driver {
         lead,
@@ -190,6 +191,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         migrating: false,
         accepted: false,
         deltas,
+        refusals,
         delta_cache: 0,
         no_deltas: None,
         cancel,
@@ -297,6 +299,8 @@ struct Driver<'a> {
     accepted: bool,
     /// The blocks of which the destination accepts deltas; none if it accepts no deltas.
     deltas: Option<Arc<DeltaBlocks>>,
+    /// The packets that the destination has refused; none if it accepts no deltas, because then the channels keep no pages.
+    refusals: Option<Arc<Refusals>>,
     /// Maximum bytes of pages kept for deltas.
     delta_cache: u64,
     /// Why no deltas are sent although the options ask for them.
@@ -599,19 +603,16 @@ impl Driver<'_> {
             .and_then(|place| SocketDir::listening(&place, self.session.id))
             .map_err(|error| GatewayError(format!("cannot make the private socket for QEMU: {error}")))?;
         let context = SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::clone(&self.window),
-            pacer: Arc::new(Pacer::new(self.options.bandwidth)),
-            abort: Arc::clone(&self.lead.abort),
-            compression: self.compression.clone(),
-            rules: self.session.rules(),
-            accelerator: None,
-            again: None,
+            refusals: self.refusals.clone(),
             // The channels get their caches once the blocks are known (`settle_deltas`).
-            delta_cache: 0,
-            delta_blocks: self.deltas.clone(),
-            devices: None,
+            deltas: self.deltas.clone().map_or(DeltaSetting::None, DeltaSetting::SomeBlocks),
+            ..SendContext::new(
+                Arc::clone(&self.window),
+                Arc::new(Pacer::new(self.options.bandwidth)),
+                Arc::clone(&self.lead.abort),
+                self.compression.clone(),
+                self.session.rules(),
+            )
         };
         let channels = self.options.channels;
         let readers = 1 + usize::from(channels);

@@ -34,14 +34,12 @@ use crate::device_state::SavingDevices;
 use crate::device_state::save::SaveEvent;
 use crate::entry::{PageSearch, Pipeline};
 use crate::ledger::Ledger;
-use crate::migration::{
-    DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, RETRANSMIT, machine, shapes,
-};
+use crate::migration::{DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, RETRANSMIT, machine};
 use crate::monitor::{self, CaughtLog, CaughtObserver, SourceMonitor};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
-use crate::send::{Compression, HashKey, Retransmit, SendChannel, SendContext, Sent};
+use crate::send::{Compression, DeltaSetting, HashKey, Refusals, SendChannel, SendContext, Sent};
 use crate::session::{
     self, ConnectionEvent, Features, Offer, OnConnectionEvent, Peer, PeerEvent, Redial, Session, SourceDriver,
     SourceLead, UNCHECKED, after, lead_source, too_long,
@@ -180,7 +178,7 @@ pub(super) fn run(
         observer,
         cancel,
         unsent: Arc::new(Unsent::none_of(&ram)),
-        again: Arc::new(Retransmit::none_of(shapes(&ram))),
+        refusals: Arc::new(Refusals::of_guest_ram(ram.clone())),
         ram: ram.clone(),
         log: Some(CaughtLog::new(log)),
         post_copy: PostCopy::No,
@@ -275,8 +273,8 @@ struct Driver<'a> {
     log: Option<CaughtLog>,
     /// In post-copy: pages that the destination lacks.
     unsent: Arc<Unsent>,
-    /// Pages that did not arrive as they were read.
-    again: Arc<Retransmit>,
+    /// Packets whose content did not arrive as it was read.
+    refusals: Arc<Refusals>,
     post_copy: PostCopy,
     session: Session,
     ledger: Ledger,
@@ -658,7 +656,8 @@ impl Driver<'_> {
             totals: self.lead.peer.sender(),
             stats: Arc::clone(&self.stats),
             unsent: Arc::clone(&self.unsent),
-            again: Arc::clone(&self.again),
+            refusals: Arc::clone(&self.refusals),
+            refusals_noted: 0,
             accelerator: self.accelerator.clone(),
             written: self.accelerator.iter().flat_map(|_| no_pages(&self.ram)).collect(),
             may_stop: self.may_stop(),
@@ -728,12 +727,13 @@ impl Driver<'_> {
             compression: self.compression.clone(),
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),
-            again: self.session.has(RETRANSMIT).then(|| Arc::clone(&self.again)),
+            refusals: self.session.has(RETRANSMIT).then(|| Arc::clone(&self.refusals)),
             // More than all of RAM and some spare places is of no use, and might not be available.
-            delta_cache: self.settings.delta_cache.min(self.ram.bytes().saturating_add(self.ram.bytes() / 8)) as usize
-                / usize::from(self.session.channels),
-            delta_blocks: None,
-            devices: Some(Arc::clone(&self.devices.known)),
+            deltas: DeltaSetting::AllBlocks {
+                cache: self.settings.delta_cache.min(self.ram.bytes().saturating_add(self.ram.bytes() / 8)) as usize
+                    / usize::from(self.session.channels),
+            },
+            arrivals: Some(Arc::clone(&self.devices.known) as _),
         }
     }
 

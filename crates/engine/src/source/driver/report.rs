@@ -227,7 +227,7 @@ impl Driver<'_> {
             device_deltas: sent.device_deltas,
             delta_cache,
             no_deltas: no_deltas.map(str::to_owned),
-            refused_packets: self.again.packets(),
+            refused_packets: self.refusals.packets(),
             devices: self.devices.known.report(),
             source_after: self.ended.then_some(SourceAfter::Quit),
             warnings: self.warnings(outcome),

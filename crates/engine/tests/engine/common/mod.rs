@@ -10,7 +10,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sterna_engine::receive::{Sink, SinkError};
+use sterna_engine::receive::{PageSink, SinkError};
 use sterna_engine::transport::{Connection, Reader, Security, Writer};
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
@@ -61,7 +61,7 @@ impl Placed {
     }
 }
 
-impl Sink for Placed {
+impl PageSink for Placed {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::new([BlockShape { pages: 1 << 20, page_size: PAGE as u32 }]))
     }

@@ -188,7 +188,7 @@ impl Driver<'_> {
             delta_cache: self.delta_cache,
             no_deltas: self.no_deltas.map(str::to_owned),
             devices: Vec::new(),
-            refused_packets: self.deltas.as_ref().map_or(0, |deltas| deltas.packets()),
+            refused_packets: self.refusals.as_ref().map_or(0, |refusals| refusals.packets()),
             source_after,
             warnings,
             mode: Some("stream".into()),

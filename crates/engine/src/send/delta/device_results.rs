@@ -7,7 +7,7 @@ use sterna_offload::Delta;
 
 /// A normal page of a batch, and the kept page that is the base of its delta.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in super::super) struct Against {
+pub(in super::super) struct DeltaBase {
     /// The page's number among the normal pages.
     pub(in super::super) number: usize,
     /// The place of the kept page.
@@ -18,7 +18,7 @@ pub(in super::super) struct Against {
 
 /// Which result of a device is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in super::super) enum Wrong {
+pub(in super::super) enum WrongResult {
     /// A delta does not lead to the page.
     Delta,
     /// A copy does not have the checksum that its device has computed.
@@ -26,7 +26,7 @@ pub(in super::super) enum Wrong {
 }
 
 /// The results of devices.
-pub(in super::super) trait Answers {
+pub(in super::super) trait DeviceResults {
     /// Returns the CRC-32C of the normal page `number`.
     fn checksum(&self, number: usize) -> Option<u32>;
 
@@ -36,21 +36,21 @@ pub(in super::super) trait Answers {
 
 /// The results for a batch.
 #[derive(Clone, Copy)]
-pub(super) struct DeviceAnswers<'a> {
-    by: &'a dyn Answers,
+pub(super) struct BatchResults<'a> {
+    by: &'a dyn DeviceResults,
     /// The deltas that were requested, ascending.
-    against: &'a [Against],
+    against: &'a [DeltaBase],
     /// Index of the first of them that was not passed yet.
     item: usize,
 }
 
-impl<'a> DeviceAnswers<'a> {
+impl<'a> BatchResults<'a> {
     pub(super) fn checksum(&self, number: usize) -> Option<u32> {
         self.by.checksum(number)
     }
 
     /// Returns the delta of a page, if it was made against the same kept content. Pages must be passed in ascending order.
-    pub(super) fn delta(&mut self, page: Against) -> Option<Delta<'a>> {
+    pub(super) fn delta(&mut self, page: DeltaBase) -> Option<Delta<'a>> {
         while self.against.get(self.item).is_some_and(|asked| asked.number < page.number) {
             self.item += 1;
         }
@@ -61,20 +61,20 @@ impl<'a> DeviceAnswers<'a> {
 
 /// The content of a batch's normal pages, and the results of devices for it.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Normal<'a> {
+pub(in super::super) struct NormalPages<'a> {
     pub(super) bytes: &'a [u8],
-    pub(super) answers: Option<DeviceAnswers<'a>>,
+    pub(super) results: Option<BatchResults<'a>>,
 }
 
-impl<'a> Normal<'a> {
+impl<'a> NormalPages<'a> {
     /// Makes the content `bytes` without results of devices.
     pub(in super::super) fn of(bytes: &'a [u8]) -> Self {
-        Self { bytes, answers: None }
+        Self { bytes, results: None }
     }
 
     /// Makes the content `bytes` with the results of `by`, which has made deltas against `against`.
-    pub(in super::super) fn with_answers(bytes: &'a [u8], by: &'a dyn Answers, against: &'a [Against]) -> Self {
-        Self { bytes, answers: Some(DeviceAnswers { by, against, item: 0 }) }
+    pub(in super::super) fn with_results(bytes: &'a [u8], by: &'a dyn DeviceResults, against: &'a [DeltaBase]) -> Self {
+        Self { bytes, results: Some(BatchResults { by, against, item: 0 }) }
     }
 }
 
@@ -91,7 +91,7 @@ mod tests {
         deltas: Vec<Option<Vec<u8>>>,
     }
 
-    impl Answers for Device {
+    impl DeviceResults for Device {
         fn checksum(&self, number: usize) -> Option<u32> {
             self.checksums.get(number).copied()
         }
@@ -115,7 +115,7 @@ mod tests {
         let mut deltas = Deltas::new(64 * PAGE_SIZE, 16 * PAGE_SIZE);
         let run = [Run { kind: RunKind::Normal, first: 0, count: (before.len() / PAGE_SIZE) as u32 }];
         let costs = deltas.whole(None);
-        deltas.split(0, &run, Normal::of(before), 0, None, costs);
+        deltas.split(0, &run, NormalPages::of(before), 0, costs);
         deltas.sent(0, &[], 1, 1);
         (deltas, run)
     }
@@ -124,9 +124,9 @@ mod tests {
     /// `before`.
     fn send(deltas: &mut Deltas, runs: &[Run], before: &[u8], now: &[u8], device: &Device) -> (Split, Vec<u8>) {
         let (costs, mut against) = (deltas.whole(None), Vec::new());
-        let most = deltas.against(0, runs, costs, &mut against);
+        let most = deltas.list_bases(0, runs, costs, &mut against);
         assert_eq!((against.len(), most), (before.len() / PAGE_SIZE, MAX_RECORD));
-        let split = deltas.split(0, runs, Normal::with_answers(now, device, &against), 1, None, costs);
+        let split = deltas.split(0, runs, NormalPages::with_results(now, device, &against), 1, costs);
         deltas.sent(0, &[], 2, 3);
         let mut there = before.to_vec();
         let (runs, records) = deltas.deltas();
@@ -151,7 +151,7 @@ mod tests {
         let mut now = before.clone();
         now[8..24].copy_from_slice(&[1u64.to_le_bytes(), 2u64.to_le_bytes()].concat());
         let (right, other) = (record(&[(1, 1), (2, 2)]), u64::from_le_bytes([7; 8]));
-        let wrong = Some(Wrong::Delta);
+        let wrong = Some(WrongResult::Delta);
         // The device's record; whether it is sent, and whether it is wrong.
         let cases = [
             (Some(right.clone()), 1, None),
@@ -176,7 +176,7 @@ mod tests {
                 assert_eq!((split, there == now), (is, true), "{says:?}");
                 // The kept page is the destination's.
                 let costs = deltas.whole(None);
-                let split = deltas.split(0, &runs, Normal::of(&now), 3, None, costs);
+                let split = deltas.split(0, &runs, NormalPages::of(&now), 3, costs);
                 assert_eq!(split, Split { same: 1, ..Split::default() }, "{says:?}");
             }
         }
@@ -201,15 +201,15 @@ mod tests {
         let (before, now) = (vec![7; PAGE_SIZE], vec![7; PAGE_SIZE]);
         let (mut deltas, runs) = kept(&before);
         let (costs, mut against) = (deltas.whole(None), Vec::new());
-        deltas.against(0, &runs, costs, &mut against);
+        deltas.list_bases(0, &runs, costs, &mut against);
         // The page is sent again meanwhile, and then once more with its first content.
         for (content, packet) in [(vec![8; PAGE_SIZE], 2), (before, 3)] {
-            let split = deltas.split(0, &runs, Normal::of(&content), packet - 1, None, costs);
+            let split = deltas.split(0, &runs, NormalPages::of(&content), packet - 1, costs);
             assert_eq!(split.whole, 1);
             deltas.sent(0, &[], packet, packet);
         }
         let device = Device { checksums: vec![], deltas: vec![Some(record(&[(0, 0)]))] };
-        let split = deltas.split(0, &runs, Normal::with_answers(&now, &device, &against), 3, None, costs);
+        let split = deltas.split(0, &runs, NormalPages::with_results(&now, &device, &against), 3, costs);
         assert_eq!(split, Split { same: 1, ..Split::default() });
     }
 
@@ -235,13 +235,13 @@ mod tests {
         let (mut deltas, runs) = kept(&before);
         let device = Device { checksums, deltas: vec![delta(), None, None, to_copy] };
         let (split, _) = send(&mut deltas, &runs, &before, &copy, &device);
-        assert_eq!((split.deltas, split.whole, split.wrong), (1, 3, Some(Wrong::Copy)));
+        assert_eq!((split.deltas, split.whole, split.wrong), (1, 3, Some(WrongResult::Copy)));
         assert_eq!(deltas.rest_checksum(), Some(crc32c(&read[PAGE_SIZE..])), "the destination will see");
 
         // The same where the CPU makes the delta.
         let (mut deltas, runs) = kept(&before);
         let costs = deltas.whole(None);
-        assert_eq!(deltas.split(0, &runs, Normal::with_answers(&copy, &device, &[]), 1, None, costs).deltas, 2);
+        assert_eq!(deltas.split(0, &runs, NormalPages::with_results(&copy, &device, &[]), 1, costs).deltas, 2);
         let last = PageDeltas::new(deltas.deltas().1, 2).last().unwrap().unwrap();
         assert_eq!(last.checksum, device.checksums[3]);
     }

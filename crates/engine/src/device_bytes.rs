@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The buffers of one device. Clones share the pool.
 #[derive(Clone)]
-pub(super) struct Buffers(Arc<Mutex<Pool>>);
+pub(crate) struct Buffers(Arc<Mutex<Pool>>);
 
 struct Pool {
     /// Free buffers. The length of each is its capacity, so that it is filled without growing.
@@ -35,12 +35,12 @@ impl Pool {
 
 impl Buffers {
     /// Makes a pool that holds at most `max` bytes, unless more are in use.
-    pub(super) fn new(max: usize) -> Self {
+    pub(crate) fn new(max: usize) -> Self {
         Self(Arc::new(Mutex::new(Pool { spare: Vec::new(), held: 0, max })))
     }
 
     /// Returns an empty buffer with room for `capacity` bytes.
-    pub(super) fn take(&self, capacity: usize) -> DeviceBytes {
+    pub(crate) fn take(&self, capacity: usize) -> DeviceBytes {
         // Not a much larger buffer, which would take more memory than is counted.
         let bytes = self.pool().take(capacity, capacity..=capacity.saturating_mul(2));
         DeviceBytes { bytes, length: 0, home: self.clone() }
@@ -52,7 +52,7 @@ impl Buffers {
 
     /// Moves the first `length` bytes of `buffer` out, with the buffer itself, and replaces it by another of its length. Copies the bytes
     /// where the buffer is larger than what is counted for them.
-    pub(super) fn receive(&self, buffer: &mut Vec<u8>, length: usize) -> DeviceBytes {
+    pub(crate) fn receive(&self, buffer: &mut Vec<u8>, length: usize) -> DeviceBytes {
         if length < buffer.len() - buffer.len() / 8 {
             let mut bytes = self.take(length);
             bytes.fill(&buffer[..length], length);
@@ -74,7 +74,7 @@ pub struct DeviceBytes {
 
 impl DeviceBytes {
     /// Appends the beginning of `bytes`, up to a length of `max`. Returns how many bytes were appended.
-    pub(super) fn fill(&mut self, bytes: &[u8], max: usize) -> usize {
+    pub(crate) fn fill(&mut self, bytes: &[u8], max: usize) -> usize {
         let appended = bytes.len().min(max.saturating_sub(self.length));
         self.bytes[self.length..self.length + appended].copy_from_slice(&bytes[..appended]);
         self.length += appended;
