@@ -279,7 +279,7 @@ impl Receiving<'_> {
                 self.reader.read_exact(&mut self.payload[..header.payload_length as usize])?;
                 self.waits.end(begun);
                 let checks = self.rules.checksums;
-                self.decode(header, |decoder, payload| {
+                self.decoders.decode(header, &self.payload, self.counters, |decoder, payload| {
                     decoder.decode_into(payload, place.reborrow())?;
                     Ok(checks.then(|| place.crc32c(0)))
                 })?;
@@ -347,42 +347,17 @@ impl Receiving<'_> {
         self.reader.read_exact(&mut self.payload[..length])?;
         self.waits.end(begun);
         if header.method != 0 {
-            let mut content = std::mem::take(&mut self.content);
-            let (place, checks) = (&mut content[..header.content_length as usize], self.rules.checksums);
-            let decoded = self.decode(header, |decoder, payload| {
+            let (place, checks) = (&mut self.content[..header.content_length as usize], self.rules.checksums);
+            self.decoders.decode(header, &self.payload, self.counters, |decoder, payload| {
                 decoder.decode(payload, place)?;
                 Ok(checks.then(|| crc32c(place)))
-            });
-            self.content = content;
-            decoded?;
+            })?;
             return Ok(Content { buffer: &mut self.content, length: header.content_length as usize });
         }
         if self.rules.checksums && crc32c(&self.payload[..length]) != header.content_checksum {
             return Err(ReceiveError::Content(header.sequence));
         }
         Ok(Content { buffer: &mut self.payload, length })
-    }
-
-    /// Decodes the payload, and decodes once more if the content is not what the source read: right then means that this
-    /// side's first decoding erred; wrong again, that the source's encoding did.
-    fn decode(
-        &mut self,
-        header: &PacketHeader,
-        mut decode: impl FnMut(&mut dyn Decoder, &[u8]) -> Result<Option<u32>, CodecError>,
-    ) -> Result<(), ReceiveError> {
-        let failed = |error| ReceiveError::Decode { sequence: header.sequence, error };
-        let payload = &self.payload[..header.payload_length as usize];
-        let format = Format::from_wire(header.method);
-        let format = format.ok_or(ReceiveError::Method { sequence: header.sequence, method: header.method })?;
-        let decoder = self.decoders.of(format).map_err(failed)?;
-        for attempt in 0..2 {
-            let checksum = decode(decoder, payload).map_err(failed)?;
-            if checksum.is_none_or(|checksum| checksum == header.content_checksum) {
-                self.counters.decoded_again.fetch_add(attempt, Ordering::Relaxed);
-                return Ok(());
-            }
-        }
-        Err(ReceiveError::Content(header.sequence))
     }
 }
 
@@ -405,6 +380,30 @@ fn refused(header: &PacketHeader, error: SinkError) -> ReceiveError {
 struct Decoders(Vec<(Format, Box<dyn Decoder>)>);
 
 impl Decoders {
+    /// Decodes the payload of a packet, at the beginning of `payload`, and decodes once more if the content is not what the source read:
+    /// right then means that this side's first decoding erred; wrong again, that the source's encoding did.
+    fn decode(
+        &mut self,
+        header: &PacketHeader,
+        payload: &[u8],
+        counters: &ReceiveCounters,
+        mut decode: impl FnMut(&mut dyn Decoder, &[u8]) -> Result<Option<u32>, CodecError>,
+    ) -> Result<(), ReceiveError> {
+        let failed = |error| ReceiveError::Decode { sequence: header.sequence, error };
+        let payload = &payload[..header.payload_length as usize];
+        let format = Format::from_wire(header.method);
+        let format = format.ok_or(ReceiveError::Method { sequence: header.sequence, method: header.method })?;
+        let decoder = self.of(format).map_err(failed)?;
+        for attempt in 0..2 {
+            let checksum = decode(decoder, payload).map_err(failed)?;
+            if checksum.is_none_or(|checksum| checksum == header.content_checksum) {
+                counters.decoded_again.fetch_add(attempt, Ordering::Relaxed);
+                return Ok(());
+            }
+        }
+        Err(ReceiveError::Content(header.sequence))
+    }
+
     fn of(&mut self, format: Format) -> Result<&mut dyn Decoder, CodecError> {
         let position = match self.0.iter().position(|(known, _)| *known == format) {
             Some(position) => position,

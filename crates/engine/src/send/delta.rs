@@ -387,6 +387,13 @@ impl Deltas {
 
     /// Records the numbers of the packets of the last batch, whose content is `content`.
     pub(super) fn sent(&mut self, block: u16, content: &[u8], deltas: u64, whole: u64) {
+        self.number_places(deltas, whole);
+        if let Some(underway) = &mut self.underway {
+            underway.push_all(whole, block, &self.unkept, content);
+        }
+    }
+
+    fn number_places(&mut self, deltas: u64, whole: u64) {
         for &at in &self.changed {
             let place = self.cache.place_mut(at);
             (place.sequence, place.paid) = (deltas, true);
@@ -394,11 +401,6 @@ impl Deltas {
         for &at in &self.replaced {
             let place = self.cache.place_mut(at);
             (place.sequence, place.paid) = (whole, false);
-        }
-        let Some(underway) = &mut self.underway else { return };
-        for (run, at) in &self.unkept {
-            let length = if run.kind == RunKind::Normal { run.count as usize } else { 0 };
-            underway.push(whole, block, *run, &content[at * PAGE_SIZE..][..length * PAGE_SIZE]);
         }
     }
 

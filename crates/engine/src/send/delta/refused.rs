@@ -43,8 +43,9 @@ impl Deltas {
 
     /// Records the number of the packet that retransmits the pages of [`Deltas::collect_refused`].
     pub(in super::super) fn retransmitted(&mut self, block: u16, number: u64) {
-        let content = std::mem::take(&mut self.rest);
-        self.sent(block, &content, number, number);
-        self.rest = content;
+        self.number_places(number, number);
+        if let Some(underway) = &mut self.underway {
+            underway.push_all(number, block, &self.unkept, &self.rest);
+        }
     }
 }
