@@ -1,5 +1,5 @@
 //! Explores the switchover exhaustively: the production machines of both sides, driven as the gateway drives them in stream mode
-//! and as the library drives a QEMU from outside in direct mode, between a model of two QEMUs, two disks, a network and an operator, with every crash, loss and failure at every step.
+//! as the library drives a QEMU from outside in direct mode, and in post-copy, between a model of two QEMUs, two disks, a network and an operator, with every crash, loss and failure at every step.
 //!
 //! What must hold is in `properties.rs`. That the check can fail at all is shown by `Mutant`: drivers that are wrong in one
 //! plausible way each, every one of which must be caught.
