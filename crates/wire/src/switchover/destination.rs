@@ -724,3 +724,81 @@ impl DestinationSwitchover {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use DestinationAction as A;
+    use DestinationEvent as E;
+    use DestinationState as S;
+    use SwitchoverMessage as M;
+
+    /// A destination that is prepared, and lacks memory.
+    fn prepared() -> DestinationSwitchover {
+        let (mut destination, _) = DestinationSwitchover::begin();
+        let mut actions = Vec::new();
+        for event in [
+            E::RecordWritten,
+            E::AutostartCleared,
+            E::Message(M::PostCopy),
+            E::MissingPagesWatched,
+            E::Message(M::Prepare),
+            E::AllPlacedAndLoaded,
+        ] {
+            actions.extend(destination.on(event));
+        }
+        assert_eq!(actions.last(), Some(&A::WriteRecord(S::PreparedIncomplete)));
+        assert_eq!(destination.on(E::RecordWritten), [A::Send(M::Prepared), A::AwaitMemory]);
+        destination
+    }
+
+    #[test]
+    fn a_guest_whose_channels_broke_is_started_when_there_are_others() {
+        let mut destination = prepared();
+        assert_eq!(destination.on(E::ChannelsLost { reason: "a channel broke".into() }), []);
+        assert_eq!(destination.on(E::Message(M::Commit)), [A::WriteRecord(S::CommittedIncomplete)]);
+        assert_eq!(destination.on(E::RecordWritten), [A::HangUp, A::AwaitSource]);
+        assert_eq!(destination.on(E::Connected), [A::RenewChannels, A::Send(M::PostCopyReady), A::Cont]);
+    }
+
+    #[test]
+    fn a_guest_that_runs_without_all_of_its_memory_is_not_called_moved() {
+        let mut destination = prepared();
+        destination.on(E::Message(M::Commit));
+        assert_eq!(destination.on(E::RecordWritten), [A::Cont]);
+        let runs = destination.on(E::Guest(DestinationGuest::Running));
+        assert_eq!(runs, [A::AnnounceSelf, A::WriteRecord(S::RunningIncomplete)]);
+        assert_eq!(destination.on(E::RecordWritten), [A::Send(M::RunningIncomplete)]);
+        assert_eq!(destination.on(E::MemoryComplete), [A::WriteRecord(S::Running)]);
+        let done = destination.on(E::RecordWritten);
+        assert_eq!(done, [A::Send(M::Running), A::Done(DestinationEnd::Running)]);
+        assert_eq!(destination.on(E::Message(M::Goodbye)), [A::Leave]);
+    }
+
+    #[test]
+    fn a_guest_that_never_ran_is_discarded_when_its_memory_is_lost_and_started_when_it_is_complete() {
+        let mut destination = prepared();
+        let mut complete = destination.clone();
+        assert_eq!(destination.on(E::SourceFenced), [A::WriteRecord(S::Aborted)]);
+        assert_eq!(complete.on(E::MemoryComplete), []);
+        assert_eq!(complete.on(E::SourceFenced), [A::WriteRecord(S::Committed)]);
+        assert_eq!(complete.on(E::RecordWritten), [A::Cont]);
+    }
+
+    #[test]
+    fn a_guest_that_may_have_run_is_neither_started_nor_ended_by_recover() {
+        for (record, guest) in [
+            (S::CommittedIncomplete, DestinationGuest::Paused),
+            (S::RunningIncomplete, DestinationGuest::Paused),
+            (S::RunningIncomplete, DestinationGuest::Running),
+        ] {
+            let (mut destination, actions) = DestinationSwitchover::recover(record, guest, false);
+            assert!(
+                matches!(&actions[..], [A::AwaitSource, A::Done(DestinationEnd::MemoryLost { .. })]),
+                "{actions:?}"
+            );
+            let actions = destination.on(E::Connected);
+            assert!(matches!(&actions[..], [A::Send(M::MemoryLost { .. })]), "{actions:?}");
+        }
+    }
+}

@@ -612,3 +612,65 @@ impl SourceSwitchover {
         actions.push(SourceAction::Done(end));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use SourceAction as A;
+    use SourceEvent as E;
+    use SwitchoverMessage as M;
+
+    /// A source that has decided, and whose destination runs the guest without all of its memory.
+    fn serving() -> SourceSwitchover {
+        let (mut source, _) = SourceSwitchover::begin();
+        let mut actions = Vec::new();
+        for event in [
+            E::RecordWritten,
+            E::PostCopyWanted,
+            E::Message(M::PostCopyReady),
+            E::FinalStateSent,
+            E::Message(M::Prepared),
+            E::Guest(SourceGuest::Completed),
+            E::RecordWritten,
+            E::Message(M::RunningIncomplete),
+        ] {
+            actions.extend(source.on(event));
+        }
+        assert!(source.serves_pages() && actions.contains(&A::StartPostCopy) && actions.contains(&A::ServePages));
+        source
+    }
+
+    #[test]
+    fn pages_are_served_again_whenever_the_destination_is_back() {
+        let mut source = serving();
+        for lost in [E::ConnectionLost, E::ChannelsLost { reason: "a channel broke".into() }] {
+            assert_eq!(source.on(lost), [A::Connect]);
+            assert_eq!(source.on(E::Connected), []);
+            assert_eq!(source.on(E::Message(M::PostCopyReady)), [A::ServePages]);
+            assert_eq!(source.on(E::Message(M::RunningIncomplete)), []);
+        }
+        assert_eq!(source.on(E::Message(M::Running)), [A::EndGuest]);
+    }
+
+    #[test]
+    fn a_source_whose_monitor_ended_with_pages_reports_the_loss_and_awaits_the_answer() {
+        let mut source = serving();
+        let actions = source.on(E::Guest(SourceGuest::Gone));
+        assert!(matches!(&actions[..], [A::Send(M::MemoryLost { .. })]), "{actions:?}");
+        let mut complete = source.clone();
+        let actions = source.on(E::Message(M::MemoryLost { reason: "as you say".into() }));
+        assert_eq!(actions, [A::Send(M::Goodbye), A::WriteRecord(SourceState::Gone)]);
+        assert_eq!(source.on(E::RecordWritten), [A::Done(SourceEnd::GuestGone)]);
+        // The last page had arrived just before.
+        assert_eq!(complete.on(E::Message(M::Running)), [A::EndGuest]);
+    }
+
+    #[test]
+    fn a_cancellation_while_pages_are_served_changes_nothing_and_giving_up_leaves_the_record() {
+        let mut source = serving();
+        assert_eq!(source.on(E::Failed { reason: "cancelled".into() }), []);
+        let reason = "out of time".to_owned();
+        let end = SourceEnd::Unserved { reason: reason.clone() };
+        assert_eq!(source.on(E::GaveUp { reason }), [A::Done(end)]);
+    }
+}
