@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use sterna_wire::switchover::{Moment, SourceAfter, Step};
 use sterna_wire::text::cleaned;
 
-use crate::device_state::{self, DevicePhase};
+use crate::device_phase::{self, DevicePhase};
 
 /// Placements that are shown on a terminal: a destination may have thousands of RAM blocks, or claim so.
 const MAX_PLACEMENTS: usize = 64;
@@ -17,6 +17,7 @@ const MAX_PLACEMENTS: usize = 64;
 /// How a migration ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Outcome {
     /// The guest runs at the destination.
     Completed,
@@ -555,7 +556,7 @@ impl Progress {
     /// The devices that are waited for, in words for a line: the first few with where their state is, and how many more. None where there
     /// are none.
     pub fn waiting_for(&self) -> Option<String> {
-        device_state::waiting_for(self.devices.iter().map(|device| (&device.device, device.phase)))
+        device_phase::waiting_for(self.devices.iter().map(|device| (&device.device, device.phase)))
     }
 }
 

@@ -28,7 +28,8 @@ use crate::device_state::load::{DeviceSink, LoadEvent, LoadingDevices};
 use crate::device_state::{self, DeviceChannels, DeviceId};
 use crate::ledger::Ledger;
 use crate::migration::{
-    GuestState, MigrationError, POST_COPY, Phase, RETRANSMIT, Side, difference, machine, size_difference,
+    Cause, ErrorKind, GuestState, MigrationError, POST_COPY, Phase, RETRANSMIT, Side, difference, machine,
+    size_difference,
 };
 use crate::monitor::{CaughtObserver, DestinationMonitor};
 use crate::occupied::Occupied;
@@ -98,7 +99,8 @@ pub(super) fn run(
     let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
     let Some(greeted) = greeted else {
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
-        return Err(MigrationError { cancelled: cancel.is_cancelled(), ..MigrationError::not_accepted(reason) });
+        let kind = if cancel.is_cancelled() { ErrorKind::Cancelled } else { ErrorKind::Network };
+        return Err(MigrationError::not_accepted(Cause::new(kind, reason)));
     };
     let report = take(taking, &address, greeted, incoming, vmm, cpu.clone(), cancel, observer);
     drop(stopping);
@@ -944,16 +946,13 @@ impl Driver<'_> {
         };
         match reason {
             None if outcome == Outcome::Completed => Ok(report),
-            reason => Err(MigrationError {
-                side: Side::Destination,
-                phase: self.phase,
-                guest,
-                cancelled: outcome == Outcome::Cancelled,
-                refused: false,
-                reason: reason.unwrap_or_else(|| "no reason given".into()),
-                report: None,
-                received: Some(Box::new(report)),
-            }),
+            reason => {
+                let place = (Side::Destination, self.phase, guest);
+                let reason = reason.unwrap_or_else(|| "no reason given".into());
+                let mut error = MigrationError::ended(place, outcome, reason, self.vmm.failures());
+                error.received = Some(Box::new(report));
+                Err(error)
+            }
         }
     }
 }

@@ -72,16 +72,12 @@ impl Driver<'_> {
         let report = self.report(outcome, reason.clone());
         match reason {
             None => Ok(report),
-            Some(reason) => Err(MigrationError {
-                side: Side::Source,
-                phase: self.phase,
-                guest,
-                cancelled: outcome == Outcome::Cancelled,
-                refused: false,
-                reason,
-                report: Some(Box::new(report)),
-                received: None,
-            }),
+            Some(reason) => {
+                let place = (Side::Source, self.phase, guest);
+                let mut error = MigrationError::ended(place, outcome, reason, self.vmm.failures());
+                error.report = Some(Box::new(report));
+                Err(error)
+            }
         }
     }
 
