@@ -745,7 +745,7 @@ impl Sending {
         if content.len() > self.context.rules.packet_size {
             let (length, limit) = (content.len(), self.context.rules.packet_size);
             return Err(format!(
-                "{length} bytes that go in one packet do not fit one of {limit}; use a larger --packet-size"
+                "{length} bytes that go in one packet do not fit one of {limit}; use a larger packet size"
             )
             .into());
         }
