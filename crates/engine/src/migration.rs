@@ -128,7 +128,7 @@ pub enum ErrorKind {
     Settings,
     /// Guest RAM or its dirty log cannot be used.
     Memory,
-    /// A method of the monitor has failed; the error's source is the method's error.
+    /// A method of the monitor has failed; the error's source is the method's error. Or a device whose state is sent separately.
     Monitor,
     /// The migration's record could not be read or written.
     Record,
@@ -274,10 +274,12 @@ impl MigrationError {
 
 /// Words by which the kind of a reason is known. Reasons travel through the switchover's state machines, and from host to host, as text;
 /// only Sterna's own part of a reason has these words.
-const WORDS: [(&str, ErrorKind); 9] = [
+const WORDS: [(&str, ErrorKind); 11] = [
     ("the destination failed: ", ErrorKind::OtherSide),
     ("the source failed: ", ErrorKind::OtherSide),
-    ("the record could not be written", ErrorKind::Record),
+    ("record could not be written", ErrorKind::Record),
+    ("saving the state of device ", ErrorKind::Monitor),
+    ("loading the state of device ", ErrorKind::Monitor),
     ("the dirty log ", ErrorKind::Memory),
     ("given up after ", ErrorKind::NotConverging),
     ("was lost: ", ErrorKind::ConnectionLost),
@@ -404,6 +406,8 @@ mod tests {
             (Outcome::Failed, "channel ram-0: the destination was lost: reset by peer", ErrorKind::ConnectionLost),
             (Outcome::Failed, "given up after 4 rounds: the guest writes faster", ErrorKind::NotConverging),
             (Outcome::Failed, "the dirty log failed: no memory", ErrorKind::Memory),
+            (Outcome::Failed, "saving the state of device gpu/0 failed: it hangs", ErrorKind::Monitor),
+            (Outcome::Unconfirmed, "the guest runs here, but the record could not be written: full", ErrorKind::Record),
             (Outcome::Failed, "something else", ErrorKind::Other),
         ] {
             let error = ended(outcome, reason);
