@@ -17,7 +17,6 @@ const MAX_PLACEMENTS: usize = 64;
 /// How a migration ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[non_exhaustive]
 pub enum Outcome {
     /// The guest runs at the destination.
     Completed,
