@@ -21,8 +21,8 @@ use crate::vmm::VmmError;
 /// State of the monitor as a byte stream, version 1 of the records in `state`.
 pub(crate) const GUEST_STATE: &str = "guest-state-1";
 
-/// The capability to let the guest go on at the destination before all of its RAM is there, version 1.
-pub(crate) const POST_COPY: &str = "post-copy-1";
+/// The capability to let the guest go on at the destination before all of its RAM is there, version 2.
+pub(crate) const POST_COPY: &str = "post-copy-2";
 
 /// The capability to refuse a packet whose content did not arrive as it was read, and to retransmit its pages, version 1.
 pub const RETRANSMIT: &str = "send-again-1";

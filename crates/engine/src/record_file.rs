@@ -211,7 +211,7 @@ fn remove_old(dir: &Path, now_ms: u64) {
 fn is_over(record: &Record) -> bool {
     let gone = |qemu: ProcessIdentity| !Path::new("/proc").join(qemu.pid.to_string()).exists();
     let aborted = record.state == RecordState::Destination(DestinationState::Aborted);
-    record.state.settled() || aborted && record.qemu.is_some_and(gone)
+    record.state.settled() || aborted && record.monitor_process.is_some_and(gone)
 }
 
 /// Returns whether an auxiliary file belongs to a record that does not exist, was made long ago and is not in use.
@@ -313,8 +313,8 @@ mod tests {
             fenced_peer: false,
             peer: "dst:4920".into(),
             mode: sterna_wire::control::Mode::Owner,
-            qmp: "src.qmp".into(),
-            qemu: None,
+            monitor_socket: "src.qmp".into(),
+            monitor_process: None,
             settings_before: None,
             completion_permitted: false,
             pausing: false,
@@ -388,7 +388,7 @@ mod tests {
         child.wait().unwrap();
         let qemu = |pid| Some(ProcessIdentity { pid, start_ticks: 1 });
         for (qemu, kept) in [(qemu(child.id()), false), (qemu(std::process::id()), true), (None, true)] {
-            let record = Record { qemu, ..record(SourceState::Started) };
+            let record = Record { monitor_process: qemu, ..record(SourceState::Started) };
             let started = Record { state: RecordState::Destination(DestinationState::Started), ..record };
             let mut file = RecordFile::create(dir.path(), started).unwrap();
             file.write(RecordState::Destination(DestinationState::Prepared)).unwrap();

@@ -166,7 +166,7 @@ fn switch_over(complete: bool) -> (bool, bool) {
     let (mut destination, mut destination_actions) = DestinationSwitchover::begin();
     let (mut to_destination, mut to_source) = (Vec::new(), Vec::new());
     let (mut runs_at_source, mut runs_at_destination) = (true, false);
-    let mut ended = false;
+    let (mut ended, mut left) = (false, false);
     for _ in 0..100 {
         for action in std::mem::take(&mut source_actions) {
             let answer = match action {
@@ -194,6 +194,7 @@ fn switch_over(complete: bool) -> (bool, bool) {
                     None
                 }
                 SourceAction::AnnounceSelf | SourceAction::Connect => None,
+                SourceAction::StartPostCopy | SourceAction::ServePages => panic!("post-copy was not begun"),
             };
             assert!(!(runs_at_source && runs_at_destination), "two guests run");
             source_actions.extend(answer.into_iter().flat_map(|event| source.on(event)));
@@ -216,7 +217,17 @@ fn switch_over(complete: bool) -> (bool, bool) {
                 } else {
                     DestinationEvent::Failed { reason: "pages are missing".into() }
                 }),
-                DestinationAction::AnnounceSelf | DestinationAction::AwaitSource | DestinationAction::Done(_) => None,
+                DestinationAction::Leave => {
+                    left = true;
+                    None
+                }
+                DestinationAction::AnnounceSelf
+                | DestinationAction::HangUp
+                | DestinationAction::AwaitSource
+                | DestinationAction::Done(_) => None,
+                DestinationAction::WatchMissingPages
+                | DestinationAction::RenewChannels
+                | DestinationAction::AwaitMemory => panic!("post-copy was not begun"),
             };
             assert!(!(runs_at_source && runs_at_destination), "two guests run");
             destination_actions.extend(answer.into_iter().flat_map(|event| destination.on(event)));
@@ -236,6 +247,7 @@ fn switch_over(complete: bool) -> (bool, bool) {
         }
     }
     assert!(ended, "the source came to no end");
+    assert!(left, "the destination waits for the source");
     (runs_at_source, runs_at_destination)
 }
 

@@ -11,7 +11,7 @@ mod properties;
 #[path = "switchover_model/world.rs"]
 mod world;
 
-use properties::{DIRECT_MUTANTS, MUTANTS, Mutant};
+use properties::{DIRECT_MUTANTS, MUTANTS, Mutant, POST_COPY_MUTANTS};
 use stateright::{Checker, HasDiscoveries, Model};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
@@ -53,8 +53,12 @@ fn threads() -> usize {
 
 /// Every step of `budget`'s worth of trouble; returns the crash points passed.
 fn explore(name: &str, mode: Mode, budget: Budget) -> HashSet<CrashPoint> {
+    explore_world(name, World::new(mode, budget, Mutant::None))
+}
+
+fn explore_world(name: &str, world: World) -> HashSet<CrashPoint> {
     let begun = Instant::now();
-    let checker = World::new(mode, budget, Mutant::None).checker().threads(threads()).spawn_bfs().join();
+    let checker = world.checker().threads(threads()).spawn_bfs().join();
     println!(
         "{name}: {} states, {} steps, longest history {}, {:.1} s",
         checker.unique_state_count(),
@@ -88,6 +92,21 @@ fn any_two_troubles_directly() {
 }
 
 #[test]
+fn any_two_troubles_in_post_copy() {
+    let budget = Budget { total: 2, qemu_failures: 0, strangers: 0, silent_devices: 0, ..ANY };
+    let world = World { pages: 1, ..World::new(Mode::PostCopy, budget, Mutant::None) };
+    let passed = explore_world("any two troubles, in post-copy", world);
+    for point in CrashPoint::POST_COPY {
+        assert!(passed.contains(point), "the model never comes past {point}");
+    }
+}
+
+#[test]
+fn three_crashes_and_lost_connections_in_post_copy() {
+    explore("crashes and lost connections, in post-copy", Mode::PostCopy, Budget { total: 3, ..CRASHES_AND_LOSSES });
+}
+
+#[test]
 fn four_troubles() {
     explore(
         "four troubles",
@@ -102,7 +121,8 @@ fn four_troubles() {
 fn every_history_ends() {
     let direct = [Budget { total: 3, ..CRASHES_AND_LOSSES }, Budget { total: 1, strangers: 0, ..ANY }];
     let stream = [CRASHES_AND_LOSSES, Budget { total: 2, ..ANY }];
-    for (mode, budgets) in [(Mode::Stream, stream), (Mode::Direct, direct)] {
+    let modes = [(Mode::Stream, stream), (Mode::Direct, direct.clone()), (Mode::PostCopy, direct)];
+    for (mode, budgets) in modes {
         for only in budgets {
             let states = without_circles(&World::new(mode, only.clone(), Mutant::None));
             println!("{mode:?}: {states} states and no circle: {only:?}");
@@ -152,7 +172,9 @@ fn without_circles(world: &World) -> usize {
 fn wrong_drivers_are_caught() {
     let budget = Budget { total: 2, crashes: 1, qemu_deaths: 0, hosts: 0, cancels: 0, stale_recovers: 0, ..ANY };
     let direct = DIRECT_MUTANTS.iter().map(|mutant| (Mode::Direct, mutant));
-    for (mode, &(mutant, property)) in MUTANTS.iter().map(|mutant| (Mode::Stream, mutant)).chain(direct) {
+    let post_copy = POST_COPY_MUTANTS.iter().map(|mutant| (Mode::PostCopy, mutant));
+    let stream = MUTANTS.iter().map(|mutant| (Mode::Stream, mutant));
+    for (mode, &(mutant, property)) in stream.chain(direct).chain(post_copy) {
         let begun = Instant::now();
         let caught = HasDiscoveries::AnyOf(BTreeSet::from([property]));
         // Without a lock nothing else need go wrong, and there is much more to explore.

@@ -28,6 +28,8 @@ enum Scenario {
     RecoveryWithoutQemu(&'static str),
     /// As [`Scenario::Recovery`], with the source's QEMU killed before.
     RecoveryWithoutSource(&'static str),
+    /// In post-copy only, where the guest may be lost: `post_copy.rs` has these.
+    PostCopy,
 }
 
 /// Returns the scenario that reaches each step, the same in both modes: the library's drivers of direct mode use the same state machine as
@@ -61,6 +63,18 @@ fn scenario(step: Step) -> Scenario {
         DestinationRecordAborted | DestinationQuit | DestinationSendAbort => Scenario::Cancelled,
         DestinationAskOutcome => Scenario::Recovery("destination.after-record-prepared"),
         DestinationSendLost => Scenario::RecoveryWithoutQemu("destination.after-record-committed"),
+        SourceSendPostCopy
+        | SourceStartPostCopy
+        | SourceServePages
+        | SourceSendMemoryLost
+        | DestinationWatchMissingPages
+        | DestinationSendPostCopyReady
+        | DestinationRecordPreparedIncomplete
+        | DestinationRecordCommittedIncomplete
+        | DestinationRecordRunningIncomplete
+        | DestinationSendRunningIncomplete
+        | DestinationRenewChannels
+        | DestinationSendMemoryLost => Scenario::PostCopy,
     }
 }
 
@@ -120,6 +134,7 @@ fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
             killed(recovery.finish().0)?;
             return without_source(migration);
         }
+        Scenario::PostCopy => return Err("this point is passed in post-copy only".into()),
     }
     migration.pair.never_both()?;
     migration.settle()?;

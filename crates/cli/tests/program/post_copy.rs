@@ -14,7 +14,7 @@ use crate::support::settle::{Migration, Side};
 use crate::support::{LONG, Sterna, receive, report, send_by};
 use sterna_memory::ram::RamBlock;
 use sterna_qemu_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
-use sterna_wire::switchover::{DestinationState, RecordState};
+use sterna_wire::switchover::{CrashPoint, DestinationState, Moment, RecordState, Step};
 
 const MEMORY: u64 = 256 << 20;
 const FILLED: u64 = 64 << 20;
@@ -23,6 +23,8 @@ const POST_COPY: &[&str] =
     &["--method", "none", "--bandwidth", "12MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "100ms"];
 /// The same for a boot-sector guest, which writes all of its memory all the while.
 const SHORT_OF_MEMORY: &[&str] = &["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1"];
+/// Cases at once; most of each is waiting.
+const WORKERS: usize = 4;
 /// The guest runs at the destination without all of its memory.
 const RUNS_SHORT: &str = "pages are still at the source";
 
@@ -226,7 +228,8 @@ fn a_guest_whose_send_is_killed_waits_for_its_memory_until_its_qemu_is_ended() {
     waits_and_never_read_zeros(&pair);
     pair.destination.kill();
     let (status, lines) = receiver.finish_with_lines();
-    assert!(!status.success() && lines.iter().any(|line| line.contains("the guest's process has ended")), "{lines:?}");
+    let ended = "the destination's monitor ended before all of the guest's memory was there";
+    assert!(!status.success() && lines.iter().any(|line| line.contains(ended)), "{lines:?}");
 }
 
 #[test]
@@ -248,7 +251,10 @@ fn a_guest_that_never_ran_without_its_memory_is_taken_back_by_the_source() {
     let crash = Some("destination.before-cont:crash");
     let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, None, crash);
     migration.wait_crash(Side::Destination).unwrap();
-    assert_eq!(Side::Destination.state(&migration.pair), Some(RecordState::Destination(DestinationState::Committed)));
+    assert_eq!(
+        Side::Destination.state(&migration.pair),
+        Some(RecordState::Destination(DestinationState::CommittedIncomplete))
+    );
     let recovery = Side::Destination.recover(&migration.pair, &[], None).expect("it has a record");
     let (status, lines) = recovery.finish_with_lines();
     assert_eq!(status.code(), Some(1), "{lines:?}");
@@ -383,4 +389,99 @@ fn huge_pages_of_a_pool_are_refused_before_the_guest_is_touched() {
     assert!(told.contains("RAM block pc.ram") && told.contains("huge pages of 2097152 bytes"), "{told}");
     assert!(pair.source.runs());
     drop(receiver);
+}
+
+/// How a migration ends whose process crashed at a step of post-copy, and was recovered.
+#[derive(Clone, Copy, Debug)]
+enum End {
+    /// Nothing was decided: the guest runs at the source.
+    AtSource,
+    /// The guest was given away and never ran: the destination discards its copy, and an operator takes the guest back.
+    TakenBack,
+    /// The guest may have run at the destination, and the process that could place its memory is gone.
+    LostThere,
+    /// The process that could send the guest's memory is gone.
+    LostHere,
+}
+
+/// Returns the end after a crash at `point`; none if an undisturbed migration does not pass it.
+fn end(point: CrashPoint) -> Option<End> {
+    use Step::*;
+    match (point.step, point.moment) {
+        (SourceSendPostCopy | SourceStartPostCopy, _) => Some(End::AtSource),
+        (SourceServePages, _) => Some(End::LostHere),
+        (DestinationWatchMissingPages | DestinationSendPostCopyReady | DestinationRecordPreparedIncomplete, _) => {
+            Some(End::AtSource)
+        }
+        (DestinationRecordCommittedIncomplete, Moment::Before) => Some(End::TakenBack),
+        (DestinationRecordCommittedIncomplete, Moment::After) => Some(End::LostThere),
+        (DestinationRecordRunningIncomplete | DestinationSendRunningIncomplete, _) => Some(End::LostThere),
+        // Passed where a connection or a monitor is lost meanwhile, and by migrations without post-copy.
+        _ => None,
+    }
+}
+
+/// Recovers one side, which must end with this exit code, and say this.
+fn recovered(pair: &Pair, side: Side, words: &[&str], code: i32, text: &str) -> Result<(), String> {
+    let (status, lines) = side.recover(pair, words, None).ok_or("no record was left")?.finish_with_lines();
+    if status.code() != Some(code) || !lines.iter().any(|line| line.contains(text)) {
+        return Err(format!("recover of the {}: {status}: {lines:?}", side.name()));
+    }
+    Ok(())
+}
+
+/// Crashes at `point`, recovers, and compares the end.
+fn crashed(pair: Pair, point: CrashPoint, end: End) -> Result<(), String> {
+    let at_source = point.to_string().starts_with("source.");
+    let side = if at_source { Side::Source } else { Side::Destination };
+    let fault = format!("{point}:crash");
+    let (source, destination) = if at_source { (Some(&*fault), None) } else { (None, Some(&*fault)) };
+    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, source, destination);
+    migration.wait_crash(side)?;
+    match end {
+        End::AtSource => {
+            migration.settle()?;
+            match migration.exactly_one()? {
+                Side::Source => Ok(()),
+                Side::Destination => Err("the guest runs at the destination".into()),
+            }
+        }
+        End::TakenBack => {
+            recovered(&migration.pair, Side::Destination, &[], 0, "the copy here was discarded")?;
+            migration.sender.take().expect("it was started").kill();
+            recovered(&migration.pair, Side::Source, &["--fenced-peer"], 0, "the guest runs here")?;
+            migration.exactly_one().map(drop)
+        }
+        End::LostThere | End::LostHere => {
+            let text = if at_source { "no process can send any more" } else { "The guest is lost here" };
+            recovered(&migration.pair, side, &[], 1, text)?;
+            if migration.pair.source.runs() {
+                return Err("the source's guest runs although it was given away".into());
+            }
+            migration.pair.never_both()
+        }
+    }
+}
+
+#[test]
+fn after_a_crash_at_any_step_of_post_copy_no_guest_runs_twice_or_without_its_memory() {
+    let Some(probe) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    drop(probe);
+    let queue = Mutex::new(CrashPoint::POST_COPY.iter().filter_map(|point| Some((*point, end(*point)?))));
+    let failed = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..WORKERS {
+            scope.spawn(|| {
+                loop {
+                    let Some((point, end)) = queue.lock().unwrap().next() else { return };
+                    let pair = Pair::boot_sector(QemuVersion::V10_0).expect("there were tools before");
+                    match crashed(pair, point, end) {
+                        Ok(()) => println!("{point}: {end:?}"),
+                        Err(error) => failed.lock().unwrap().push(format!("{point}: not {end:?}: {error}")),
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(failed.into_inner().unwrap(), [""; 0]);
 }

@@ -12,9 +12,12 @@
 //! ```
 //! `driver` performs the actions of the switchover's state machine on the caller's thread; `target` places pages in RAM.
 
+mod begin;
 mod channels;
 mod devices;
 mod driver;
+mod late_memory;
+mod loading;
 mod post_copy;
 mod target;
 
@@ -31,10 +34,10 @@ use self::target::Target;
 use crate::cancel::Cancel;
 use crate::device_state::load::share;
 use crate::device_state::{DeviceId, LoadDevice};
-use crate::ledger::MonitorRecord;
 use crate::migration::{Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, RETRANSMIT};
 use crate::report::{Observer, ReceiveReport};
 use crate::session::{AcceptedSource, Features, UNCHECKED};
+use crate::switchover::MonitorRecord;
 use crate::transport::{Address, Incoming, Limits, Listener, Security};
 use crate::vmm::DestinationVmm;
 
@@ -268,7 +271,7 @@ impl Destination {
         cancel: &Cancel,
         observer: &dyn Observer,
     ) -> Result<ReceiveReport, MigrationError> {
-        driver::run_greeted(self.prepare()?, address, greeted, incoming, vmm, cancel, observer)
+        begin::run_greeted(self.prepare()?, address, greeted, incoming, vmm, cancel, observer)
     }
 }
 
@@ -311,6 +314,6 @@ impl Listening {
         cancel: &Cancel,
         observer: &dyn Observer,
     ) -> Result<ReceiveReport, MigrationError> {
-        driver::run(self, vmm, cancel, observer)
+        begin::run(self, vmm, cancel, observer)
     }
 }

@@ -30,8 +30,10 @@ use sterna_wire::text::cleaned;
 pub use self::buffer::DeviceBytes;
 pub use self::save::SavingDevices;
 pub(crate) use self::threads::Threads;
-pub use crate::device_phase::DevicePhase;
 use crate::monitor::panic_text;
+pub use crate::report::DevicePhase;
+use crate::report::named;
+pub(crate) use crate::report::waiting_for;
 use crate::vmm::VmmError;
 
 /// Whether a device has more state to save while the guest runs.

@@ -9,7 +9,6 @@ use sterna_wire::device::{DeviceError, DeviceSender, Piece};
 
 use super::buffer::{Buffers, DeviceBytes};
 use super::{Ahead, DeviceId, DevicePhase, SaveDevice, Threads, unless_it_panics};
-use crate::device_phase::waiting_for;
 use crate::entry::Pipeline;
 use crate::report::{DeviceProgress, DeviceReport, between};
 use crate::send::{Item, SendChannel};
@@ -262,7 +261,7 @@ impl SavingDevices {
         let monitor =
             (!state.monitor_loaded_ahead).then_some((&"the monitor" as &dyn Display, DevicePhase::LoadingAhead));
         let devices = self.ids.iter().map(|id| id as &dyn Display).zip(state.phases(self.downtime));
-        waiting_for(monitor.into_iter().chain(devices))
+        super::waiting_for(monitor.into_iter().chain(devices))
     }
 
     /// Records that the destination's device has loaded all of its state.

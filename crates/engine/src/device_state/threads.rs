@@ -6,9 +6,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::DeviceId;
+use super::{DeviceId, named};
 use crate::cpu_time;
-use crate::device_phase::named;
 
 /// How long devices may take to end before a message names them.
 const LONG: Duration = Duration::from_secs(1);

@@ -13,9 +13,7 @@
 mod acceptor;
 mod dial;
 mod handshake;
-mod lead;
 mod peer;
-mod placing;
 mod redial;
 mod serve;
 
@@ -33,10 +31,7 @@ use crate::transport::TransportError;
 pub use self::acceptor::{ChannelAcceptor, ExtraChannelHandler, PagesPlaced, Refused, Sinks, receive_thread};
 pub use self::dial::{Offer, Opened, dial};
 pub use self::handshake::{AcceptedSource, Handshake};
-pub(crate) use self::lead::too_long;
-pub use self::lead::{SourceDriver, SourceLead, SourceOutcome, after, lead_source};
 pub use self::peer::{ConnectionEvent, OnConnectionEvent, Peer, PeerEvent, link_events};
-pub use self::placing::Placing;
 pub use self::redial::{Backoff, DIAL_PAUSE, MAX_DIAL_PAUSE, Redial};
 pub use self::serve::{Entered, MAX_SESSIONS, Sessions};
 

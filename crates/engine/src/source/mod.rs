@@ -38,10 +38,10 @@ use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_RAM_CHANNELS};
 pub use self::convergence::{NotConverging, Throttle};
 use crate::cancel::Cancel;
 use crate::device_state::{DeviceChannels, DeviceId, SaveDevice};
-pub use crate::ledger::MonitorRecord;
 use crate::migration::MigrationError;
 use crate::report::{Observer, Report};
 use crate::session::DIAL_PAUSE;
+pub use crate::switchover::MonitorRecord;
 use crate::transport::{Address, Security};
 use crate::vmm::SourceVmm;
 

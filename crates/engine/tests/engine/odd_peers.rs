@@ -29,7 +29,7 @@ use sterna_engine::transport::{Address, Limits, Listener, Reader, Security, Writ
 use sterna_engine::window::Window;
 use sterna_memory::ram::Backing;
 use sterna_memory::userfault::{Faults, Userfault};
-use sterna_wire::control::{Block, ControlMessage, Machine, Mode, PostCopyFigures, Totals};
+use sterna_wire::control::{Block, ControlMessage, Machine, Mode, Totals};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::packet::{
     BlockShape, DeviceLabel, PAGE_REQUEST_LENGTH, PacketHeader, PacketKind, PageRequest, Run, RunKind,
@@ -42,7 +42,7 @@ const SHAPES: [BlockShape; 2] =
 /// Never fits the downtime that is aimed at.
 const BUSY: Workload = Workload { writers: 1, span: 500, seed: 3, burst: 0 };
 const FEATURES: Features<'_> =
-    Features { offered: &["guest-state-1", "post-copy-1", "unchecked-1"], required: &["guest-state-1"] };
+    Features { offered: &["guest-state-1", "post-copy-2", "unchecked-1"], required: &["guest-state-1"] };
 
 /// Takes everything and looks at nothing. State it takes only while it can have the lock.
 struct Nowhere(Arc<[BlockShape]>, Arc<Mutex<()>>);
@@ -282,18 +282,13 @@ fn failures(said: &[ControlMessage]) -> Vec<&str> {
 #[test]
 fn a_destination_that_begins_or_ends_post_copy_unasked_is_refused_and_the_guest_stays() {
     within_a_minute(|| {
-        let done = ControlMessage::PostCopyDone(PostCopyFigures::default());
-        let cases = [
-            (ControlMessage::PostCopyReady, "the destination sent a message about post-copy out of turn"),
-            (done, "the destination claims to have memory that it cannot have"),
-        ];
-        for (unasked, expected) in cases {
+        for unasked in [SwitchoverMessage::PostCopyReady, SwitchoverMessage::RunningIncomplete] {
             let (error, said, runs) = source_against(NotConverging::GoOn, |message| match message {
-                ControlMessage::Ready { .. } => vec![unasked.clone()],
+                ControlMessage::Ready { .. } => vec![ControlMessage::Switchover(unasked.clone())],
                 _ => Vec::new(),
             });
             assert_eq!(error.guest, GuestState::RunsAtSource, "{error}");
-            assert!(runs && error.reason.contains(expected), "{error}");
+            assert!(runs && error.reason.contains("a message that does not belong here"), "{error}");
             assert_eq!(failures(&said), [error.reason.as_str()], "{said:?}");
         }
     });
@@ -308,7 +303,7 @@ fn a_destination_that_is_prepared_before_it_was_asked_is_refused_and_the_guest_s
                 _ => Vec::new(),
             });
             assert!(runs && error.guest == GuestState::RunsAtSource, "{error}");
-            assert!(error.reason.contains("out of turn"), "{error}");
+            assert!(error.reason.contains("a message that does not belong here"), "{error}");
         }
     });
 }
@@ -320,14 +315,16 @@ fn a_destination_whose_memory_fails_in_post_copy_is_not_waited_for() {
             println!("skipped: {error}");
             return;
         }
-        let failed = ControlMessage::Failed { reason: "a page fault could not be answered".into() };
+        let lost = SwitchoverMessage::MemoryLost { reason: "a page fault could not be answered".into() };
         let (error, _, runs) = source_against(NotConverging::PostCopyAfter(1), |message| match message {
-            ControlMessage::PostCopy => vec![ControlMessage::PostCopyReady],
+            ControlMessage::Switchover(SwitchoverMessage::PostCopy) => {
+                vec![ControlMessage::Switchover(SwitchoverMessage::PostCopyReady)]
+            }
             ControlMessage::Switchover(SwitchoverMessage::Prepare) => {
                 vec![ControlMessage::Switchover(SwitchoverMessage::Prepared)]
             }
             ControlMessage::Switchover(SwitchoverMessage::Commit) => {
-                vec![ControlMessage::Switchover(SwitchoverMessage::Running), failed.clone()]
+                [SwitchoverMessage::RunningIncomplete, lost.clone()].map(ControlMessage::Switchover).into()
             }
             _ => Vec::new(),
         });
@@ -478,7 +475,7 @@ fn state() -> Vec<u8> {
 
 const NOTHING: Features<'_> = Features { offered: &["guest-state-1"], required: &["guest-state-1"] };
 const POST_COPY: Features<'_> =
-    Features { offered: &["guest-state-1", "post-copy-1"], required: &["guest-state-1", "post-copy-1"] };
+    Features { offered: &["guest-state-1", "post-copy-2"], required: &["guest-state-1", "post-copy-2"] };
 
 /// What a test has of the destination.
 struct Destined {
@@ -523,7 +520,7 @@ fn destination_against<R: Send>(
 }
 
 fn is_post_copy_ready(message: &ControlMessage) -> bool {
-    matches!(message, ControlMessage::PostCopyReady)
+    matches!(message, ControlMessage::Switchover(SwitchoverMessage::PostCopyReady))
 }
 
 fn is_switchover(wanted: &SwitchoverMessage) -> impl Fn(&ControlMessage) -> bool {
@@ -534,7 +531,7 @@ fn is_switchover(wanted: &SwitchoverMessage) -> impl Fn(&ControlMessage) -> bool
 fn a_source_that_begins_post_copy_without_having_agreed_on_it_is_refused() {
     within_a_minute(|| {
         let (received, said) = destination_against(NOTHING, |source, _| {
-            source.send(&ControlMessage::PostCopy);
+            source.say_of_the_switchover(SwitchoverMessage::PostCopy);
             source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
@@ -631,7 +628,7 @@ fn a_source_that_comes_back_before_anything_was_loaded_in_post_copy_hears_that_n
         }
         let (received, came_back) = destination_against(POST_COPY, |mut source, _| {
             let (_ram, stream) = source.open();
-            source.send(&ControlMessage::PostCopy);
+            source.say_of_the_switchover(SwitchoverMessage::PostCopy);
             assert!(source.hears(is_post_copy_ready));
             // Nobody reads it: its thread waits.
             send_state(&stream, &state(), true);
@@ -654,7 +651,7 @@ impl OddSource {
     /// Leads the destination to where it is prepared, and lacks one page of a block.
     fn prepares_without(&mut self, block: u16, page: u64) -> Channels {
         let (ram, stream) = self.open();
-        self.send(&ControlMessage::PostCopy);
+        self.say_of_the_switchover(SwitchoverMessage::PostCopy);
         assert!(self.hears(is_post_copy_ready));
         let halves = self.session.open_post_copy(&Security::Insecure, &self.address, &self.abort).unwrap();
         let mut batch = BatchPool::new(1, 64 << 10).take(block).unwrap();
@@ -702,8 +699,9 @@ fn a_guest_that_lacks_memory_is_not_started_when_its_source_is_gone_for_good() {
             destined.calls.try_iter().any(|call| call == "start")
         });
         let error = received.unwrap_err();
-        assert!(!started && error.guest == GuestState::LacksMemory, "{error}");
-        assert!(error.reason.contains("1 pages of the guest's memory with it"), "{error}");
+        // It never ran here: the source had all of it.
+        assert!(!started && error.guest == GuestState::NotHere, "{error}");
+        assert!(error.reason.contains("part of the guest's memory with it"), "{error}");
     });
 }
 
@@ -717,18 +715,22 @@ fn memory_that_somebody_else_touched_in_post_copy_is_told_and_not_tried_again() 
             // Of the block that is a file.
             let (_ram, _stream, (mut writer, _reader)) = source.prepares_without(1, 7);
             source.say_of_the_switchover(SwitchoverMessage::Commit);
-            assert!(source.hears(is_switchover(&SwitchoverMessage::Running)), "{:?}", source.said);
+            assert!(source.hears(is_switchover(&SwitchoverMessage::RunningIncomplete)), "{:?}", source.said);
             let ram = destined.memory.ram();
             let Backing::Shared(file, _) = ram.blocks()[1].backing() else { panic!("a file is behind it") };
             file.write_all_at(&[1], 7 * 4096).unwrap();
             answer(&mut writer, &PageRequest { block: 1, first: 7, count: 1 });
-            source.hears(|message| matches!(message, ControlMessage::Failed { .. }));
+            let lost = |message: &ControlMessage| {
+                matches!(message, ControlMessage::Switchover(SwitchoverMessage::MemoryLost { .. }))
+            };
+            assert!(source.hears(lost), "{:?}", source.said);
             source.said
         });
         let error = received.unwrap_err();
         assert_eq!((error.guest, error.phase), (GuestState::LacksMemory, Phase::PostCopy), "{error}");
         assert!(error.reason.contains("another mapping"), "{error}");
-        assert_eq!(failures(&said), [error.reason.as_str()]);
+        let told = SwitchoverMessage::MemoryLost { reason: error.reason.clone() };
+        assert!(said.iter().any(is_switchover(&told)), "{said:?}");
     });
 }
 
@@ -757,10 +759,10 @@ fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
             let page = request(&mut reader);
             assert_eq!((page, request(&mut reader).count), (PageRequest { block: 0, first: 7, count: 1 }, 0));
             answer(&mut writer, &page);
-            let complete = source.hears(|message| matches!(message, ControlMessage::PostCopyDone(_)));
+            let complete = source.hears(is_switchover(&SwitchoverMessage::Running));
             // Before it noticed, or only with the new channels.
-            let runs = source.said.iter().any(is_switchover(&SwitchoverMessage::Running));
-            source.send(&ControlMessage::Goodbye);
+            let runs = source.said.iter().any(is_switchover(&SwitchoverMessage::RunningIncomplete));
+            source.say_of_the_switchover(SwitchoverMessage::Goodbye);
             assert!(runs && wants_more && complete, "{:?}", source.said);
             source.abort.finish();
             source.said

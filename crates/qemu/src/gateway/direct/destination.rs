@@ -22,10 +22,12 @@ use sterna_wire::switchover::{ProcessIdentity, SourceAfter};
 use sterna_wire::text::cleaned;
 
 use super::post_copy::QemuProcess;
+use super::ram;
 use super::stream::{self, BlockLength, PING_VALUE};
-use super::{WithFaultPoints, ram};
-use crate::gateway::destination::{QUIT_TIME, RETURN_TIME};
-use crate::gateway::{GatewayError, ReceiveOptions, qemu};
+use crate::gateway::destination::RETURN_TIME;
+use crate::gateway::fault::WithFaultPoints;
+use crate::gateway::qemu::{self, QUIT_TIME};
+use crate::gateway::{GatewayError, ReceiveOptions};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{RequiredSettings, Restore, Role, Settings};
 use crate::stream::{ReturnMessage, ReturnPathReader};

@@ -34,18 +34,19 @@ use std::time::Duration;
 
 use sterna_engine::cancel::Cancel;
 use sterna_engine::migration::{ErrorKind, MigrationError};
-use sterna_engine::report::{Observer, Outcome, Progress, ReceiveProgress, Report};
+use sterna_engine::report::{Observer, Outcome, Report};
 use sterna_engine::source::{MonitorRecord, Source, TimeLimits};
 use sterna_engine::transport::Address;
 use sterna_offload::{Accelerators, LEDGERS, Offload, Settings, Shares, StartError};
 use sterna_wire::control::Mode;
-use sterna_wire::switchover::{Moment, SourceAfter, Step};
+use sterna_wire::switchover::SourceAfter;
 
-pub(super) use self::destination::{NotTaken, prepare as prepare_destination, receive};
+pub(super) use self::destination::{NotTaken, Ready as ReadyDestination, prepare as prepare_destination, receive};
 pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory};
 use self::ram::DirectRam;
 use self::source::QemuSource;
-use super::{DirectOptions, SendOptions, fault, qemu};
+use super::fault::WithFaultPoints;
+use super::{DirectOptions, SendOptions, qemu};
 use crate::qmp::Qmp;
 
 /// A source QEMU that can be moved directly: nothing of it was changed yet but that its writes can be tracked.
@@ -170,30 +171,5 @@ fn settle_source(report: &mut Report, record: &MonitorRecord) {
         }
         Outcome::Unconfirmed if lives => report.warnings.push(qemu::unconfirmed_warning()),
         _ => {}
-    }
-}
-
-/// Hands everything on, and stops or kills the process where a test asks for it.
-struct WithFaultPoints<'a>(&'a dyn Observer);
-
-impl Observer for WithFaultPoints<'_> {
-    fn progress(&self, progress: &Progress) {
-        self.0.progress(progress);
-    }
-
-    fn received(&self, progress: &ReceiveProgress) {
-        self.0.received(progress);
-    }
-
-    fn note(&self, text: &str) {
-        self.0.note(text);
-    }
-
-    fn listening(&self, address: &str) {
-        self.0.listening(address);
-    }
-
-    fn step(&self, moment: Moment, step: Step) {
-        fault::point(moment, Some(step));
     }
 }

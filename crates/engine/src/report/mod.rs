@@ -3,13 +3,16 @@
 //! One value of [`Report`] is made at the end, whatever the end was. Its JSON form (`--json`) is stable: fields are only
 //! added. Times are in milliseconds, sizes in bytes, rates in bytes per second.
 
-use std::time::Instant;
+mod devices;
+mod downtime;
 
 use serde::{Deserialize, Serialize};
 use sterna_wire::switchover::{Moment, SourceAfter, Step};
 use sterna_wire::text::cleaned;
 
-use crate::device_phase::{self, DevicePhase};
+pub use self::devices::{DevicePhase, DeviceProgress, DeviceReport};
+pub(crate) use self::devices::{named, waiting_for};
+pub use self::downtime::{DowntimeParts, Moments, between};
 
 /// Placements that are shown on a terminal: a destination may have thousands of RAM blocks, or claim so.
 const MAX_PLACEMENTS: usize = 64;
@@ -31,82 +34,6 @@ pub enum Outcome {
     Stuck,
     /// The source's monitor died during the migration, and the guest with it.
     Lost,
-}
-
-/// Where the downtime went, each in milliseconds. Their sum is the downtime as Sterna sees it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct DowntimeParts {
-    /// Stopping the guest, where Sterna does it itself.
-    pub stop_ms: f64,
-    /// From the guest's stop to the last page acknowledged (beside QEMU: and the last byte of its state).
-    pub last_round_ms: f64,
-    /// From there to the last byte of the monitor's state handed over; beside QEMU part of the last round.
-    pub state_ms: f64,
-    /// From there until the destination has loaded everything.
-    pub load_ms: f64,
-    /// From there to the decision on disk.
-    pub commit_ms: f64,
-    /// From the decision to the guest running at the destination.
-    pub start_ms: f64,
-}
-
-/// The moments that the downtime's parts lie between, at the source. Each is none until it has come.
-#[derive(Debug, Default)]
-pub struct Moments {
-    /// The guest was asked to stop, or stopped of itself.
-    pub pausing: Option<Instant>,
-    /// It stood.
-    pub paused: Option<Instant>,
-    /// All of its RAM was acknowledged.
-    pub drained: Option<Instant>,
-    /// The monitor's state was handed over.
-    pub saved: Option<Instant>,
-    /// The destination was prepared.
-    pub prepared: Option<Instant>,
-    /// The decision was on disk.
-    pub decided: Option<Instant>,
-    /// The destination said that the guest runs.
-    pub running: Option<Instant>,
-}
-
-/// Milliseconds between two moments; 0 where one of them has not come.
-pub fn between(from: Option<Instant>, to: Option<Instant>) -> f64 {
-    match (from, to) {
-        (Some(from), Some(to)) => to.saturating_duration_since(from).as_secs_f64() * 1e3,
-        _ => 0.0,
-    }
-}
-
-impl Moments {
-    /// The guest stands, and nobody knows of the moment when it was asked to.
-    pub fn stands(&mut self) {
-        self.paused = Some(*self.pausing.get_or_insert_with(Instant::now));
-    }
-
-    /// The guest runs on after all.
-    pub fn runs_on(&mut self) {
-        (self.pausing, self.paused) = (None, None);
-    }
-
-    /// From the guest's stop to its running at the destination, ms.
-    pub fn downtime_ms(&self) -> f64 {
-        between(self.pausing, self.running)
-    }
-
-    /// What the downtime consists of.
-    pub fn parts(&self) -> DowntimeParts {
-        // State is written while the last pages travel: what of it takes longer than they do is its own part.
-        let sent = self.drained.max(self.saved);
-        DowntimeParts {
-            stop_ms: between(self.pausing, self.paused),
-            last_round_ms: between(self.paused, self.drained),
-            state_ms: between(self.drained, sent),
-            load_ms: between(sent, self.prepared),
-            commit_ms: between(self.prepared, self.decided),
-            start_ms: between(self.decided, self.running),
-        }
-    }
 }
 
 /// What happened after the guest went on at the destination.
@@ -228,45 +155,6 @@ pub struct Report {
     /// In direct mode: the longest wait for QEMU's block layer to have nothing under way, ms. The guest's devices wait meanwhile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub longest_settling_ms: Option<f64>,
-}
-
-/// How the state of one device travelled.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct DeviceReport {
-    /// Name and instance.
-    pub device: String,
-    /// How far it had come at the end.
-    #[serde(default)]
-    pub phase: DevicePhase,
-    /// Bytes of state, all together.
-    pub bytes: u64,
-    /// Those of them that were sent while the guest ran.
-    pub ahead_bytes: u64,
-    /// Time to save the rest, ms. It travels meanwhile.
-    pub save_ms: f64,
-    /// From there until the last of it had arrived, ms.
-    pub transfer_ms: f64,
-    /// From there until the destination's device had loaded it, ms.
-    pub load_ms: f64,
-    /// Of the downtime, how long this device took: from the begin of saving until it was loaded. Devices do that beside each other.
-    pub downtime_ms: f64,
-}
-
-impl DeviceReport {
-    fn text(&self) -> String {
-        let rest = bytes(self.bytes.saturating_sub(self.ahead_bytes) as f64);
-        let ahead = match self.ahead_bytes {
-            0 => String::new(),
-            ahead => format!("{} while the guest ran, ", bytes(ahead as f64)),
-        };
-        let sent = format!("{}: {ahead}{rest} while it stood", self.device);
-        // One that was not loaded has no times worth adding up.
-        if self.downtime_ms == 0.0 {
-            return format!("{sent}; {} at the end", self.phase);
-        }
-        let Self { downtime_ms, save_ms, transfer_ms, load_ms, .. } = self;
-        format!("{sent}, in {downtime_ms:.0} ms = save {save_ms:.0} + transfer {transfer_ms:.0} + load {load_ms:.0}")
-    }
 }
 
 impl Report {
@@ -535,26 +423,11 @@ pub struct Progress {
     pub devices: Vec<DeviceProgress>,
 }
 
-/// How far one device is.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DeviceProgress {
-    /// Name and instance.
-    pub device: String,
-    /// Where its state is: what the migration waits for of this device.
-    pub phase: DevicePhase,
-    /// Bytes sent.
-    pub bytes: u64,
-    /// Those of them that have arrived.
-    pub arrived_bytes: u64,
-    /// Bytes that would have to be saved if the guest were stopped now.
-    pub remaining_bytes: u64,
-}
-
 impl Progress {
     /// The devices that are waited for, in words for a line: the first few with where their state is, and how many more. None where there
     /// are none.
     pub fn waiting_for(&self) -> Option<String> {
-        device_phase::waiting_for(self.devices.iter().map(|device| (&device.device, device.phase)))
+        waiting_for(self.devices.iter().map(|device| (&device.device, device.phase)))
     }
 }
 
