@@ -31,9 +31,9 @@ check:
 
 ## The benchmarks of the documents, shortened (--quick); `sterna bench NAME` is the long form.
 bench: setup
-	$(CARGO) build --release -p sterna-cli -p sterna-microvm
+	$(CARGO) build --release -p sterna-cli -p sterna-microvm --features sterna-cli/model,sterna-microvm/model
 	for name in qemu ram received-bitmap dirty-rate bandwidth compression offload zero-page many-vms device-faults device-state; do \
-		$(CARGO) run --release -p sterna-cli --bin sterna -- bench $$name --quick || exit 1; done
+		$(CARGO) run --release -p sterna-cli --features model --bin sterna -- bench $$name --quick || exit 1; done
 
 ## Long randomised runs; each prints its seed.
 soak: setup

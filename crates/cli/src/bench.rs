@@ -5,20 +5,25 @@
 mod bandwidth;
 mod compression;
 mod delta;
+#[cfg(feature = "model")]
 mod device_faults;
 mod device_state;
 mod dirty_rate;
 mod harness;
 mod machine;
+#[cfg(feature = "model")]
 mod many_vms;
 mod measured;
 mod memory;
 mod migration;
+#[cfg(feature = "model")]
 mod offload;
 mod qemu;
 mod ram;
 mod received_bitmap;
+#[cfg(feature = "model")]
 mod selection;
+#[cfg(feature = "model")]
 mod zero_page;
 
 use std::io::Write;
@@ -138,12 +143,19 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::Bandwidth => bandwidth::cells(),
         Benchmark::Compression => compression::cells(),
         Benchmark::Delta => delta::cells(),
+        #[cfg(feature = "model")]
         Benchmark::Selection => selection::cells(),
+        #[cfg(feature = "model")]
         Benchmark::Offload => offload::cells(),
+        #[cfg(feature = "model")]
         Benchmark::ZeroPage => zero_page::cells(),
+        #[cfg(feature = "model")]
         Benchmark::ManyVms => many_vms::cells(),
+        #[cfg(feature = "model")]
         Benchmark::DeviceFaults => device_faults::cells(),
         Benchmark::DeviceState => device_state::cells(),
+        #[cfg(not(feature = "model"))]
+        _ => return Err(left_out()),
     })?;
     if args.long && !matches!(args.benchmark, Benchmark::Compression | Benchmark::Selection) {
         let text =
@@ -162,12 +174,19 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::Bandwidth => bandwidth::measure(args, &cancel, &tell),
         Benchmark::Compression => compression::measure(args, &cancel, &tell),
         Benchmark::Delta => delta::measure(args, &cancel, &tell),
+        #[cfg(feature = "model")]
         Benchmark::Selection => selection::measure(args, &cancel, &tell),
+        #[cfg(feature = "model")]
         Benchmark::Offload => offload::measure(args, &cancel, &tell),
+        #[cfg(feature = "model")]
         Benchmark::ZeroPage => zero_page::measure(args, &cancel, &tell),
+        #[cfg(feature = "model")]
         Benchmark::ManyVms => many_vms::measure(args, &cancel, &tell),
+        #[cfg(feature = "model")]
         Benchmark::DeviceFaults => device_faults::measure(args, &cancel, &tell),
         Benchmark::DeviceState => device_state::measure(args, &cancel, &tell),
+        #[cfg(not(feature = "model"))]
+        _ => return Err(left_out()),
     };
     let findings = findings.map_err(|error| failed(format!("the benchmark ended: {error}")))?;
     if findings.rows.is_empty() {
@@ -187,6 +206,15 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         }
     }
     Ok(Exit::Completed)
+}
+
+/// For a benchmark that simulates accelerators, in a build without their model.
+#[cfg(not(feature = "model"))]
+fn left_out() -> Failure {
+    let text =
+        "this benchmark simulates accelerators, and this build has no model of them: build it with `--features model`"
+            .into();
+    Failure { exit: Exit::Usage, text }
 }
 
 /// One side of a benchmark, for the benchmark that started it.

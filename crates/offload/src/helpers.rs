@@ -1,12 +1,14 @@
 //! Convenience interfaces: blocking calls, and completions by call-back on the caller's thread.
 
 use crate::batch::{Batch, PushError};
-use crate::channel::{Channel, Done, Outcome, Reason, Ticket, TicketId};
+use crate::channel::{Channel, Ticket};
+use crate::completion::{Done, Reason, TicketId};
 use crate::offload::Offload;
 use crate::operation::Operation;
 use crate::region::Range;
 use crate::sync::lock_std;
 use crate::time::{NEVER, Nanos};
+use crate::work::Outcome;
 
 use thiserror::Error;
 

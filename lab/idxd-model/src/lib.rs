@@ -57,3 +57,8 @@ pub use config::{ConfigError, DeviceConfig, Kind, Mode, ModelConfig, QueueConfig
 pub use memory::{AddressSpace, ProcessMemory};
 pub use model::{Counters, Model, ModelQueue};
 pub use tree::Tree;
+
+/// The example of the README is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -3,13 +3,11 @@
 use clap::{Args, Parser};
 use std::path::PathBuf;
 use std::time::Duration;
-use sterna_codec::{MethodChoice, Qatzip, QatzipSoftware};
-use sterna_engine::device_state::DeviceChannels;
-use sterna_engine::source::{IaaVerify, NotConverging, Throttle};
-use sterna_engine::tls::TlsSettings;
-use sterna_engine::transport::Security;
+use sterna::{
+    Accelerators, DeviceChannels, IaaVerify, MethodChoice, NotConverging, Qatzip, QatzipSoftware, Security, Throttle,
+    TlsSettings,
+};
 use sterna_microvm::{Backing, BlockConfig, Config, Execution, Fill, Pattern, Rate, Tracking, Workload};
-use sterna_offload::Accelerators;
 
 const HELP: &str = "\
 Exit codes:

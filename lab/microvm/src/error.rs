@@ -1,7 +1,7 @@
 //! The errors of a machine.
 
 use std::io;
-use sterna_memory::dirty::DirtyLogError;
+use sterna::DirtyLogError;
 use thiserror::Error;
 
 /// Why an operation of a machine failed.

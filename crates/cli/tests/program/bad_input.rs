@@ -198,7 +198,7 @@ fn a_certificate_that_is_foreign_not_allowed_or_expired_is_refused_and_the_right
     };
     refused(&foreign, &["certificate"]);
     refused(&expired, &["expired"]);
-    refused(&stranger, &["somebody-else", "--allow"]);
+    refused(&stranger, &["somebody-else", "must allow one of its names"]);
     refused_send(&pair, &address, &["--insecure"], &[]);
     assert!(receiver.poll().is_none() && resident(receiver.pid()) < MAX_MEMORY_KIB);
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));

@@ -9,7 +9,7 @@ use sterna_devices::migration::VfioSource;
 use sterna_devices::vfio::model::{Call, Config, Fault, ModelDevice};
 use sterna_devices::vfio::{Flags, Peers, State, VfioError};
 use sterna_engine::device_state::{Ahead, DeviceChannels, LoadDevice, SaveDevice};
-use sterna_engine::migration::GuestState;
+use sterna_engine::migration::{ErrorKind, GuestState};
 use sterna_engine::vmm::VmmError;
 
 use crate::machine::{Guest, id, some_state};
@@ -248,7 +248,7 @@ fn a_migration_that_is_cancelled_while_the_guest_runs_leaves_devices_that_can_be
         };
         let (sent, _) = guest.migrate_with(ways, &saving, &loading);
         let sent = sent.unwrap_err();
-        assert!(sent.cancelled && sent.guest == GuestState::RunsAtSource, "{sent}");
+        assert!(sent.kind == ErrorKind::Cancelled && sent.guest == GuestState::RunsAtSource, "{sent}");
         guest.stays();
         guest.clear_destination();
         guest.cancel = Default::default();

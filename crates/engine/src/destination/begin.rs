@@ -18,7 +18,7 @@ use crate::control_link::{ControlEvent, ControlLink, send_message};
 use crate::cpu_time::CpuTime;
 use crate::device_state::load::LoadingDevices;
 use crate::device_state::{self, DeviceChannels, DeviceId};
-use crate::migration::{MigrationError, POST_COPY, RETRANSMIT, difference, machine, size_difference};
+use crate::migration::{Cause, ErrorKind, MigrationError, POST_COPY, RETRANSMIT, difference, machine, size_difference};
 use crate::monitor::{CaughtObserver, DestinationMonitor};
 use crate::occupied::Occupied;
 use crate::process;
@@ -67,7 +67,8 @@ pub(super) fn run(
     let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
     let Some(greeted) = greeted else {
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
-        return Err(MigrationError { cancelled: cancel.is_cancelled(), ..MigrationError::not_accepted(reason) });
+        let kind = if cancel.is_cancelled() { ErrorKind::Cancelled } else { ErrorKind::Network };
+        return Err(MigrationError::not_accepted(Cause::new(kind, reason)));
     };
     let report = take(taking, &address, greeted, incoming, vmm, cpu.clone(), cancel, observer);
     drop(stopping);

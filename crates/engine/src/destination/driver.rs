@@ -20,7 +20,7 @@ use crate::migration::{MigrationError, Side};
 use crate::monitor::DestinationMonitor;
 use crate::occupied::Occupied;
 use crate::process;
-use crate::report::{Outcome, ReceiveReport};
+use crate::report::ReceiveReport;
 use crate::state::Part;
 use crate::switchover::{
     DestinationDriver, DestinationKernel, DestinationOutcome, Ending, Receiving, SourceLink, after,
@@ -198,16 +198,12 @@ impl Driver<'_> {
         let Ending { outcome, guest, reason } = ending;
         match reason {
             None => Ok(report),
-            Some(reason) => Err(MigrationError {
-                side: Side::Destination,
-                phase: self.kernel.phase,
-                guest,
-                cancelled: outcome == Outcome::Cancelled,
-                refused: false,
-                reason,
-                report: None,
-                received: Some(Box::new(report)),
-            }),
+            Some(reason) => {
+                let place = (Side::Destination, self.kernel.phase, guest);
+                let mut error = MigrationError::ended(place, outcome, reason, self.vmm.failures());
+                error.received = Some(Box::new(report));
+                Err(error)
+            }
         }
     }
 }

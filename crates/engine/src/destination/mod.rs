@@ -34,7 +34,7 @@ use self::target::Target;
 use crate::cancel::Cancel;
 use crate::device_state::load::share;
 use crate::device_state::{DeviceId, LoadDevice};
-use crate::migration::{DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, RETRANSMIT};
+use crate::migration::{Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, RETRANSMIT};
 use crate::report::{Observer, ReceiveReport};
 use crate::session::{AcceptedSource, Features, UNCHECKED};
 use crate::switchover::MonitorRecord;
@@ -44,6 +44,7 @@ use crate::vmm::DestinationVmm;
 /// What the memory of the RAM blocks holds before the migration. Every page that the source does not send must read as
 /// zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Before {
     /// The memory was never touched, or reads as zero.
     #[default]
@@ -239,7 +240,8 @@ impl Destination {
         let ids = devices.iter().map(|(id, _)| id.clone()).collect();
         check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_accepted)?;
         let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_accepted)?);
-        target.prepare(before, prefault).map_err(MigrationError::not_accepted)?;
+        let prepared = target.prepare(before, prefault);
+        prepared.map_err(|reason| MigrationError::not_accepted(Cause::new(ErrorKind::Memory, reason)))?;
         Ok(Taking {
             target,
             devices,

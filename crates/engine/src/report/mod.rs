@@ -188,11 +188,10 @@ impl Report {
                 self.destination
             ),
             (Outcome::Lost, reason) => format!(
-                "migration {}: the guest is lost: {}; if the destination stands prepared, `sterna recover {} \
-                 --fenced-peer` there brings it back",
+                "migration {}: the guest is lost: {}; if the destination is prepared, an operator there who declares the \
+                 source gone for good brings it back",
                 self.id,
-                reason.as_deref().unwrap_or("its monitor died"),
-                self.id
+                reason.as_deref().unwrap_or("its monitor died")
             ),
             (Outcome::Unconfirmed, reason) => format!(
                 "migration {} was decided for {}, but is not settled ({}); the guest does not run here: run \
@@ -296,7 +295,7 @@ impl Report {
             line("placement", placement.clone());
         }
         if let Some(more) = self.placement.len().checked_sub(MAX_PLACEMENTS).filter(|more| *more > 0) {
-            line("placement", format!("and {more} more, in the report of --json"));
+            line("placement", format!("and {more} more, in the report as JSON"));
         }
         text
     }
@@ -601,9 +600,9 @@ mod tests {
     #[test]
     fn a_guest_that_lacks_memory_at_the_destination_is_not_said_to_be_brought_back() {
         let lost = report(Outcome::Lost);
-        assert!(lost.text().contains("--fenced-peer"), "{}", lost.text());
+        assert!(lost.text().contains("brings it back"), "{}", lost.text());
         let text = Report { post_copy: Some(PostCopyReport::default()), ..lost }.text();
-        assert!(text.contains("without the memory that was not sent") && !text.contains("--fenced-peer"), "{text}");
+        assert!(text.contains("without the memory that was not sent") && !text.contains("brings it back"), "{text}");
     }
 
     #[test]

@@ -13,8 +13,7 @@ use super::{Connection, Reader, TransportError, Writer};
 /// How a TLS connection begins: a handshake record, major version 3 (RFC 8446, section 5.1).
 const TLS_HANDSHAKE: [u8; 2] = [22, 3];
 /// The answer to a sender with TLS where there is none. The sender can show it, because it arrives before any other answer.
-const NO_TLS: &str =
-    "this receiver does not take TLS: start it with --tls, or the sender with --insecure instead of --tls";
+const NO_TLS: &str = "this receiver does not use TLS, and the sender does: use TLS at both sides or at neither";
 
 /// Opens a channel on a connection made by [`Connection::connect`]: sends the channel header, which proves that the channel belongs to the
 /// migration, and waits for the answer. Returns the halves, and the round trip from the header to the answer.

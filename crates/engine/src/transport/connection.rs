@@ -2,17 +2,17 @@
 
 use std::io::{self, IoSlice};
 use std::net::Shutdown;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_wire::header::{ChannelReply, MAGIC, REPLY_PREFIX_LENGTH};
 use sterna_wire::limits::MAX_TEXT;
 
-use super::session::{Arrived, Failure, Session, failed};
+use super::encrypted::Arrived;
+use super::session::{Failure, Session, failed};
 use super::socket::{Sending, Wait};
 use super::stream::{Closer, Reader, Writer, halves};
 use super::{Address, Limits, Security, Socket, TransportError, channel, dial};
-use crate::tls::{self, EXPORTER_LABEL, Side};
+use crate::tls::EXPORTER_LABEL;
 
 /// How long this side reads on after a refusal, so that a reset of the connection does not destroy the refusal.
 const LINGER: Duration = Duration::from_secs(1);
@@ -68,21 +68,15 @@ impl Connection {
         let to = to.into();
         let client = match security {
             Security::Insecure => None,
-            Security::Tls(settings) => {
-                let Side::Client(config) = &settings.side else {
-                    return Err(TransportError::WrongSide("receiving"));
-                };
-                Some((Arc::clone(config), dial::server_name(&to)?))
-            }
+            Security::Tls(settings) => Some(Session::to(&to, settings)?),
         };
         let socket = dial::dial(&to, limits.connect)?;
         let deadline = Instant::now() + limits.handshake;
         let peer = socket.peer();
         socket.configure(limits.silence).map_err(|source| broken(&peer, source))?;
-        let Some((config, name)) = client else {
+        let Some(tls) = client else {
             return Ok(Self::finished(socket, None, peer, limits, deadline));
         };
-        let tls = Session::client(&config, name).map_err(|error| tls_failed(&peer, &error))?;
         let mut handshake = Handshake::new(&socket, tls, deadline);
         if let Err(error) = handshake.run() {
             handshake.say_why();
@@ -120,10 +114,7 @@ impl Connection {
         let Security::Tls(settings) = security else {
             return Ok(Self::finished(socket, None, peer, limits, deadline));
         };
-        let Side::Server { config, allow } = &settings.side else {
-            return Err(TransportError::WrongSide("sending"));
-        };
-        let tls = Session::server(config).map_err(|error| tls_failed(&peer, &error))?;
+        let tls = Session::of(&peer, settings)?;
         let mut handshake = Handshake::new(&socket, tls, deadline);
         if let Err(error) = handshake.run() {
             handshake.say_why();
@@ -131,8 +122,7 @@ impl Connection {
             return Err(handshake_error(peer, error, limits));
         }
         let handshake = handshake.done();
-        let certificate = handshake.tls.state().peer_certificates().and_then(|chain| chain.first());
-        let allowed = certificate.is_some_and(|certificate| tls::is_allowed(certificate, allow));
+        let allowed = handshake.tls.is_allowed(settings);
         let connection = Self::finished(socket, Some(handshake), peer, limits, deadline);
         if allowed { Ok(connection) } else { Err(connection.not_allowed()) }
     }
@@ -145,8 +135,7 @@ impl Connection {
             Some(Established { tls, arrived, read, written }) => {
                 let material = tls.exporter(EXPORTER_LABEL);
                 exporter = material.expect("a finished TLS 1.3 handshake has an exporter").to_vec();
-                certificate =
-                    tls.state().peer_certificates().and_then(|chain| chain.first()).map(tls::certificate_name);
+                certificate = tls.peer_name();
                 halves(socket, Some(tls), arrived, limits.silence, (read, written))
             }
         };
@@ -158,8 +147,8 @@ impl Connection {
         let peer = self.address.clone();
         let name = self.certificate.clone().unwrap_or_default();
         let reason = format!(
-            "the certificate of this sender ({name}) is not allowed to send here; start the receiver with one of its \
-             names after --allow"
+            "the certificate of this sender ({name}) is not allowed to send here: the receiver must allow one of its \
+             names"
         );
         match channel::read_header(&mut self) {
             Ok(_) => channel::refuse_channel(self, &reason),
@@ -215,7 +204,7 @@ impl<'a> Handshake<'a> {
         loop {
             self.tls.shake(&mut self.arrived).map_err(failed)?;
             self.flush()?;
-            if !self.tls.state().is_handshaking() {
+            if !self.tls.is_handshaking() {
                 return Ok(());
             }
             if self.receive()? == 0 {
@@ -265,7 +254,7 @@ impl<'a> Handshake<'a> {
         let without_tls = compared > 0 && self.heard[..compared] == MAGIC[..compared];
         // Fails where the peer is gone, which needs no reason.
         let _ = if without_tls {
-            let reason = "this receiver takes TLS only: start the sender with --tls instead of --insecure";
+            let reason = "this receiver accepts TLS only, and the sender does not use it: use TLS at both sides";
             let reply = ChannelReply::Refused(reason.to_owned()).encode();
             self.socket.send_all(&mut [IoSlice::new(&reply)], Sending::DoesNotWait)
         } else {
@@ -288,10 +277,6 @@ fn linger(socket: &Socket, deadline: Instant) {
     while matches!(socket.read((&mut unread[..]).into(), Wait::Until(deadline), 1), Ok(count) if count > 0) {}
 }
 
-fn tls_failed(peer: &str, error: &rustls::Error) -> TransportError {
-    TransportError::Tls { peer: peer.to_owned(), reason: tls::failure(error) }
-}
-
 fn broken(peer: &str, source: io::Error) -> TransportError {
     TransportError::Broken { peer: peer.to_owned(), source }
 }
@@ -302,8 +287,8 @@ fn handshake_error(peer: String, error: io::Error, limits: &Limits) -> Transport
 
 /// The typed error for a socket error while something with a time limit was going on.
 pub(super) fn classify(peer: String, error: io::Error, what: &'static str, limits: &Limits) -> TransportError {
-    if let Some(Failure(tls)) = error.get_ref().and_then(|inner| inner.downcast_ref()) {
-        return tls_failed(&peer, tls);
+    if let Some(failure) = error.get_ref().and_then(|inner| inner.downcast_ref::<Failure>()) {
+        return TransportError::Tls { peer, reason: failure.to_string() };
     }
     match error.kind() {
         io::ErrorKind::TimedOut => TransportError::TooSlow { peer, what, limit: limits.handshake },

@@ -1,26 +1,10 @@
-//! From an address to a connected socket, and to the name that TLS looks for in the peer's certificate.
+//! From an address to a connected socket.
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use rustls_pki_types::ServerName;
-
 use super::{Address, Socket, TransportError, unix};
-
-/// The name that the peer's certificate must carry.
-pub(super) fn server_name(to: &Address) -> Result<ServerName<'static>, TransportError> {
-    let host = match to {
-        Address::Tcp(text) => host_of(text)?,
-        Address::Simulated(port) => port.name(),
-        Address::Unix(_) => {
-            let reason = "TLS looks for the host's name in the peer's certificate, and a Unix socket has none (its \
-                          mode says who may connect, so it can be used without TLS)";
-            return Err(unusable(to, reason));
-        }
-    };
-    ServerName::try_from(host.to_owned()).map_err(|_| unusable(to, "it is neither a host name nor an IP address"))
-}
 
 /// Connects, trying all addresses of a host.
 pub(super) fn dial(to: &Address, limit: Duration) -> Result<Socket, TransportError> {
@@ -42,7 +26,7 @@ pub(super) fn dial(to: &Address, limit: Duration) -> Result<Socket, TransportErr
 }
 
 /// The host in `HOST:PORT`, without an IPv6 address's brackets.
-fn host_of(to: &str) -> Result<&str, TransportError> {
+pub(super) fn host_of(to: &str) -> Result<&str, TransportError> {
     let (host, _port) = to.rsplit_once(':').ok_or_else(|| bad_address(to, "it has no port"))?;
     Ok(host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host))
 }
@@ -71,10 +55,6 @@ fn dial_tcp(to: &str, limit: Duration) -> Result<TcpStream, TransportError> {
 
 fn bad_address(address: &str, reason: &str) -> TransportError {
     TransportError::Address { address: address.to_owned(), reason: reason.to_owned() }
-}
-
-fn unusable(address: &Address, reason: &str) -> TransportError {
-    bad_address(&address.to_string(), reason)
 }
 
 #[cfg(test)]

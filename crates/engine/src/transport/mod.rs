@@ -14,14 +14,19 @@ mod address;
 mod channel;
 mod connection;
 mod dial;
+mod encrypted;
 mod listener;
 mod peer_process;
+#[cfg(feature = "tls")]
+mod session;
+#[cfg(not(feature = "tls"))]
+#[path = "no_session.rs"]
 mod session;
 pub mod simulated;
 mod socket;
 mod stream;
 mod tcp_info;
-#[cfg(test)]
+#[cfg(all(test, feature = "tls"))]
 mod tests;
 pub mod unix;
 
@@ -43,6 +48,7 @@ use crate::tls::TlsSettings;
 
 /// Whether one side uses TLS.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Security {
     /// Without TLS: anybody on the path can read and change the guest.
     Insecure,
@@ -114,7 +120,7 @@ pub enum TransportError {
         reason: String,
     },
     /// The peer's certificate is good, but not on the list of those that may send.
-    #[error("{peer} (certificate: {name}) may not send to this receiver: none of its names was given with --allow")]
+    #[error("{peer} (certificate: {name}) may not send to this receiver: none of its names is allowed")]
     NotAllowed {
         /// The peer's address.
         peer: String,

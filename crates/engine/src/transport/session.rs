@@ -22,24 +22,13 @@ use rustls::{ClientConfig, CommonState, Error, KeyLog, ServerConfig};
 use rustls_pki_types::ServerName;
 use sterna_memory::raw::RawPiece;
 
-use crate::tls;
-
-/// Plaintext encrypted under one holding of the lock and sent with one system call, in bytes.
-const ENCRYPT_AT_ONCE: usize = 128 << 10;
-/// Encrypted bytes read with one system call, at most; more than the longest record and the longest handshake message.
-const READ_AT_ONCE: usize = 256 << 10;
-/// The most plaintext in one record (RFC 8446, section 5.1).
-const RECORD: usize = 16 << 10;
-/// What a record begins with: its type, a version, its length (RFC 8446, section 5.1).
-const RECORD_HEADER: usize = 5;
-/// Header, inner type and tag of a record (RFC 8446, section 5.2).
-const RECORD_OVERHEAD: usize = RECORD_HEADER + 1 + 16;
-/// Room for what TLS may have to say for itself before the data: an answer to a key update, a key update, an alert.
-const OWN_WORDS: usize = 1 << 10;
+use super::encrypted::{Arrived, ENCRYPT_AT_ONCE, Leaving, RECORD};
+use super::{Address, TransportError, dial};
+use crate::tls::{self, Side, TlsSettings};
 
 /// A TLS error inside an [`io::Error`], said in one line.
 #[derive(Debug)]
-pub(super) struct Failure(pub(super) Error);
+pub(super) struct Failure(Error);
 
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -52,85 +41,6 @@ impl std::error::Error for Failure {}
 /// A TLS error is final.
 pub(super) fn failed(error: Error) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, Failure(error))
-}
-
-/// Bytes that have arrived: encrypted ones, and what a record had more than was asked for.
-#[derive(Debug, Default)]
-pub(super) struct Arrived {
-    bytes: Vec<u8>,
-    start: usize,
-    end: usize,
-    plain: Vec<u8>,
-    plain_start: usize,
-}
-
-impl Arrived {
-    pub(super) fn for_tls() -> Self {
-        Self { bytes: vec![0; READ_AT_ONCE], plain: Vec::with_capacity(RECORD), ..Self::default() }
-    }
-
-    /// How many bytes wait here to be handed out.
-    pub(super) fn waiting(&self) -> u64 {
-        (self.end - self.start + self.plain.len() - self.plain_start) as u64
-    }
-
-    /// Where the next encrypted bytes go.
-    pub(super) fn room(&mut self) -> &mut [u8] {
-        self.bytes.copy_within(self.start..self.end, 0);
-        (self.start, self.end) = (0, self.end - self.start);
-        &mut self.bytes[self.end..]
-    }
-
-    /// The first `count` bytes of the room have arrived.
-    pub(super) fn came(&mut self, count: usize) -> &[u8] {
-        self.end += count;
-        &self.bytes[self.end - count..self.end]
-    }
-
-    /// Hands out plaintext that is left over.
-    pub(super) fn take_plain(&mut self, mut into: RawPiece<'_>) -> usize {
-        let left = &self.plain[self.plain_start..];
-        let count = left.len().min(into.len());
-        into.write(&left[..count]);
-        self.plain_start += count;
-        count
-    }
-
-    fn keep_plain(&mut self, rest: &[u8]) {
-        if self.plain_start == self.plain.len() {
-            self.plain.clear();
-            self.plain_start = 0;
-        }
-        self.plain.extend_from_slice(rest);
-    }
-
-    fn has_whole_record(&self) -> bool {
-        let bytes = &self.bytes[self.start..self.end];
-        let header = bytes.first_chunk::<RECORD_HEADER>();
-        header.is_some_and(|header| bytes.len() - RECORD_HEADER >= u16::from_be_bytes([header[3], header[4]]).into())
-    }
-}
-
-/// Encrypted bytes on their way out, in memory that is used again and again.
-#[derive(Debug, Default)]
-pub(super) struct Leaving {
-    bytes: Vec<u8>,
-    length: usize,
-    /// Where a record's plaintext is put together if it comes from several pieces.
-    gathered: Vec<u8>,
-}
-
-impl Leaving {
-    pub(super) fn for_tls() -> Self {
-        // One record more, for a last one that is not full.
-        let records = ENCRYPT_AT_ONCE / RECORD + 1;
-        let bytes = vec![0; ENCRYPT_AT_ONCE + records * RECORD_OVERHEAD + OWN_WORDS];
-        Self { bytes, length: 0, gathered: Vec::with_capacity(RECORD) }
-    }
-
-    pub(super) fn bytes(&self) -> &[u8] {
-        &self.bytes[..self.length]
-    }
 }
 
 /// One end of a TLS session.
@@ -185,6 +95,45 @@ impl Session {
         let mut config = config.clone();
         config.key_log = exporter.clone();
         Ok(Self::new(End::Server(UnbufferedServerConnection::new(config.into())?), exporter))
+    }
+
+    /// Returns the session of a side that connects to `to`.
+    ///
+    /// # Errors
+    /// The settings are those of a receiving side, or `to` has no name that a certificate could carry.
+    pub(super) fn to(to: &Address, settings: &TlsSettings) -> Result<Self, TransportError> {
+        let Side::Client(config) = &settings.side else {
+            return Err(TransportError::WrongSide("receiving"));
+        };
+        Self::client(config, server_name(to)?).map_err(|error| refused(to.to_string(), &error))
+    }
+
+    /// Returns the session of a side that has accepted `peer`.
+    ///
+    /// # Errors
+    /// The settings are those of a sending side.
+    pub(super) fn of(peer: &str, settings: &TlsSettings) -> Result<Self, TransportError> {
+        let Side::Server { config, .. } = &settings.side else {
+            return Err(TransportError::WrongSide("sending"));
+        };
+        Self::server(config).map_err(|error| refused(peer.to_owned(), &error))
+    }
+
+    /// Returns whether `settings` allow the peer's certificate to send.
+    pub(super) fn is_allowed(&self, settings: &TlsSettings) -> bool {
+        let Side::Server { allow, .. } = &settings.side else { return false };
+        let certificate = self.state().peer_certificates().and_then(|chain| chain.first());
+        certificate.is_some_and(|certificate| tls::is_allowed(certificate, allow))
+    }
+
+    /// Returns the names in the peer's certificate, once the handshake is finished.
+    pub(super) fn peer_name(&self) -> Option<String> {
+        self.state().peer_certificates().and_then(|chain| chain.first()).map(tls::certificate_name)
+    }
+
+    /// Returns whether the handshake is running.
+    pub(super) fn is_handshaking(&self) -> bool {
+        self.state().is_handshaking()
     }
 
     fn new(end: End, exporter: Arc<ExporterSecret>) -> Self {
@@ -371,6 +320,25 @@ impl Session {
         expand_label(&*expander, b"exporter", empty.as_ref(), &mut material)?;
         Some(material)
     }
+}
+
+fn refused(peer: String, error: &Error) -> TransportError {
+    TransportError::Tls { peer, reason: tls::failure(error) }
+}
+
+/// The name that the peer's certificate must carry.
+fn server_name(to: &Address) -> Result<ServerName<'static>, TransportError> {
+    let unusable = |reason: &str| TransportError::Address { address: to.to_string(), reason: reason.to_owned() };
+    let host = match to {
+        Address::Tcp(text) => dial::host_of(text)?,
+        Address::Simulated(port) => port.name(),
+        Address::Unix(_) => {
+            let reason = "TLS looks for the host's name in the peer's certificate, and a Unix socket has none (its \
+                          mode says who may connect, so it can be used without TLS)";
+            return Err(unusable(reason));
+        }
+    };
+    ServerName::try_from(host.to_owned()).map_err(|_| unusable("it is neither a host name nor an IP address"))
 }
 
 /// For what has no plaintext.

@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 
 use sterna_memory::raw::{KernelPart, RawPiece};
 
-use super::session::{Arrived, Leaving, Session, failed};
+use super::encrypted::{Arrived, Leaving};
+use super::session::{Session, failed};
 use super::socket::{Sending, Socket, Wait};
 use super::tcp_info::SendTimes;
 

@@ -10,6 +10,7 @@ use crate::moving::{DEDICATED, SHARED, SMALL, done_by, dsa, migrate_seen, migrat
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
+use sterna_engine::migration::ErrorKind;
 use sterna_engine::report::{Observer, Progress};
 use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
@@ -261,7 +262,7 @@ fn a_cancelled_migration_leaves_nothing_with_a_device_and_its_memory_may_go() {
             let (sent, received) = both_sides(listening, &mut to, || {
                 migration.run(address, &Security::Insecure, &mut from, &cancel, &cancelling)
             });
-            assert!(sent.unwrap_err().cancelled && received.is_err() && from.runs(), "{what}");
+            assert!(sent.unwrap_err().kind == ErrorKind::Cancelled && received.is_err() && from.runs(), "{what}");
             assert!(done_by_device(&offload.report(), Operation::ZeroMap) > 0, "{what}");
             // Unmaps the guest's memory. A device that still had work on it would meet it, or what is mapped there next.
             drop((from, to, source, destination));

@@ -252,12 +252,10 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     (from.on_call, to.on_call) = (called(&maker), called(&maker));
 
     let method = random.one_of(&["none", "lz4", "zstd"]);
-    let limits = TimeLimits {
-        telling: Duration::from_millis(200),
-        delivery: Duration::from_secs(2),
-        dial_pause: Duration::from_millis(5),
-        ..TimeLimits::default()
-    };
+    let limits = TimeLimits::default()
+        .telling(Duration::from_millis(200))
+        .delivery(Duration::from_secs(2))
+        .dial_pause(Duration::from_millis(5));
     let answer = if post_copy { NotConverging::PostCopyAfter(1 + random.below(2) as u32) } else { NotConverging::GoOn };
     let device_channels = match random.below(4) {
         0 => DeviceChannels::Serial,

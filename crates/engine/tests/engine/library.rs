@@ -2,6 +2,7 @@
 
 use crate::guest;
 
+use std::error::Error;
 use std::io::{Read, Seek, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use crate::guest::{Memory, Monitor, Running, Workload};
 use sterna_codec::{Method, MethodChoice};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::{Before, Destination};
-use sterna_engine::migration::{GuestState, MigrationError, Phase, Side};
+use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase, Side};
 use sterna_engine::process;
 use sterna_engine::report::{Observer, Outcome, Progress, ReceiveReport, Report};
 use sterna_engine::source::{NotConverging, Source, Throttle, TimeLimits};
@@ -178,6 +179,8 @@ fn each_failing_callback_is_told_on_both_sides_and_the_guest_runs_on() {
             assert!(sent.reason.contains("was made to fail"), "{at_source}: {sent}");
             assert!(received.reason.contains("was made to fail"), "{at_source}: {received}");
             assert_eq!((sent.side, sent.guest), (Side::Source, GuestState::RunsAtSource));
+            assert_eq!((sent.kind, received.kind), (ErrorKind::Monitor, ErrorKind::OtherSide), "{sent}; {received}");
+            assert!(sent.source().unwrap().to_string().contains("was made to fail") && received.source().is_none());
             assert_eq!((received.side, received.guest), (Side::Destination, GuestState::NotHere));
         }
         for (at_destination, panics) in [("load_ahead", false), ("load", false), ("load_ahead", true), ("load", true)] {
@@ -189,6 +192,8 @@ fn each_failing_callback_is_told_on_both_sides_and_the_guest_runs_on() {
             pair.stays_at_source();
             assert!(sent.reason.contains("was made to fail"), "{at_destination}: {sent}");
             assert!(received.reason.contains("was made to fail"), "{at_destination}: {received}");
+            assert_eq!((sent.kind, received.kind), (ErrorKind::OtherSide, ErrorKind::Monitor), "{sent}; {received}");
+            assert!(received.source().unwrap().to_string().contains("was made to fail") && sent.source().is_none());
             assert_eq!((sent.guest, received.guest), (GuestState::RunsAtSource, GuestState::NotHere));
         }
     });
@@ -361,8 +366,8 @@ fn blocks_that_differ_are_refused_in_words_on_both_sides_before_anything_is_done
         let (sent, received) = pair.run(source, destination);
         let sent = sent.unwrap_err();
         assert!(sent.reason.contains("RAM block 1 is high, 4096000 bytes, pages of 4096 at the source"), "{sent}");
-        assert_eq!((sent.guest, sent.phase), (GuestState::Untouched, Phase::SettingUp));
-        assert!(received.unwrap_err().cancelled, "it would have waited for another source");
+        assert_eq!((sent.kind, sent.guest, sent.phase), (ErrorKind::Refused, GuestState::Untouched, Phase::SettingUp));
+        assert!(received.unwrap_err().kind == ErrorKind::Cancelled, "it would have waited for another source");
         pair.stays_at_source();
     });
 }
@@ -407,6 +412,7 @@ fn a_dirty_log_that_fails_at_any_time_is_told_on_both_sides_and_the_guest_runs_o
             pair.stays_at_source();
             assert!(sent.reason.contains("dirty ring of vCPU 3 overflowed"), "{calls}: {sent}");
             assert!(received.reason.contains("dirty ring of vCPU 3 overflowed"), "{calls}: {received}");
+            assert_eq!((sent.kind, received.kind), (ErrorKind::Memory, ErrorKind::OtherSide), "{sent}; {received}");
             assert_eq!((sent.guest, received.guest), (GuestState::RunsAtSource, GuestState::NotHere));
         }
     });
@@ -539,7 +545,7 @@ fn settings_that_mean_for_ever_are_that() {
     within_a_minute(|| {
         let mut pair = Pair::new(CALM);
         let ever = Duration::MAX;
-        let limits = TimeLimits { step: ever, delivery: ever, telling: ever, ..TimeLimits::default() };
+        let limits = TimeLimits::default().step(ever).delivery(ever).telling(ever);
         let source = pair.source().time_limits(limits).give_up_after(Some(ever)).downtime(Duration::from_secs(3600));
         let destination = Destination::new(pair.destination.ram()).linger(ever);
         let (sent, received) = pair.run(source, destination);
@@ -555,8 +561,17 @@ fn settings_out_of_range_are_refused_before_anything_is_done() {
         let mut pair = Pair::new(CALM);
         let source = settings(pair.source());
         let error = source.run("127.0.0.1:1", &Security::Insecure, &mut pair.from, &Cancel::new(), &()).unwrap_err();
-        assert_eq!(error.guest, GuestState::Untouched, "{error}");
+        assert_eq!((error.kind, error.guest), (ErrorKind::Settings, GuestState::Untouched), "{error}");
     }
+}
+
+#[test]
+fn where_nobody_listens_the_source_of_the_error_is_the_connections() {
+    let mut pair = Pair::new(CALM);
+    let source = pair.source();
+    let error = source.run("127.0.0.1:1", &Security::Insecure, &mut pair.from, &Cancel::new(), &()).unwrap_err();
+    assert_eq!((error.kind, error.guest), (ErrorKind::Network, GuestState::Untouched), "{error}");
+    assert!(error.source().unwrap().to_string().contains("cannot connect to 127.0.0.1:1"), "{error:?}");
 }
 
 #[test]
@@ -572,6 +587,7 @@ fn a_guest_that_dirties_too_fast_is_given_up_with_the_figures() {
         let (sent, received) = pair.run(source, destination);
         let sent = sent.unwrap_err();
         assert!(sent.reason.contains("given up") && sent.reason.contains("the guest dirties"), "{sent}");
+        assert_eq!(sent.kind, ErrorKind::NotConverging);
         assert!(received.unwrap_err().reason.contains("given up"));
         pair.stays_at_source();
         let report = sent.report.unwrap();
@@ -661,7 +677,11 @@ fn cancelling_at_either_side_leaves_the_guest_at_the_source() {
                 (sent.unwrap_err(), receiving.join().unwrap().unwrap_err())
             });
             pair.stays_at_source();
-            assert_eq!((sent.cancelled, received.cancelled), (at_source, !at_source), "{sent}; {received}");
+            assert_eq!(
+                (sent.kind == ErrorKind::Cancelled, received.kind == ErrorKind::Cancelled),
+                (at_source, !at_source),
+                "{sent}; {received}"
+            );
             assert!(sent.reason.contains("cancelled") && received.reason.contains("cancelled"), "{sent}; {received}");
         }
     });

@@ -256,7 +256,7 @@ fn a_destination_that_speaks_of_devices_that_do_not_exist_is_refused_and_the_gue
                     stop.stop();
                     channels.join().unwrap();
                 });
-                let limits = TimeLimits { telling: Duration::from_millis(100), ..TimeLimits::default() };
+                let limits = TimeLimits::default().telling(Duration::from_millis(100));
                 let source = devices().at_source(Source::new(memory.ram(), Box::new(log))).time_limits(limits);
                 source.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()).unwrap_err()
             });

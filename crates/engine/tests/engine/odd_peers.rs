@@ -15,7 +15,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::{self, ControlLink};
 use sterna_engine::destination::{Destination, Fence};
 use sterna_engine::item::Item;
-use sterna_engine::migration::{GuestState, MigrationError, Phase};
+use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase};
 use sterna_engine::pacer::Pacer;
 use sterna_engine::receive::{ChannelSink, DeviceBufferSink, PageSink, SinkError, StreamSink};
 use sterna_engine::report::ReceiveReport;
@@ -164,7 +164,7 @@ fn source_against(
     let port = Network::new(1).port("there");
     let listener = Listener::bind(port).unwrap();
     let address = listener.local_address();
-    let limits = TimeLimits { telling: Duration::from_millis(100), ..TimeLimits::default() };
+    let limits = TimeLimits::default().telling(Duration::from_millis(100));
     let migration = Source::new(memory.ram(), Box::new(log))
         .method(MethodChoice::default())
         .when_not_converging(not_converging)
@@ -218,7 +218,7 @@ fn a_destination_that_takes_no_state_is_given_up_in_time_and_the_guest_runs_on()
         let listener = Listener::bind(Network::new(1).port("there")).unwrap();
         let address = listener.local_address();
         let short = Duration::from_millis(100);
-        let limits = TimeLimits { step: short, telling: short, ..TimeLimits::default() };
+        let limits = TimeLimits::default().step(short).telling(short);
         let migration = Source::new(memory.ram(), Box::new(log))
             .method(MethodChoice::default())
             .time_limits(limits)
@@ -249,7 +249,7 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
         let address = listener.local_address();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let stop = incoming.stop_handle();
-        let limits = TimeLimits { telling: Duration::from_secs(1), ..TimeLimits::default() };
+        let limits = TimeLimits::default().telling(Duration::from_secs(1));
         let migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
         let (error, dials) = std::thread::scope(|scope| {
             let destination = scope.spawn(move || {
@@ -615,7 +615,7 @@ fn a_destination_that_waits_for_state_can_be_cancelled() {
             source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
-        assert!(error.cancelled && error.reason == "cancelled", "{error}");
+        assert!(error.kind == ErrorKind::Cancelled && error.reason == "cancelled", "{error}");
     });
 }
 

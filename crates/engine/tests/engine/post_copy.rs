@@ -120,7 +120,7 @@ fn lost_and_found(offload: Option<&Arc<Offload>>) {
     let network = Network::new(5);
     let cutting = Cutting { network: network.clone(), left: AtomicU32::new(3) };
     let listening = Destination::new(destination.ram()).listen(network.port("there"), &Security::Insecure).unwrap();
-    let limits = TimeLimits { dial_pause: Duration::from_millis(5), ..TimeLimits::default() };
+    let limits = TimeLimits::default().dial_pause(Duration::from_millis(5));
     let mut migration = Source::new(source.ram(), Box::new(log))
         .method(MethodChoice::default())
         .bandwidth(Some(20 << 20))

@@ -4,8 +4,7 @@ use crate::support::{
     KINDS, LONG, PAGE, SerialOutput, all_pages, busy, config, copy, filled, goes_on_well, machine, move_state, page,
     read,
 };
-use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::DirtyLog;
+use sterna::{DirtyLog, PageBitmap};
 use sterna_microvm::{Execution, Machine, Pattern, Tracking, Workload};
 
 /// Copies what was written since the last call; the number of pages.

@@ -7,12 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna_engine::cancel::Cancel;
-use sterna_engine::destination::Destination;
-use sterna_engine::report::Report;
-use sterna_engine::source::Source;
-use sterna_engine::transport::Security;
-use sterna_engine::vmm::{SourceVmm, VmmError};
+use sterna::{Cancel, Destination, Report, Security, Source, SourceVmm, VmmError};
 use sterna_microvm::disk::DiskReport;
 use sterna_microvm::migration::{Movable, guest_ram};
 use sterna_microvm::{Config, Execution, Machine, Rate, Tracking, Workload};

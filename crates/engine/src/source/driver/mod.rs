@@ -29,7 +29,9 @@ use crate::control_link::ControlEvent;
 use crate::cpu_time::CpuTime;
 use crate::device_state::SavingDevices;
 use crate::device_state::save::SaveEvent;
-use crate::migration::{DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, RETRANSMIT, machine};
+use crate::migration::{
+    Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, Phase, RETRANSMIT, machine,
+};
 use crate::monitor::{CaughtLog, CaughtObserver, SourceMonitor};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
@@ -80,9 +82,7 @@ pub(super) fn run(
     if post_copy && let Some(reason) = vmm.post_copy_refusal().map_err(untouched)? {
         return Err(MigrationError::untouched(format!("post-copy is not possible at the source: {reason}")));
     }
-    let (engines, line) =
-        settings.qatzip.engines(settings.method, settings.channels).map_err(MigrationError::untouched)?;
-    line.iter().for_each(|line| observer.note(line));
+    let engines = settings.engines(observer).map_err(MigrationError::untouched)?;
     // What was chosen is required, so that it is not left out silently.
     let mut required = vec![GUEST_STATE];
     required.extend(post_copy.then_some(POST_COPY));
@@ -108,7 +108,7 @@ pub(super) fn run(
     // A cancellation interrupts dialling, which then fails.
     let (link, session) = dialled.map_err(|error| match cancel.is_cancelled() {
         true => cancelled(),
-        false => MigrationError { refused: error.refused, ..MigrationError::untouched(error) },
+        false => MigrationError::untouched(error),
     })?;
     observer.note(&format!("migration {}: {to} accepted it", session.id));
     if cancel.is_cancelled() {
@@ -183,7 +183,7 @@ pub(super) fn run(
 
 /// Returns the error of a migration that was cancelled before anything was begun.
 fn cancelled() -> MigrationError {
-    MigrationError { cancelled: true, ..MigrationError::untouched(CANCELLED) }
+    MigrationError::untouched(Cause::new(ErrorKind::Cancelled, CANCELLED))
 }
 
 fn new_window(session: &Session, settings: &Settings) -> Arc<Window> {

@@ -8,7 +8,7 @@ use sterna_wire::switchover::{SourceAfter, SourceEnd};
 use super::Driver;
 use crate::accelerator::Accelerator;
 use crate::migration::{MigrationError, Phase, Side};
-use crate::report::{Moments, Outcome, PostCopyReport, Report, between};
+use crate::report::{Moments, PostCopyReport, Report, between};
 use crate::send::Sent;
 use crate::switchover::Ending;
 use crate::transport::Security;
@@ -62,16 +62,12 @@ impl Driver<'_> {
         let Ending { outcome, guest, reason } = ending;
         match reason {
             None => Ok(report),
-            Some(reason) => Err(MigrationError {
-                side: Side::Source,
-                phase,
-                guest,
-                cancelled: outcome == Outcome::Cancelled,
-                refused: false,
-                reason,
-                report: Some(Box::new(report)),
-                received: None,
-            }),
+            Some(reason) => {
+                let mut error =
+                    MigrationError::ended((Side::Source, phase, guest), outcome, reason, self.vmm.failures());
+                error.report = Some(Box::new(report));
+                Err(error)
+            }
         }
     }
 

@@ -13,7 +13,8 @@ use rustls::{
 
 use super::*;
 use crate::tls::{EXPORTER_LABEL, Side};
-use crate::transport::session::{Arrived, Leaving, Session};
+use crate::transport::encrypted::{Arrived, Leaving};
+use crate::transport::session::Session;
 
 /// A session, what it has received and not looked at, and the other end.
 struct Pair {

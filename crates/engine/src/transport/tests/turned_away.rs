@@ -78,7 +78,10 @@ fn a_client_that_is_not_allowed_is_told_so_in_words() {
 
     let opened = opened.unwrap_err();
     assert!(matches!(opened, TransportError::Refused { .. }));
-    assert!(opened.to_string().contains("source.example") && opened.to_string().contains("--allow"), "{opened}");
+    assert!(
+        opened.to_string().contains("source.example") && opened.to_string().contains("not allowed to send"),
+        "{opened}"
+    );
     assert!(matches!(received, Err(TransportError::NotAllowed { .. })));
 }
 

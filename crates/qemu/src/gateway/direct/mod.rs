@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_engine::cancel::Cancel;
-use sterna_engine::migration::MigrationError;
+use sterna_engine::migration::{ErrorKind, MigrationError};
 use sterna_engine::report::{Observer, Outcome, Report};
 use sterna_engine::source::{MonitorRecord, Source, TimeLimits};
 use sterna_engine::transport::Address;
@@ -138,7 +138,7 @@ pub(super) fn send(
         .checksums(direct.checksums)
         .when_not_converging(direct.not_converging)
         .give_up_after(options.waits.total)
-        .time_limits(TimeLimits { stall: Some(options.waits.stall), ..TimeLimits::default() })
+        .time_limits(TimeLimits::default().stall(Some(options.waits.stall)))
         .state_dir(&options.state_dir);
     if let Some(offload) = offload {
         source = source.offload(offload);
@@ -148,7 +148,7 @@ pub(super) fn send(
     let mut report = match moved {
         Ok(report) => report,
         Err(MigrationError { report: Some(report), .. }) => *report,
-        Err(error) => return Err(NotSent { refused: error.refused, reason: error.to_string() }),
+        Err(error) => return Err(NotSent { refused: error.kind == ErrorKind::Refused, reason: error.to_string() }),
     };
     settle_source(&mut report, &record);
     report.mode = Some("direct".into());

@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use sterna_idxd::{CompletionRecord, Descriptor, Status, iaa, record_offset};
 
 use crate::arena::Slab;
-use crate::engine::parts::PARTS;
-use crate::request::Shape;
+use crate::work::{PARTS, Shape};
 
 /// Bytes of a descriptor, and of a part's record: the larger of the two kinds.
 const LINE: usize = 64;
