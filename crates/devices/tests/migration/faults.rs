@@ -21,8 +21,8 @@ enum At {
 
 /// Three devices, read and written in pieces, so that a fault meets them in the middle.
 fn guest(flags: Flags) -> Guest {
-    let here = |number| Config { most: 1000, ..Config::with_state(some_state(number, SIZE)).flags(flags) };
-    let there = |_| Config { most: 1000, ..Config::empty(SIZE).flags(flags) };
+    let here = |number| Config { max_transfer: 1000, ..Config::with_state(some_state(number, SIZE)).flags(flags) };
+    let there = |_| Config { max_transfer: 1000, ..Config::empty(SIZE).flags(flags) };
     Guest::new((0..COUNT).map(here).collect(), (0..COUNT).map(there).collect(), Peers::MayWrite)
 }
 
@@ -292,8 +292,8 @@ fn a_server_dies(deaths: &Deaths, after: u32, pre_copy: bool) -> Option<GuestSta
 
 #[test]
 fn wherever_a_vfio_user_server_dies_there_is_one_guest_and_its_device_is_named() {
-    // How many replies there are while the guest runs depends on the rounds, so those when it does not are asked for by the state. The
-    // first two are to what is asked before anything is begun.
+    // How many replies there are while the guest runs depends on the rounds, so those when it does not are asked for by
+    // the state. The first two are to what is asked before anything is begun.
     let all = Deaths { at_source: true, command: Command::DEVICE_FEATURE, only_in: None, first: 2, replies: 12 };
     let reads = Command::MIG_DATA_READ;
     let source = [

@@ -43,9 +43,9 @@ fn devices_of_every_kind_move_together() {
         let flags = [Flags::STOP_COPY, Flags::STOP_COPY.with_pre_copy(), Flags::STOP_COPY.with_p2p().with_pre_copy()];
         let flags = flags.map(|flags| if p2p { flags.with_p2p() } else { flags });
         let here = |(number, flags): (usize, &Flags)| Config {
-            most: 777,
+            max_transfer: 777,
             seed: Some(number as u64),
-            tells_size: number % 2 == 0,
+            reports_size: number % 2 == 0,
             zero_for_nothing: number == 1,
             ..Config::with_state(some_state(number, 9_000 * number + 300)).flags(*flags)
         };
@@ -307,7 +307,7 @@ impl Write for TakesWhenStopped<'_> {
 
 #[test]
 fn devices_can_be_stopped_while_what_was_read_of_one_waits_for_the_network() {
-    let model = |number| ModelDevice::new(Config { most: 100, ..Config::with_state(some_state(number, 5_000)) });
+    let model = |number| ModelDevice::new(Config { max_transfer: 100, ..Config::with_state(some_state(number, 5_000)) });
     let models = [model(0), model(1)];
     let devices = models.iter().cloned().enumerate().map(|(at, model)| (id(at), model));
     let devices = VfioSource::new(devices, Peers::MayWrite).unwrap();
@@ -330,15 +330,15 @@ fn what_would_be_saved_is_told_as_the_device_estimates_it() {
     let (_, mut device) = told(Config::with_state(some_state(0, SIZE)).flags(Flags::STOP_COPY));
     assert_eq!(device.save_ahead(&mut io::sink()).unwrap(), Ahead::Nothing);
     assert!(device.remaining() > SIZE as u64, "all of it is read when it stands");
-    for tells_size in [true, false] {
-        let (model, mut device) = told(Config { tells_size, ..Config::with_state(some_state(0, SIZE)) });
+    for reports_size in [true, false] {
+        let (model, mut device) = told(Config { reports_size, ..Config::with_state(some_state(0, SIZE)) });
         assert_eq!(device.save_ahead(&mut io::sink()).unwrap(), Ahead::Later);
         let end = device.remaining();
-        assert_eq!(end > 0, tells_size, "what is read at the end");
+        assert_eq!(end > 0, reports_size, "what is read at the end");
         model.run(0);
         let changed = device.remaining();
         assert!(changed > end + 100 && changed < SIZE as u64, "{changed}");
-        model.fail(Fault::of(if tells_size { Call::DataSize } else { Call::PrecopyInfo }));
+        model.fail(Fault::of(if reports_size { Call::DataSize } else { Call::PrecopyInfo }));
         assert_eq!(device.remaining(), changed, "the last that is known");
     }
 }

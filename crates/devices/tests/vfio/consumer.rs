@@ -79,7 +79,7 @@ fn what_is_left_is_told_and_counts_down() {
 
 #[test]
 fn a_kernel_that_does_not_tell_the_size_is_no_error_but_a_failing_one_is() {
-    let device = ModelDevice::new(Config { tells_size: false, ..Config::with_state(some_state(100)) });
+    let device = ModelDevice::new(Config { reports_size: false, ..Config::with_state(some_state(100)) });
     assert_eq!(Saver::new(device, "nic").unwrap().remaining().unwrap().stopped, None);
     for call in [Call::DataSize, Call::PrecopyInfo] {
         let (device, mut saver) = source(ALL);
@@ -285,7 +285,7 @@ fn a_destination_that_cannot_load_is_reset_and_can_begin_again() {
 
 #[test]
 fn after_a_failed_write_nothing_more_is_taken() {
-    let to = ModelDevice::new(Config { most: 3, ..Config::empty(5000) });
+    let to = ModelDevice::new(Config { max_transfer: 3, ..Config::empty(5000) });
     let mut loader = loading(&to);
     to.fail(Fault { after: 2, errno: libc::ENOSPC, ..Fault::of(Call::Write) });
     assert!(matches!(loader.write(&[1; 100]), Err(VfioError::Write { after: 6, .. })));

@@ -1,5 +1,5 @@
-//! Random devices, random faults: the state arrives byte for byte, or the failure is clean and the source runs again. Never do
-//! both sides run. The seed is printed; `STERNA_TEST_SEED` repeats a run.
+//! Random devices, random faults: the state arrives byte for byte, or the failure is clean and the source runs again.
+//! Never do both sides run. The seed is printed; `STERNA_TEST_SEED` repeats a run.
 
 use std::thread;
 
@@ -56,7 +56,7 @@ impl Side {
                 flags: Some(flags),
                 state: if live { state.clone() } else { vec![0; state.len()] },
                 live,
-                most: 1 + random.below(2000),
+                max_transfer: 1 + random.below(2000),
                 seed: random.one_in(2).then(|| random.next()),
                 zero_for_nothing: random.one_in(4),
                 bad_state_is_error: random.one_in(2),

@@ -38,7 +38,8 @@ fn whole_stream(flags: Flags) -> Vec<u8> {
     whole
 }
 
-/// The combinations that the kernel's documentation of `vfio_mig_get_next_state()` spells out for a device with everything.
+/// The combinations that the kernel's documentation of `vfio_mig_get_next_state()` spells out for a device with
+/// everything.
 #[test]
 fn combinations_go_the_ways_that_the_kernel_documents() {
     use State::{PreCopy as PRE, PreCopyP2p as PRE_P2P, Resuming as RES, Running as RUN, RunningP2p as P2P};
@@ -72,7 +73,7 @@ fn combinations_go_the_ways_that_the_kernel_documents() {
         &[PRE, PRE_P2P],
     ];
     for way in documented {
-        assert_eq!(arcs::way(ALL, way[0], way[way.len() - 1]).as_deref(), Some(&way[1..]), "{way:?}");
+        assert_eq!(arcs::path(ALL, way[0], way[way.len() - 1]).as_deref(), Some(&way[1..]), "{way:?}");
     }
 }
 
@@ -83,9 +84,9 @@ fn a_device_without_optional_states_skips_them() {
     for flags in FLAGS {
         for from in states.clone().filter(|state| state.offered(flags)) {
             for to in states.clone().filter(|state| state.offered(flags)) {
-                let full = arcs::way(ALL, from, to);
+                let full = arcs::path(ALL, from, to);
                 let expected = full.map(|way| way.into_iter().filter(|state| state.offered(flags)).collect::<Vec<_>>());
-                assert_eq!(arcs::way(flags, from, to), expected, "{flags:?}: {from} to {to}");
+                assert_eq!(arcs::path(flags, from, to), expected, "{flags:?}: {from} to {to}");
             }
         }
     }

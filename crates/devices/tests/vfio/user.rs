@@ -70,7 +70,7 @@ fn state_arrives_whole_in_messages_of_any_size() {
                 let manner = || Manner { enomsg, padded, ..Manner::with_max_data(max_data) };
                 let size = if max_data == 1 { 100 } else { 5000 };
                 let (model, _server, from) =
-                    remote(Config { most, seed: Some(3), ..source(size) }.flags(flags), manner());
+                    remote(Config { max_transfer: most, seed: Some(3), ..source(size) }.flags(flags), manner());
                 let (there, _other, to) = remote(destination(size).flags(flags), manner());
                 carry(from, to, buffer, || (0..50).for_each(|at| assert!(model.run(at)))).unwrap();
                 assert_eq!(there.contents(), model.contents());
