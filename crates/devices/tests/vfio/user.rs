@@ -148,7 +148,7 @@ fn a_server_that_does_not_keep_to_the_protocol_is_lost_and_nobody_waits_for_it()
             assert_eq!(error.raw_os_error(), None);
             // For good: what would come next could be the reply to this.
             let error = device.state().unwrap_err();
-            assert!(error.to_string().contains("was given up") && error.to_string().contains(words), "{error}");
+            assert!(error.to_string().contains("was shut down") && error.to_string().contains(words), "{error}");
         }
     }
 }
@@ -323,7 +323,7 @@ fn a_server_that_is_gone_fails_the_saver_and_the_loader_and_says_so() {
     let error = saver.read(&mut [0; 100]).unwrap_err();
     assert!(matches!(&error, VfioError::Read { after: 100, .. }), "{error}");
     let error = saver.abort().unwrap_err();
-    assert!(error.to_string().contains("was given up"), "{error}");
+    assert!(error.to_string().contains("was shut down"), "{error}");
     assert_eq!((saver.state(), model.is_in()), (None, State::PreCopy));
 
     assert!(Client::connect("/nowhere/at/all".as_ref(), Duration::from_secs(1)).is_err());
@@ -342,7 +342,7 @@ fn a_server_that_is_gone_fails_the_saver_and_the_loader_and_says_so() {
         }
     };
     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
-    assert!(error.to_string().contains("lets nobody in now"), "{error}");
+    assert!(error.to_string().contains("accepts no client now"), "{error}");
     let (alone, silent) = UnixStream::pair().unwrap();
     let error = Client::new(alone, Duration::from_millis(20)).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);

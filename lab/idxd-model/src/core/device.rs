@@ -117,7 +117,7 @@ struct Pending {
 pub struct Device {
     config: DeviceConfig,
     timing: Timing,
-    /// Whether the timing determines when events handle_event, or only the accounts.
+    /// Whether the timing determines when events happen, or only the accounts.
     paced: bool,
     state: State,
     queues: Vec<Queue>,

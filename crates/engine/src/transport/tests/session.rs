@@ -270,7 +270,7 @@ fn keys_are_updated_before_they_have_been_used_too_often() {
     let common = CipherSuiteCommon { confidentiality_limit: 20, ..suite.common };
     let few: &'static Tls13CipherSuite = Box::leak(Box::new(Tls13CipherSuite { common, ..*suite }));
     let server = other_server(&site, SupportedCipherSuite::Tls13(few), None);
-    // The session is the server here, because its configuration encrypt_at_other how long keys last.
+    // The session is the server here, because its configuration determines how long keys last.
     let Side::Client(client) = side(site.client()) else { unreachable!() };
     let client = ClientConnection::new(client, "localhost".try_into().unwrap()).unwrap();
     let mut pair = Pair::new(Session::server(&server).unwrap(), client.into()).shaken();
