@@ -220,7 +220,7 @@ impl LoadDevice for TestLoader {
         }
         seen.whole.store(true, Ordering::SeqCst);
         if let Some(signal) = &self.0.loaded {
-            signal.add();
+            signal.set();
         }
         Ok(())
     }

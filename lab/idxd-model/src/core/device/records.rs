@@ -50,7 +50,7 @@ impl Device {
             && (result == Written::Faulted || self.random.below(2) == 0)
             && let Some(batch) = self.batches.get_mut(&batch)
         {
-            batch.doubt();
+            batch.record_faulted();
         }
         match result {
             Written::Done | Written::Requested => {
