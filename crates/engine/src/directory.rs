@@ -496,7 +496,9 @@ mod tests {
         directory.subdirectory("link").unwrap_err();
         directory.is_stale_socket("link").unwrap_err();
         // At most the link's owner changes, never its target's.
-        directory.change_file_owner("link", rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw()).unwrap();
+        directory
+            .change_file_owner("link", rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw())
+            .unwrap();
     }
 
     #[test]

@@ -462,7 +462,9 @@ fn out_of_range(timing: &Timing) -> Option<String> {
     }
     let unfit = |class: &&(u32, u64, u64)| class.1 > class.2 || class.2 > MAX_DURATION;
     timing.page_requests.classes.iter().find(unfit).map(|(_, least, most)| {
-        format!("page requests of {least} to {most} ns: the first is no more than the second, both at most {MAX_DURATION}")
+        format!(
+            "page requests of {least} to {most} ns: the first is no more than the second, both at most {MAX_DURATION}"
+        )
     })
 }
 

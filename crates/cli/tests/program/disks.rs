@@ -135,7 +135,8 @@ fn a_guest_with_iothreads_for_the_other_disks_moves_directly_and_finds_correct_d
 
 #[test]
 fn a_guest_is_moved_directly_again_and_again_and_finds_correct_data() {
-    let moves = std::env::var("STERNA_DISK_MOVES").map_or(DEFAULT_MOVES, |text| text.parse().expect("a number of moves"));
+    let moves =
+        std::env::var("STERNA_DISK_MOVES").map_or(DEFAULT_MOVES, |text| text.parse().expect("a number of moves"));
     let Some(kinds) = four_kinds([true, false, false, true]) else { return };
     let disks = kinds.disks.clone();
     let linux = LinuxGuest {

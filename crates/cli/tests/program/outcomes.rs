@@ -270,7 +270,10 @@ fn a_receiver_ends_after_its_outcome_although_its_source_stays_connected() {
         let hold = Hold::at("source.before-end-guest", pair.scratch.path(), &mut command);
         let mut sender = Sterna::start("send", &mut command);
         let held = hold.reached(&sender);
-        assert!(eventually(LONG, || receiver.poll().is_some()), "it waits for a source that never closes its connection");
+        assert!(
+            eventually(LONG, || receiver.poll().is_some()),
+            "it waits for a source that never closes its connection"
+        );
         assert!(sender.poll().is_none() && pair.destination.runs());
         drop(held);
         assert!(receiver.finish().0.success() && sender.finish().0.success());

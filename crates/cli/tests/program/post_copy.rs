@@ -23,7 +23,8 @@ const FILLED: u64 = 64 << 20;
 const POST_COPY: &[&str] =
     &["--method", "none", "--bandwidth", "12MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "100ms"];
 /// The same for a boot-sector guest, which writes all of its memory all the time.
-const BOOT_SECTOR_POST_COPY: &[&str] = &["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1"];
+const BOOT_SECTOR_POST_COPY: &[&str] =
+    &["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1"];
 /// The line that shows that the guest runs at the destination without all of its memory.
 const RUNS_WITHOUT_ALL_MEMORY: &str = "pages are still at the source";
 

@@ -101,8 +101,10 @@ impl Client {
         match connect(&stream, &address) {
             Ok(()) => Self::new(stream.into(), patience),
             Err(Errno::AGAIN) => {
-                let error =
-                    format!("the vfio-user server at {} accepts no client now: does it have one already?", socket.display());
+                let error = format!(
+                    "the vfio-user server at {} accepts no client now: does it have one already?",
+                    socket.display()
+                );
                 Err(io::Error::new(io::ErrorKind::WouldBlock, error))
             }
             Err(error) => Err(error.into()),
@@ -259,9 +261,9 @@ impl End {
             let mut bytes = [0; HEADER];
             self.receive(&mut bytes, deadline)?;
             let header = Header::of(bytes);
-            let payload = (header.size as usize).checked_sub(HEADER).ok_or_else(|| {
-                violation(format!("a message of {} bytes is less than its header", header.size))
-            })?;
+            let payload = (header.size as usize)
+                .checked_sub(HEADER)
+                .ok_or_else(|| violation(format!("a message of {} bytes is less than its header", header.size)))?;
             match header.flags & TYPE {
                 REPLY => {}
                 COMMAND => {

@@ -253,7 +253,10 @@ fn random_faults_never_leave_two_guests_nor_a_device_of_the_source_stopped() {
     let count = |wanted| outcomes.iter().filter(|outcome| **outcome == wanted).count();
     let all = [Outcome::Moved, Outcome::Stayed, Outcome::PausedAtDestination];
     println!("seeds from {first}: {:?}", all.map(|outcome| (outcome, count(outcome))));
-    assert!(one.is_some() || all[..2].iter().all(|outcome| count(*outcome) > 0), "an outcome that these seeds never produced");
+    assert!(
+        one.is_some() || all[..2].iter().all(|outcome| count(*outcome) > 0),
+        "an outcome that these seeds never produced"
+    );
 }
 
 /// The replies during which a server's connection ends.

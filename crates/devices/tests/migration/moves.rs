@@ -307,7 +307,8 @@ impl Write for TakesWhenStopped<'_> {
 
 #[test]
 fn devices_can_be_stopped_while_bytes_of_one_wait_for_the_network() {
-    let model = |number| ModelDevice::new(Config { max_transfer: 100, ..Config::with_state(some_state(number, 5_000)) });
+    let model =
+        |number| ModelDevice::new(Config { max_transfer: 100, ..Config::with_state(some_state(number, 5_000)) });
     let models = [model(0), model(1)];
     let devices = models.iter().cloned().enumerate().map(|(at, model)| (id(at), model));
     let devices = VfioSource::new(devices, Peers::MayWrite).unwrap();

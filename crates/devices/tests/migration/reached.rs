@@ -21,10 +21,7 @@ pub(crate) enum By {
 #[derive(Clone)]
 pub(crate) enum Reached {
     Here(ModelDevice),
-    There(
-        VfioUserDevice<Client>,
-        #[expect(dead_code, reason = "serves while the device exists")] Arc<Server>,
-    ),
+    There(VfioUserDevice<Client>, #[expect(dead_code, reason = "serves while the device exists")] Arc<Server>),
 }
 
 impl Reached {

@@ -467,9 +467,7 @@ fn put<Data>(status: UnbufferedStatus<'_, '_, Data>, what: Outgoing<'_>, leaving
 
 fn unexpected<Data>(state: &ConnectionState<'_, '_, Data>) -> Error {
     tracing::warn!(?state, "TLS is in an unexpected state");
-    Error::General(
-        "TLS is in a state that is impossible here; this is a bug in Sterna (the log has the state)".into(),
-    )
+    Error::General("TLS is in a state that is impossible here; this is a bug in Sterna (the log has the state)".into())
 }
 
 /// HKDF-Expand-Label (RFC 8446, section 7.1).

@@ -85,7 +85,10 @@ fn the_device_makes_deltas_for_every_method_of_sending_pages() {
             let (sent, report) =
                 migrate(method, &offload, |source| source.method(choice).channels(channels).checksums(checksums));
             made += sent.device_deltas;
-            assert!(requested_deltas(&report) >= sent.device_deltas && report.taken_out.is_empty(), "{method}: {report:?}");
+            assert!(
+                requested_deltas(&report) >= sent.device_deltas && report.taken_out.is_empty(),
+                "{method}: {report:?}"
+            );
             assert_eq!(sent.refused_packets, 0, "{method}");
         }
         // The number of rounds of one migration depends on timing.

@@ -272,7 +272,8 @@ fn a_destination_that_ends_every_connection_at_once_is_dialled_with_pauses() {
 }
 
 fn failures(messages: &[ControlMessage]) -> Vec<&str> {
-    messages.iter()
+    messages
+        .iter()
         .filter_map(|message| match message {
             ControlMessage::Failed { reason } => Some(reason.as_str()),
             _ => None,
@@ -638,8 +639,8 @@ fn a_source_that_reconnects_in_post_copy_before_anything_was_loaded_receives_the
             // Nobody reads it: its thread waits.
             send_state(&stream, &state(), true);
             source.reconnect();
-            let reported =
-                source.wait_for(|message| matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort { .. })));
+            let reported = source
+                .wait_for(|message| matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort { .. })));
             source.abort.finish();
             reported
         });

@@ -2,10 +2,10 @@
 
 mod dirty_combined;
 mod dirty_freed;
+mod dirty_in_flight;
 mod dirty_kvm;
 mod dirty_other_process;
 mod dirty_support;
-mod dirty_in_flight;
 mod dirty_write_protect;
 mod discard;
 mod missing;

@@ -99,8 +99,9 @@ fn uses_userfaultfd() -> bool {
 
 fn look(known: &Mutex<CachedMappings>, path: &str, address: u64) -> Option<Region> {
     let mut known = known.lock().unwrap();
-    let find =
-        |known: &CachedMappings| known.regions.iter().find(|region| (region.start..region.end).contains(&address)).copied();
+    let find = |known: &CachedMappings| {
+        known.regions.iter().find(|region| (region.start..region.end).contains(&address)).copied()
+    };
     let started = Instant::now();
     if known.until.is_some_and(|until| started < until)
         && let Some(region) = find(&known)

@@ -134,7 +134,8 @@ const DEFAULT_MOVES: u64 = 3;
 
 #[test]
 fn a_guest_that_reads_and_writes_its_disk_is_moved_again_and_again_and_finds_nothing_wrong() {
-    let moves = std::env::var("STERNA_DISK_MOVES").map_or(DEFAULT_MOVES, |text| text.parse().expect("a number of moves"));
+    let moves =
+        std::env::var("STERNA_DISK_MOVES").map_or(DEFAULT_MOVES, |text| text.parse().expect("a number of moves"));
     for kind in KINDS {
         let image = DiskImage::new(0, 8 << 20).unwrap();
         let Some(slow) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };

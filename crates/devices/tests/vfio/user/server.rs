@@ -167,7 +167,11 @@ fn header(id: u16, command: u16, payload: usize, flags: u32, error: u32) -> [u8;
 impl<D: Device> Serving<D> {
     fn run(mut self) -> io::Result<()> {
         let version = self.receive()?;
-        assert_eq!((version.command, &version.payload[..4]), (1, &[0, 0, 1, 0][..]), "the connection begins with the version");
+        assert_eq!(
+            (version.command, &version.payload[..4]),
+            (1, &[0, 0, 1, 0][..]),
+            "the connection begins with the version"
+        );
         let text = version.payload[4..].strip_suffix(&[0]).expect("it ends in 0");
         let text: serde_json::Value = serde_json::from_slice(text).unwrap();
         assert_eq!(text["capabilities"]["max_data_xfer_size"], 1 << 20);

@@ -146,7 +146,8 @@ impl TestSaver {
             self.at += length as u64;
             let seen = &self.device.seen;
             seen.saved.store(self.at, Ordering::SeqCst);
-            seen.max_waiting.fetch_max(self.at - seen.loaded_bytes.load(Ordering::SeqCst).min(self.at), Ordering::SeqCst);
+            seen.max_waiting
+                .fetch_max(self.at - seen.loaded_bytes.load(Ordering::SeqCst).min(self.at), Ordering::SeqCst);
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use crate::config::Kind;
 use crate::core::batch::{Batch, Next};
 use crate::core::queue::{Entry, Queue};
 use crate::core::script::{Fate, fate};
-use crate::core::{JobResult, Done, Job, Nanos, Payload, Step, Task, Timed};
+use crate::core::{Done, Job, JobResult, Nanos, Payload, Step, Task, Timed};
 use crate::ops::{self, Outcome};
 use crate::table::dsa::{self, code};
 
