@@ -37,7 +37,7 @@ pub enum Error {
     #[error("{0}")]
     Order(&'static str),
     /// The awaited state was not reached in time.
-    #[error("the guest did not get there within {seconds} s; it stands at: {report}")]
+    #[error("the guest did not get there within {seconds} s; it is at: {report}")]
     Late {
         /// The time limit.
         seconds: f64,

@@ -14,7 +14,8 @@ use super::stream::{Closer, Reader, Writer, halves};
 use super::{Address, Limits, Security, Socket, TransportError, channel, dial};
 use crate::tls::EXPORTER_LABEL;
 
-/// How long this side reads on after a refusal, so that a reset of the connection does not destroy the refusal.
+/// How long this side continues to read after a refusal, so that a reset of the connection does not destroy the
+/// refusal.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Maximum bytes of an answer to a channel header.
@@ -38,7 +39,7 @@ struct Handshake<'a> {
     socket: &'a Socket,
     tls: Session,
     arrived: Arrived,
-    /// The first bytes that arrived: those of a peer without TLS have its refusal.
+    /// The first bytes that arrived. From a peer without TLS they contain its refusal.
     heard: Vec<u8>,
     deadline: Instant,
     read: u64,
@@ -50,8 +51,8 @@ impl Connection {
     /// address in the peer's certificate; a Unix socket has no such name and is refused with TLS.
     ///
     /// # Errors
-    /// No host answers within 10 s, or TLS fails. That the *peer* does not accept this side's certificate shows only
-    /// when the channel is opened: TLS 1.3 lets a client finish first.
+    /// No host answers within 10 s, or TLS fails. A *peer* that does not accept this side's certificate is noticed only
+    /// when the channel is opened, because in TLS 1.3 the client finishes first.
     pub fn connect(to: impl Into<Address>, security: &Security) -> Result<Self, TransportError> {
         Self::connect_within(to, security, &Limits::default())
     }
@@ -79,7 +80,7 @@ impl Connection {
         };
         let mut handshake = Handshake::new(&socket, tls, deadline);
         if let Err(error) = handshake.run() {
-            handshake.say_why();
+            handshake.send_reason();
             return Err(match handshake.plain_reply() {
                 Some(ChannelReply::Refused(reason)) => TransportError::Refused { peer, reason: without_tls(&reason) },
                 Some(ChannelReply::Busy(reason)) => TransportError::Busy { peer, reason: without_tls(&reason) },
@@ -93,7 +94,8 @@ impl Connection {
     /// Runs the TLS handshake of an incoming connection and checks whether its certificate may send here.
     ///
     /// # Errors
-    /// TLS fails, the certificate is not on the list (the peer receives the reason), or all of it takes more than 10 s.
+    /// TLS fails, the certificate is not on the list (the peer receives the reason), or the handshake takes more than
+    /// 10 s.
     pub fn accept(socket: impl Into<Socket>, security: &Security) -> Result<Self, TransportError> {
         Self::accept_within(socket, security, &Limits::default())
     }
@@ -117,7 +119,7 @@ impl Connection {
         let tls = Session::of(&peer, settings)?;
         let mut handshake = Handshake::new(&socket, tls, deadline);
         if let Err(error) = handshake.run() {
-            handshake.say_why();
+            handshake.send_reason();
             linger(&socket, deadline);
             return Err(handshake_error(peer, error, limits));
         }
@@ -199,7 +201,7 @@ impl<'a> Handshake<'a> {
         Established { tls, arrived, read, written }
     }
 
-    /// Talks until both sides agree.
+    /// Runs the handshake until it is finished.
     fn run(&mut self) -> io::Result<()> {
         loop {
             self.tls.shake(&mut self.arrived).map_err(failed)?;
@@ -226,7 +228,7 @@ impl<'a> Handshake<'a> {
 
     /// Handshake messages are a few kilobytes and fit into the socket's buffer, so this does not wait for the peer.
     fn flush(&mut self) -> io::Result<()> {
-        let bytes = self.tls.own_words();
+        let bytes = self.tls.own_messages();
         self.written += bytes.len() as u64;
         self.socket.send_all(&mut [IoSlice::new(&bytes)], Sending::DoesNotWait)
     }
@@ -240,19 +242,19 @@ impl<'a> Handshake<'a> {
                     return Some(ChannelReply::decode(*prefix, reason));
                 }
             }
-            // TLS gave up in the middle of it.
+            // TLS failed before the whole reply had arrived.
             if !self.receive().is_ok_and(|count| count > 0) {
                 return None;
             }
         }
     }
 
-    /// After a failure: TLS's alert; or, to a Sterna sender without TLS, a refusal in the form that it reads.
-    fn say_why(&mut self) {
-        // TLS gives up after a few bytes, which need not be all of the magic.
+    /// Sends the reason of a failure: TLS's alert, or a refusal in clear text to a Sterna sender without TLS.
+    fn send_reason(&mut self) {
+        // TLS fails after a few bytes, perhaps before the whole magic has arrived.
         let compared = self.heard.len().min(MAGIC.len());
         let without_tls = compared > 0 && self.heard[..compared] == MAGIC[..compared];
-        // Fails where the peer is gone, which needs no reason.
+        // Fails if the peer is gone; then no reason is needed.
         let _ = if without_tls {
             let reason = "this receiver accepts TLS only, and the sender does not use it: use TLS at both sides";
             let reply = ChannelReply::Refused(reason.to_owned()).encode();
@@ -263,13 +265,13 @@ impl<'a> Handshake<'a> {
     }
 }
 
-/// A reason that came in clear text, so that anyone on the path may have written it.
+/// Marks a reason that arrived in clear text, because anyone on the path may have written it.
 fn without_tls(reason: &str) -> String {
     format!("(received without TLS) {reason}")
 }
 
 /// Ends the sending direction and reads until the peer has ended its own: closing with unread bytes would reset the
-/// connection, and the reset may overtake the last words.
+/// connection, and the reset may overtake the last bytes sent.
 fn linger(socket: &Socket, deadline: Instant) {
     let deadline = deadline.min(Instant::now() + LINGER);
     let _ = socket.shutdown(Shutdown::Write);
@@ -285,7 +287,7 @@ fn handshake_error(peer: String, error: io::Error, limits: &Limits) -> Transport
     classify(peer, error, "the TLS handshake", limits)
 }
 
-/// The typed error for a socket error while something with a time limit was going on.
+/// Returns the typed error for a socket error that occurred during a step with a time limit.
 pub(super) fn classify(peer: String, error: io::Error, what: &'static str, limits: &Limits) -> TransportError {
     if let Some(failure) = error.get_ref().and_then(|inner| inner.downcast_ref::<Failure>()) {
         return TransportError::Tls { peer, reason: failure.to_string() };

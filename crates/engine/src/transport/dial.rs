@@ -35,13 +35,14 @@ fn dial_tcp(to: &str, limit: Duration) -> Result<TcpStream, TransportError> {
     let deadline = Instant::now() + limit;
     let addresses: Vec<_> = match to.to_socket_addrs() {
         Ok(addresses) => addresses.collect(),
-        // The standard library's word for a port that is no number; a resolver has other errors.
+        // The standard library reports a port that is not a number as this kind; a resolver reports other kinds.
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => return Err(bad_address(to, &error.to_string())),
         Err(source) => return Err(TransportError::Lookup { address: to.to_owned(), source }),
     };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for (tried, address) in addresses.iter().enumerate() {
-        // A share of what is left, so that one address that swallows everything leaves time for the others.
+        // Each address gets a share of the remaining time, so that one address that drops all packets leaves time for
+        // the others.
         let left = deadline.saturating_duration_since(Instant::now());
         let share = left / (addresses.len() - tried) as u32;
         match TcpStream::connect_timeout(address, share.max(Duration::from_millis(1))) {
@@ -62,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_host_is_what_stands_before_the_port() {
+    fn the_host_is_the_part_before_the_port() {
         assert_eq!(host_of("host.example:4444").unwrap(), "host.example");
         assert_eq!(host_of("192.0.2.1:1").unwrap(), "192.0.2.1");
         assert_eq!(host_of("[2001:db8::1]:4444").unwrap(), "2001:db8::1");

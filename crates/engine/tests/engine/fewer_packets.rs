@@ -1,5 +1,5 @@
-//! What need not be said is not said: zero pages share packets, and packets share acknowledgements, but only while there is
-//! something else to do, so that nobody ever waits for what was held back.
+//! Zero pages share packets, and packets share acknowledgements, but only while there is other work, so that no thread
+//! ever waits for something that was withheld.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -29,9 +29,9 @@ struct Memory(#[expect(dead_code, reason = "read through its address")] [u8; REG
 static ZERO: Memory = Memory([0; REGIONS * REGION as usize]);
 
 #[test]
-fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
+fn zero_pages_of_several_batches_share_a_packet_that_is_sent_when_nothing_follows() {
     const PACKET: usize = 4 << 20;
-    /// Together more than a connection holds that nobody reads.
+    /// Together more than fits a connection whose peer does not read.
     const RECORDS: u64 = 6;
     within_a_minute(|| {
         let rules = PacketRules { packet_size: PACKET, checksums: true };
@@ -49,11 +49,11 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
         let channel = SendChannel::start("ram-0", writer, reader, context).unwrap();
         let pool = BatchPool::new(REGIONS + 1, 0);
         let pipeline = Arc::new(Pipeline { channels: vec![channel], pool, window, page_size: PAGE });
-        // SAFETY: the memory is there for ever, and a source only reads it.
+        // SAFETY: the memory is static, and a source only reads it.
         let block = unsafe { RamBlock::new("ram", NonNull::from(&ZERO).cast(), size_of_val(&ZERO), Backing::Other) };
         let mut search = PageSearch::new(Arc::clone(&pipeline), GuestRam::new(vec![block]).unwrap(), PAGE);
 
-        // The channel is kept busy by records that nobody takes, until all batches of zero pages are in its queue.
+        // Records that the peer does not read keep the channel busy until all batches of zero pages are in its queue.
         for _ in 0..RECORDS {
             pipeline.channels[0].send(Item::Stream { record: 1, content: vec![1; PACKET] }).unwrap();
         }
@@ -116,7 +116,8 @@ fn packets_that_arrived_together_share_acknowledgements_and_the_last_ones_do_not
             let (mut writer, mut reader) = halves(far);
             receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &ReceiveCounters::default())
         });
-        // At most eight packets share one, while a packet and half as much as is withheld wait to be read.
+        // At most eight packets share an acknowledgement, while a packet and half as many bytes as are withheld wait to
+        // be read.
         let acknowledged = [8, 11, 12].map(|expected| {
             let mut ack = [0; ACK_LENGTH];
             near.read_exact(&mut ack).unwrap();

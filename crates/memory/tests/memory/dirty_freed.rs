@@ -1,5 +1,5 @@
-//! Memory that is given back while it is tracked reads as zero at the destination too: replaying what the logs name gives
-//! equal memory.
+//! Memory that is freed while it is tracked reads as zero at the destination too: replaying the pages that the logs
+//! name results in equal memory.
 
 use crate::dirty_support::process::{Process, serve};
 use crate::dirty_support::{
@@ -25,13 +25,13 @@ use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::holes::PageMap;
 use sterna_memory::userfault::Userfault;
 
-/// What [`Process`] runs.
+/// The test that [`Process`] runs as a child.
 #[test]
 fn as_a_child() {
     serve();
 }
 
-/// Starts it; or prints why it cannot be here.
+/// Starts a log, or prints why this machine cannot have it.
 fn works(log: &mut dyn DirtyLog) -> bool {
     match log.start() {
         Ok(()) => true,
@@ -43,18 +43,18 @@ fn works(log: &mut dyn DirtyLog) -> bool {
     }
 }
 
-/// Something happens to the memory, in units of its page size.
+/// An event of the memory, in units of its page size.
 #[derive(Clone, Debug)]
 enum Step {
     Write(u64),
     Read(u64),
-    /// By another mapping than the tracked one.
+    /// A read through another mapping than the tracked one.
     ReadElsewhere(u64),
     /// A hole is punched into the file, or anonymous memory is discarded.
-    GiveBack(u64, u64),
-    /// As above, by `MADV_REMOVE`.
+    Free(u64, u64),
+    /// The same by `MADV_REMOVE`.
     Remove(u64, u64),
-    /// The mapping loses its page table entries, as by reclaim.
+    /// The mapping loses its page table entries, as in reclaim.
     Forget(u64, u64),
     Round,
 }
@@ -64,7 +64,7 @@ fn steps(units: u64) -> impl Strategy<Value = Vec<Step>> {
         6 => (0..units).prop_map(Step::Write),
         2 => (0..units).prop_map(Step::Read),
         2 => (0..units).prop_map(Step::ReadElsewhere),
-        3 => (0..units, 1..units / 2).prop_map(|(at, len)| Step::GiveBack(at, len)),
+        3 => (0..units, 1..units / 2).prop_map(|(at, len)| Step::Free(at, len)),
         1 => (0..units, 1..units / 2).prop_map(|(at, len)| Step::Remove(at, len)),
         1 => (0..units, 1..units / 2).prop_map(|(at, len)| Step::Forget(at, len)),
         3 => Just(Step::Round),
@@ -81,7 +81,7 @@ fn punch(file: &File, pages: Range<u64>) {
     fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, start, len).unwrap();
 }
 
-/// Copies what is named, by the file, which changes nothing in it.
+/// Copies the named pages through the file, which does not change it.
 fn replay(log: &mut dyn DirtyLog, file: &File, copy: &mut [u8]) {
     let mut dirty = PageBitmap::new((copy.len() / PAGE_SIZE) as u64);
     log.collect(0, &mut dirty).unwrap();
@@ -91,7 +91,7 @@ fn replay(log: &mut dyn DirtyLog, file: &File, copy: &mut [u8]) {
     });
 }
 
-/// `unit`: pages of a page of the file.
+/// `unit`: number of small pages in a page of the file.
 fn shared_memory_is_replayed(
     file: &File,
     units: u64,
@@ -115,7 +115,7 @@ fn shared_memory_is_replayed(
             Step::Write(at) => memory.word(at * unit, 3).store(number as u64 + 1, Ordering::Relaxed),
             Step::Read(at) => _ = black_box(memory.word(at * unit, 0).load(Ordering::Relaxed)),
             Step::ReadElsewhere(at) => _ = black_box(elsewhere.word(at * unit, 0).load(Ordering::Relaxed)),
-            Step::GiveBack(at, len) => punch(file, range(at, len)),
+            Step::Free(at, len) => punch(file, range(at, len)),
             Step::Remove(at, len) => memory.advise(range(at, len), Advice::LinuxRemove).unwrap(),
             Step::Forget(at, len) => memory.advise(range(at, len), Advice::LinuxDontNeed).unwrap(),
             Step::Round => replay(&mut log, file, &mut copy),
@@ -145,13 +145,13 @@ proptest! {
     }
 
     #[test]
-    fn anonymous_memory_that_is_given_back_is_replayed(
+    fn anonymous_memory_that_is_freed_is_replayed(
         huge in any::<bool>(),
         before in proptest::collection::vec(0u64..40, 0..40),
         early in steps(40),
         steps in steps(40),
     ) {
-        // Of huge pages, a unit is such that page tables come and go.
+        // With huge pages, a unit is so large that page tables are allocated and freed.
         let unit = if huge { 256 } else { 1 };
         let pages = 40 * unit;
         let memory = if huge { Memory::transparent_huge(pages as usize) } else { Memory::small(pages as usize) };
@@ -167,7 +167,7 @@ proptest! {
                 match *step {
                     Step::Write(at) => memory.word(at * unit, 3).store(number as u64 + 1, Ordering::Relaxed),
                     Step::Read(at) | Step::ReadElsewhere(at) => _ = black_box(read(at * unit)),
-                    Step::GiveBack(at, len) | Step::Remove(at, len) | Step::Forget(at, len) => {
+                    Step::Free(at, len) | Step::Remove(at, len) | Step::Forget(at, len) => {
                         let range = at * unit..(at + len).min(40) * unit;
                         memory.advise(range, Advice::LinuxDontNeed).unwrap();
                     }
@@ -178,7 +178,7 @@ proptest! {
                 }
             }
         };
-        // Between the start and the search for what is populated there is no round.
+        // There is no round between the start and the search for populated pages.
         let early: Vec<Step> = early.into_iter().filter(|step| !matches!(step, Step::Round)).collect();
         apply(&mut log, &early, &mut copy);
         let mut populated = PageBitmap::new(pages);
@@ -211,7 +211,7 @@ proptest! {
     }
 }
 
-/// A thread that writes pages and gives others back.
+/// Returns a thread that writes pages and frees others.
 fn writer<'a>(memory: &'a Memory, seed: u64, advice: Advice) -> Writer<'a> {
     Box::new(move |writers| {
         let mut random = Random(seed);
@@ -228,7 +228,7 @@ fn writer<'a>(memory: &'a Memory, seed: u64, advice: Advice) -> Writer<'a> {
 }
 
 #[test]
-fn while_threads_write_anonymous_memory_and_give_it_back_nothing_is_lost() {
+fn while_threads_write_and_free_anonymous_memory_nothing_is_lost() {
     for memory in [Memory::small(600), Memory::transparent_huge(2048)] {
         let mut log = WriteProtectLog::new(vec![memory.addresses()]).unwrap();
         if !works(&mut log) {
@@ -258,7 +258,7 @@ fn while_threads_write_shared_memory_and_punch_holes_nothing_is_lost() {
     log.stop().unwrap();
 }
 
-/// What the kernel does, and why there is a log of holes: the log of writes names none of them.
+/// Shows why there is a log of holes: the log of writes names no holes.
 #[test]
 fn holes_punched_into_shared_memory_are_named_by_the_log_of_holes_only() {
     for (punch_by_file, on_disk) in [(true, false), (false, false), (true, true)] {
@@ -284,18 +284,18 @@ fn holes_punched_into_shared_memory_are_named_by_the_log_of_holes_only() {
         log.start().unwrap();
         assert!(on_disk || collected(&mut log, 0, 200).is_empty());
         give_back(30..40);
-        // Read again, by the tracked mapping and by another one: data, for who asks the file.
+        // Read again, by the tracked mapping and by another one: the file reports data there.
         assert_eq!(memory.word(32, 0).load(Ordering::Relaxed), 0);
         assert_eq!(elsewhere.word(33, 0).load(Ordering::Relaxed), 0);
         memory.write(50);
         memory.write(60);
         give_back(60..61);
-        // Was a hole, is written and punched out.
+        // A hole that is written and punched again.
         memory.write(15);
         give_back(15..16);
-        // Was a hole all the while.
+        // A hole all the time.
         give_back(16..18);
-        // Of a file on a disk, pages leave memory for other reasons too.
+        // Pages of a file on a disk leave memory for other reasons too.
         let mut assert_named = |expected: Vec<u64>| {
             let mut named = collected(&mut log, 0, 200);
             named.retain(|page| !on_disk || expected.contains(page));
@@ -303,7 +303,7 @@ fn holes_punched_into_shared_memory_are_named_by_the_log_of_holes_only() {
         };
         assert_named([15].into_iter().chain(30..40).chain([50, 60]).collect());
         assert_named(vec![]);
-        // Data again, and given back again.
+        // Data again, and freed again.
         memory.write(35);
         assert_named(vec![35]);
         give_back(35..36);
@@ -313,9 +313,9 @@ fn holes_punched_into_shared_memory_are_named_by_the_log_of_holes_only() {
     }
 }
 
-/// The content of the file comes back.
+/// The content of the file becomes visible again.
 #[test]
-fn pages_of_a_private_mapping_that_were_given_back_are_named() {
+fn freed_pages_of_a_private_mapping_are_named() {
     let file = memory_file(100);
     (0..100).for_each(|page| file.write_all_at(b"of the file", page * PAGE_SIZE as u64).unwrap());
     let memory = Memory::private_mapping(&file, 100);
@@ -343,7 +343,7 @@ fn pages_of_a_private_mapping_that_were_given_back_are_named() {
 }
 
 #[test]
-fn private_huge_pages_that_were_given_back_are_named() {
+fn freed_private_huge_pages_are_named() {
     let unit = (HUGE / PAGE_SIZE) as u64;
     let Some(memory) = Memory::hugetlb(4 * unit as usize) else {
         return println!("skipped: no huge pages are free, and none can be added");
@@ -354,7 +354,7 @@ fn private_huge_pages_that_were_given_back_are_named() {
         return;
     }
     memory.advise(unit..2 * unit, Advice::LinuxDontNeed).unwrap();
-    // Written, not looked at, and given back.
+    // Written, not collected, and freed.
     memory.write(2 * unit);
     memory.advise(2 * unit..3 * unit, Advice::LinuxDontNeed).unwrap();
     assert_eq!(collected(&mut log, 0, 4 * unit), (unit..3 * unit).collect::<Vec<_>>());
@@ -363,7 +363,7 @@ fn private_huge_pages_that_were_given_back_are_named() {
 }
 
 #[test]
-fn looking_for_holes_populates_none() {
+fn searching_for_holes_populates_none() {
     let file = memory_file(1000);
     let memory = Memory::shared_file(&file, 1000);
     (0..1000).step_by(10).for_each(|page| memory.write(page));
@@ -411,7 +411,7 @@ fn holes_that_another_process_punches_are_named() {
 }
 
 #[test]
-fn misuse_is_refused_in_words() {
+fn misuse_is_refused_with_the_reason() {
     let file = memory_file(70);
     let mut log = PunchedLog::new(Box::new(ReportedLog::new(&[70, 8])), vec![file_of(&file, 70)]);
     if !works(&mut log) {
@@ -419,7 +419,7 @@ fn misuse_is_refused_in_words() {
     }
     log.stop().unwrap();
     misuse_is_refused(&mut log, &[70, 8]);
-    // A file that may not be written is no guest's RAM.
+    // A file that may not be written cannot be guest RAM.
     let read_only = File::open("/proc/self/exe").unwrap();
     let mut log = PunchedLog::new(Box::new(ReportedLog::new(&[4])), vec![file_of(&read_only, 4)]);
     let error = log.start().unwrap_err().to_string();

@@ -1,5 +1,6 @@
-//! The trap of every log that protects pages: who has pinned a page before it is protected writes it afterwards without a
-//! fault. These tests show it, so that nobody takes the barrier between collecting and reading for superfluous.
+//! The limitation of every log that protects pages: a device that has pinned a page before its protection writes it
+//! afterwards without a fault. These tests demonstrate it, and so why the barrier between collecting and reading is
+//! necessary.
 
 use crate::dirty_support::held_disk::{BYTES, CONTENT, HeldDisk, Read};
 use crate::dirty_support::process::{Process, serve};
@@ -13,10 +14,10 @@ use sterna_memory::userfault::{Faults, Userfault};
 
 const PAGES: u64 = 100;
 const WRITTEN: u64 = (BYTES / PAGE_SIZE) as u64;
-/// A word of what is written.
+/// A word of the written content.
 const NEW: u64 = u64::from_ne_bytes([CONTENT; 8]);
 
-/// What [`Process`] runs.
+/// The test that [`Process`] runs as a child.
 #[test]
 fn as_a_child() {
     serve();
@@ -33,7 +34,7 @@ fn works(log: &mut dyn DirtyLog) -> bool {
     }
 }
 
-/// A started log; or none, and printed why.
+/// Returns a started log, or prints why there is none.
 fn log_of(process: &mut Process) -> Option<WriteProtectLog> {
     let userfault = match Userfault::from_descriptor(process.userfaultfd(), WriteProtectLog::FEATURES) {
         Ok(userfault) => userfault,
@@ -46,20 +47,20 @@ fn log_of(process: &mut Process) -> Option<WriteProtectLog> {
     works(&mut log).then_some(log)
 }
 
-/// Something that writes pages 0 to 15 has pinned them, and has written nothing yet. `word`: the first of page 0.
-fn the_trap(log: &mut dyn DirtyLog, word: impl Fn() -> u64, end: impl FnOnce()) {
+/// Pages 0 to 15 are pinned and not written yet. `word` returns the first word of page 0.
+fn demonstrate_limitation(log: &mut dyn DirtyLog, word: impl Fn() -> u64, end: impl FnOnce()) {
     // The pinning was a write fault.
     assert_eq!(collected(log, 0, PAGES), (0..WRITTEN).collect::<Vec<_>>());
-    assert_ne!(word(), NEW, "who reads what was named now, reads too early");
+    assert_ne!(word(), NEW, "a reader of the named pages would read too early now");
     assert_eq!(collected(log, 0, PAGES), []);
     end();
-    // Who has waited reads what was written: collect, wait for what is under way, read.
+    // A reader that has waited gets the written content: collect, wait for I/O in flight, read.
     assert_eq!(word(), NEW);
-    assert_eq!(collected(log, 0, PAGES), [], "if it is named now, there is no trap");
+    assert_eq!(collected(log, 0, PAGES), [], "if the page is named now, the limitation does not exist");
 }
 
 #[test]
-fn a_direct_read_that_is_under_way_is_named_before_it_lands_and_never_after_in_own_memory() {
+fn a_direct_read_in_flight_is_named_before_its_data_arrives_and_never_after_in_own_memory() {
     let disk = match HeldDisk::new("own") {
         Ok(disk) => disk,
         Err(lacking) => return println!("skipped: {lacking}"),
@@ -70,17 +71,17 @@ fn a_direct_read_that_is_under_way_is_named_before_it_lands_and_never_after_in_o
     if !works(&mut log) {
         return;
     }
-    // SAFETY: memory of ours, accessed by atomics; `end` below waits for the read.
+    // SAFETY: this process's memory, accessed by atomics; `end` below waits for the read.
     let read = disk.hold_thread(|| unsafe { Read::begin(&disk.path, memory.addresses().start) });
     let read = match read {
         Ok(read) => read.unwrap(),
         Err(lacking) => return println!("skipped: {lacking}"),
     };
-    the_trap(
+    demonstrate_limitation(
         &mut log,
         || memory.word(0, 0).load(Ordering::Relaxed),
         || {
-            disk.let_go().unwrap();
+            disk.release().unwrap();
             assert_eq!(read.end(), BYTES as i64);
         },
     );
@@ -88,7 +89,7 @@ fn a_direct_read_that_is_under_way_is_named_before_it_lands_and_never_after_in_o
 }
 
 #[test]
-fn a_direct_read_that_is_under_way_is_named_before_it_lands_and_never_after_in_another_process() {
+fn a_direct_read_in_flight_is_named_before_its_data_arrives_and_never_after_in_another_process() {
     let disk = match HeldDisk::new("other") {
         Ok(disk) => disk,
         Err(lacking) => return println!("skipped: {lacking}"),
@@ -109,15 +110,15 @@ fn a_direct_read_that_is_under_way_is_named_before_it_lands_and_never_after_in_a
             process.borrow().read(start, &mut bytes);
             u64::from_ne_bytes(bytes)
         };
-        the_trap(&mut log, word, || {
-            disk.let_go().unwrap();
+        demonstrate_limitation(&mut log, word, || {
+            disk.release().unwrap();
             assert_eq!(process.borrow_mut().ask("end-read"), BYTES.to_string());
         });
         log.stop().unwrap();
     }
 }
 
-/// The same without a disk: the kernel copies from memory that comes late, to pages that it has pinned.
+/// Shows the same without a disk: the kernel copies from memory that arrives late to pages that it has pinned.
 fn a_copy_by_the_kernel_is_held(log: &mut WriteProtectLog, pid: i32, target: usize, word: impl Fn() -> u64) {
     let source = Memory::small(WRITTEN as usize);
     let missing = match Userfault::open(Faults::All, 0) {
@@ -133,11 +134,11 @@ fn a_copy_by_the_kernel_is_held(log: &mut WriteProtectLog, pid: i32, target: usi
             // SAFETY: the local entry is a mapping of that length; the remote one is accessed by atomics only.
             unsafe { libc::process_vm_writev(pid, &raw const local, 1, &raw const remote, 1, 0) }
         });
-        // The kernel asks for the first page of the source after it has pinned the pages to write.
+        // The kernel accesses the first page of the source after it has pinned the pages to write.
         let (stop, mut buffer) = (Stop::new().unwrap(), FaultBuffer::new());
         let faults = missing.wait_faults(&stop, &mut buffer).unwrap().unwrap();
         assert_eq!(faults[0].address(), from);
-        the_trap(log, word, || {
+        demonstrate_limitation(log, word, || {
             // SAFETY: nothing in this process accesses the source.
             unsafe { missing.copy(from, &[CONTENT; BYTES]).unwrap() };
             assert_eq!(writer.join().unwrap(), BYTES as isize);
@@ -146,7 +147,7 @@ fn a_copy_by_the_kernel_is_held(log: &mut WriteProtectLog, pid: i32, target: usi
 }
 
 #[test]
-fn a_copy_into_pinned_pages_is_named_before_it_lands_and_never_after_in_own_memory() {
+fn a_copy_into_pinned_pages_is_named_before_its_data_arrives_and_never_after_in_own_memory() {
     let memory = Memory::small(PAGES as usize);
     memory.populate();
     let mut log = WriteProtectLog::new(vec![memory.addresses()]).unwrap();
@@ -159,7 +160,7 @@ fn a_copy_into_pinned_pages_is_named_before_it_lands_and_never_after_in_own_memo
 }
 
 #[test]
-fn a_copy_into_pinned_pages_is_named_before_it_lands_and_never_after_in_another_process() {
+fn a_copy_into_pinned_pages_is_named_before_its_data_arrives_and_never_after_in_another_process() {
     let Some(mut process) = Process::start(&format!("memfd:{PAGES}")) else { return };
     process.ask("populate 0");
     let Some(mut log) = log_of(&mut process) else { return };
