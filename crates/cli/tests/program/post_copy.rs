@@ -110,7 +110,7 @@ fn waits_and_never_read_zeros(pair: &Pair) {
 fn moved(pair: &Pair) {
     let before = without_huge_pages_and_watched(&pair.destination);
     let (receiver, sender) = start(pair);
-    receiver.wait_for(RUNS_WITHOUT_ALL_MEMORY);
+    receiver.wait_for(RUNS_SHORT);
     let (status, lines) = sender.finish_with_lines();
     assert!(status.success(), "{lines:?}");
     let (received, lines) = receiver.finish_with_lines();
@@ -181,7 +181,7 @@ fn a_guest_whose_network_is_cut_gets_the_rest_of_its_memory_over_a_new_connectio
     let receiver = Sterna::start("receive", command.arg("--insecure"));
     let network = Network::to(&receiver.address());
     let sender = sender_to(&pair, &network.address);
-    receiver.wait_for(RUNS_WITHOUT_ALL_MEMORY);
+    receiver.wait_for(RUNS_SHORT);
     network.cut();
     sender.wait_for("the destination is back");
     let (status, lines) = sender.finish_with_lines();
@@ -198,7 +198,7 @@ fn a_guest_whose_receive_is_killed_waits_for_its_memory_and_recover_reports_it_l
     for backend in [Backend::Anonymous, Backend::Memfd] {
         let Some(mut pair) = pair(backend) else { return };
         let (mut receiver, sender) = start(&pair);
-        receiver.wait_for(RUNS_WITHOUT_ALL_MEMORY);
+        receiver.wait_for(RUNS_SHORT);
         receiver.kill();
         waits_and_never_read_zeros(&pair);
 
@@ -225,7 +225,7 @@ fn a_guest_whose_receive_is_killed_waits_for_its_memory_and_recover_reports_it_l
 fn a_guest_whose_send_is_killed_waits_for_its_memory_until_its_qemu_is_ended() {
     let Some(mut pair) = pair(Backend::Anonymous) else { return };
     let (receiver, mut sender) = start(&pair);
-    receiver.wait_for(RUNS_WITHOUT_ALL_MEMORY);
+    receiver.wait_for(RUNS_SHORT);
     sender.kill();
     receiver.wait_for("part of the guest's memory with it");
     waits_and_never_read_zeros(&pair);
@@ -240,7 +240,7 @@ fn a_guest_whose_send_died_before_the_decision_continues_at_the_source() {
     let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
     // Just before the decision: the destination watches its memory, and has loaded the devices.
     let crash = Some("source.before-record-committed:crash");
-    let mut migration = Migration::start_by("direct", pair, BOOT_SECTOR_POST_COPY, crash, None);
+    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, crash, None);
     migration.wait_crash(Side::Source).unwrap();
     migration.settle().unwrap();
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
@@ -252,7 +252,7 @@ fn a_guest_that_never_ran_at_the_destination_can_be_resumed_at_the_source() {
     let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
     // The destination knows the decision, but has not resumed the guest.
     let crash = Some("destination.before-cont:crash");
-    let mut migration = Migration::start_by("direct", pair, BOOT_SECTOR_POST_COPY, None, crash);
+    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, None, crash);
     migration.wait_crash(Side::Destination).unwrap();
     assert_eq!(
         Side::Destination.state(&migration.pair),
@@ -279,8 +279,8 @@ fn a_guest_whose_page_faults_kvm_handles_in_the_kernel_finds_its_memory() {
     if pair.destination.qemu.accel() != Accel::Kvm {
         return eprintln!("skipped: KVM does not run the boot-sector guest here");
     }
-    let mut migration = Migration::start_by("direct", pair, BOOT_SECTOR_POST_COPY, None, None);
-    migration.receiver.as_ref().expect("it was started").wait_for(RUNS_WITHOUT_ALL_MEMORY);
+    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, None, None);
+    migration.receiver.as_ref().expect("it was started").wait_for(RUNS_SHORT);
     migration.settle().unwrap();
     assert_eq!(migration.exactly_one(), Ok(Side::Destination));
     let report = report(&migration.pair.report());
