@@ -176,39 +176,6 @@ fn a_report_that_could_not_be_written_is_refused_before_anything_is_done() {
 }
 
 #[test]
-fn a_benchmark_of_no_known_cell_is_refused_with_the_cells_that_there_are() {
-    let text = refusal(&run("bench qemu --only memfd --only zzz"), 2);
-    assert!(text.starts_with("--only: no cell's name contains 'zzz'"), "{text}");
-    for cell in ["unlimited, memfd, QEMU none", "unlimited, huge pages, writing, direct none", "1 Gbit/s, direct auto"]
-    {
-        assert!(text.lines().any(|line| line.trim() == cell), "{text}");
-    }
-}
-
-#[test]
-fn only_benchmarks_that_have_more_cells_take_long_and_none_takes_it_with_quick() {
-    let text = refusal(&run("bench ram --long"), 2);
-    assert!(text.starts_with("--long:") && text.contains("'compression' and 'selection'"), "{text}");
-    let text = refusal(&run("bench selection --only zzz"), 2);
-    for cell in [
-        "virtual: mixed, 1 Gbit/s × 2",
-        "virtual: text, 40 Gbit/s × 4, 0.5 CPUs allowed, QAT",
-        "real: mixed, 2.5 Gbit/s, then 250 Mbit/s",
-    ] {
-        assert!(text.lines().any(|line| line.trim() == cell), "{text}");
-    }
-    assert_eq!(run("bench compression --long --quick").status.code(), Some(2));
-    let text = refusal(&run("bench compression --only zzz"), 2);
-    for cell in [
-        "unlimited, mixed, auto × 2",
-        "1 Gbit/s, memcached written at 150 MB/s, zstd × 2",
-        "100 Mbit/s, mixed, lz4 × 16",
-    ] {
-        assert!(text.lines().any(|line| line.trim() == cell), "{text}");
-    }
-}
-
-#[test]
 fn a_missing_qmp_socket_is_one_line_and_the_json_says_the_same() {
     for line in ["send --qmp no.sock --to 127.0.0.1:1", "receive --qmp no.sock --listen 127.0.0.1:0"] {
         let home = tempfile::tempdir().unwrap();

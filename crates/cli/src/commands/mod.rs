@@ -92,10 +92,7 @@ pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Cert(args) => {
             crate::cert::run(args).map(|()| Exit::Completed).map_err(|error| Failure::failed(&error))
         }
-        Command::Demo(args) => crate::demo::run(args),
         Command::Accel(command) => accel::run(command),
-        Command::Bench(args) => crate::bench::run(args),
-        Command::BenchSide => crate::bench::run_side(),
     }
 }
 
