@@ -3,7 +3,6 @@
 //! Seeds are printed; `STERNA_TEST_SEED` repeats a run.
 
 use std::collections::HashSet;
-use std::hash::{BuildHasher, RandomState};
 use std::io::{ErrorKind, Read, Write};
 use std::time::Duration;
 
@@ -11,6 +10,7 @@ use sterna_engine::transport::simulated::{DEFAULT_CAPACITY, Direction, Faults, N
 use sterna_engine::transport::{
     Connection, Incoming, Limits, Listener, Reader, Security, TransportError, Writer, accept_channel, open_channel,
 };
+use sterna_test_kit::random::announced_seed;
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelKind, REPLY_PREFIX_LENGTH};
 use sterna_wire::identity::{MigrationId, MigrationKey};
 
@@ -20,16 +20,6 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const A_MOMENT: Duration = Duration::from_millis(20);
 /// What has travelled in both directions once a channel is open.
 const OPENED: [u64; 2] = [CHANNEL_HEADER_LENGTH as u64, REPLY_PREFIX_LENGTH as u64];
-
-/// A new seed each time, printed, or the one in the environment variable.
-fn seed() -> u64 {
-    let seed = match std::env::var("STERNA_TEST_SEED") {
-        Ok(text) => text.parse().expect("STERNA_TEST_SEED is a number"),
-        Err(_) => RandomState::new().hash_one(()),
-    };
-    println!("repeat with STERNA_TEST_SEED={seed}");
-    seed
-}
 
 /// A port that is listened on.
 struct Door {
@@ -96,7 +86,7 @@ fn works((near, far): &mut (Halves, Halves)) -> bool {
 #[test]
 fn a_planned_cut_comes_after_exactly_so_many_bytes_in_its_direction() {
     for direction in [Direction::Forth, Direction::Back] {
-        let network = Network::new(seed());
+        let network = Network::new(announced_seed());
         let door = Door::open(&network, "a");
         let after = OPENED[direction as usize] + 100_000;
         network.faults(Faults::new().cut(Which::all().number(1), direction, after));
@@ -120,7 +110,7 @@ fn a_planned_cut_comes_after_exactly_so_many_bytes_in_its_direction() {
 
 #[test]
 fn a_connection_cut_at_once_is_made_and_then_broken() {
-    let network = Network::new(seed());
+    let network = Network::new(announced_seed());
     let door = Door::open(&network, "a");
     network.faults(Faults::new().cut(Which::all(), Direction::Back, 0));
     let connection = Connection::connect(&door.port, &Security::Insecure).unwrap();
@@ -128,7 +118,7 @@ fn a_connection_cut_at_once_is_made_and_then_broken() {
 }
 
 #[test]
-fn where_a_cut_within_a_range_falls_follows_from_the_seed() {
+fn where_a_cut_within_a_range_falls_follows_from_the_announced_seed() {
     let arrived = |seed: u64| {
         let network = Network::new(seed);
         let door = Door::open(&network, "a");
@@ -145,7 +135,7 @@ fn where_a_cut_within_a_range_falls_follows_from_the_seed() {
             })
             .collect::<Vec<_>>()
     };
-    let seed = seed();
+    let seed = announced_seed();
     let runs: Vec<_> = (0..8).map(|run| arrived(seed.wrapping_add(run))).collect();
     assert_eq!(runs[0], arrived(seed));
     assert!(runs.iter().flatten().collect::<HashSet<_>>().len() > 12, "{runs:?}");
@@ -167,7 +157,7 @@ fn what_arrives_together_follows_from_the_seed_and_pieces_of_all_sizes_come() {
         assert_eq!(pieces.iter().sum::<usize>(), DEFAULT_CAPACITY);
         pieces
     };
-    let seed = seed();
+    let seed = announced_seed();
     let first = pieces(seed);
     assert_eq!(first, pieces(seed));
     assert_ne!(first, pieces(seed.wrapping_add(1)));
@@ -176,7 +166,7 @@ fn what_arrives_together_follows_from_the_seed_and_pieces_of_all_sizes_come() {
 
 #[test]
 fn a_refused_connection_counts_and_the_next_one_is_made() {
-    let network = Network::new(seed());
+    let network = Network::new(announced_seed());
     let (first, second) = (Door::open(&network, "a"), Door::open(&network, "b"));
     network.faults(Faults::new().refuse(Which::to(&second.port).number(1)));
     for door in [&first, &second, &first] {
@@ -196,7 +186,7 @@ fn a_refused_connection_counts_and_the_next_one_is_made() {
 
 #[test]
 fn cutting_now_breaks_what_exists_loses_what_is_on_its_way_and_wakes_who_waits() {
-    let network = Network::new(seed());
+    let network = Network::new(announced_seed());
     let (first, second) = (Door::open(&network, "a"), Door::open(&network, "b"));
     let ((mut near, mut far), mut other) = (first.channel().unwrap(), second.channel().unwrap());
     near.0.write_all(b"lost").unwrap();
@@ -224,7 +214,7 @@ fn cutting_now_breaks_what_exists_loses_what_is_on_its_way_and_wakes_who_waits()
 #[test]
 fn what_is_stalled_arrives_when_it_is_resumed_and_the_sender_waits_for_room() {
     let capacity = 5000;
-    let network = Network::with_capacity(seed(), capacity);
+    let network = Network::with_capacity(announced_seed(), capacity);
     let door = Door::open(&network, "a");
     network.faults(Faults::new().stall(Which::all(), Direction::Forth, OPENED[0] + 1000));
     let ((mut writer, mut back), (mut forth, mut reader)) = door.channel().unwrap();
@@ -261,7 +251,7 @@ fn what_is_stalled_arrives_when_it_is_resumed_and_the_sender_waits_for_room() {
 #[test]
 fn neither_an_end_nor_a_reset_passes_a_stalled_direction() {
     for unread in [false, true] {
-        let network = Network::new(seed());
+        let network = Network::new(announced_seed());
         let door = Door::open(&network, "a");
         let ((mut writer, mut reader), mut far) = door.channel().unwrap();
         if unread {
@@ -285,7 +275,7 @@ fn neither_an_end_nor_a_reset_passes_a_stalled_direction() {
 #[test]
 fn a_stalled_peer_is_given_up_by_the_limits_as_over_tcp() {
     let capacity = 1000;
-    let network = Network::with_capacity(seed(), capacity);
+    let network = Network::with_capacity(announced_seed(), capacity);
     let door = Door::open(&network, "a");
     let limits = Limits { silence: A_MOMENT, ..Limits::default() };
     let ((mut writer, mut reader), _far) = door.channel_within(&limits).unwrap();
@@ -303,7 +293,7 @@ fn a_stalled_peer_is_given_up_by_the_limits_as_over_tcp() {
 
 #[test]
 fn healing_ends_all_that_is_planned_and_all_that_stands_still() {
-    let network = Network::new(seed());
+    let network = Network::new(announced_seed());
     let door = Door::open(&network, "a");
     let plan = Faults::new().cut(Which::all(), Direction::Forth, OPENED[0] + 10).refuse(Which::all().number(1));
     network.faults(plan.stall(Which::all(), Direction::Back, OPENED[1]));
@@ -322,7 +312,7 @@ fn healing_ends_all_that_is_planned_and_all_that_stands_still() {
 
 #[test]
 fn networks_and_ports_are_apart_from_each_other() {
-    let (one, two) = (Network::new(seed()), Network::new(1));
+    let (one, two) = (Network::new(announced_seed()), Network::new(1));
     let (here, there) = (Door::open(&one, "a"), Door::open(&two, "a"));
     let (mut near, mut far) = (here.channel().unwrap(), there.channel().unwrap());
     one.cut_all();
@@ -334,7 +324,7 @@ fn networks_and_ports_are_apart_from_each_other() {
 
 #[test]
 fn a_connection_that_nobody_accepted_is_reset_when_its_listener_goes() {
-    let network = Network::new(seed());
+    let network = Network::new(announced_seed());
     let port = network.port("a");
     let listener = Listener::bind(&port).unwrap();
     let connection = Connection::connect(&port, &Security::Insecure).unwrap();

@@ -17,7 +17,8 @@ use sterna_offload::{
     Batch, Cancelled, Cause, Channel, Delta, Kind, Offload, Operation, Outcome, Reason, Recheck, Region, Settings,
     Shares, Ticket, TicketId,
 };
-use support::{Clock, Fake, Memory, PAGE, Random, Script, crc32c};
+use sterna_test_kit::Random;
+use support::{Clock, Fake, Memory, PAGE, Script, crc32c};
 
 /// Batches of a run.
 const BATCHES: usize = 64;
@@ -145,7 +146,7 @@ fn script(random: &mut Random) -> Script {
 
 impl Run {
     fn new(seed: u64) -> Self {
-        let mut random = Random(seed.wrapping_mul(0x5851_f42d_4c95_7f2d));
+        let mut random = Random::new(seed.wrapping_mul(0x5851_f42d_4c95_7f2d));
         let clock = Clock::new();
         let mut devices = Vec::new();
         let mut queues = Vec::new();
@@ -162,7 +163,8 @@ impl Run {
                     (0..=random.below(2)).map(|_| (1 + random.below(16) as u32, random.once_in(3))).collect();
                 let prefix = if kind == DeviceKind::Dsa { "dsa" } else { "iax" };
                 let script = script(&mut random);
-                let device = Fake::new(&format!("{prefix}{number}"), kind, &sizes, random.next(), Script::default());
+                let device =
+                    Fake::new(&format!("{prefix}{number}"), kind, &sizes, random.next_u64(), Script::default());
                 // Half-failed start: this one does not open.
                 if random.once_in(6) {
                     device.open_in_vain();
@@ -200,7 +202,7 @@ impl Run {
             let copy = source.read(page * PAGE, PAGE);
             other.write(page * PAGE, &copy);
             for _ in 0..random.below(3) {
-                other.write(page * PAGE + random.below(PAGE as u64) as usize, &[random.next() as u8]);
+                other.write(page * PAGE + random.below(PAGE as u64) as usize, &[random.next_u64() as u8]);
             }
         }
         let (first, second) = (source.read(0, PAGES * PAGE), other.read(0, PAGES * PAGE));
@@ -542,7 +544,7 @@ fn input(operation: Operation, random: &mut Random) -> Vec<u8> {
                 // Beyond the page.
                 offsets.push(600);
             }
-            let entry = |offset: u16| [&offset.to_le_bytes()[..], &random.next().to_le_bytes()].concat();
+            let entry = |offset: u16| [&offset.to_le_bytes()[..], &random.next_u64().to_le_bytes()].concat();
             offsets.into_iter().flat_map(entry).collect()
         }
         _ if random.once_in(8) => vec![0xff],

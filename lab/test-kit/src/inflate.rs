@@ -1,7 +1,10 @@
-//! A second inflate, bit by bit after RFC 1951, to hold the model's deflate against.
+//! An inflate of its own, bit by bit after RFC 1951, to hold deflate streams against.
 
-/// The whole stream, or what is wrong with it. No distance may be larger than `window`.
-pub(crate) fn inflate(stream: &[u8], window: usize) -> Result<Vec<u8>, &'static str> {
+/// Returns the content of a whole stream. No distance may be larger than `window`.
+///
+/// # Errors
+/// What is wrong with the stream.
+pub fn inflate(stream: &[u8], window: usize) -> Result<Vec<u8>, &'static str> {
     let mut bits = Bits { stream, at: 0 };
     let mut out = Vec::new();
     loop {
@@ -121,6 +124,27 @@ fn block(
         }
         for _ in 0..length {
             out.push(out[out.len() - distance]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::inflate;
+    use crate::content::code_like;
+
+    #[test]
+    fn it_reads_what_another_implementation_wrote_and_refuses_what_is_cut_off_or_too_far() {
+        let plain = code_like(5, 40_000);
+        for level in [0, 1, 9] {
+            let mut encoder = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::new(level));
+            encoder.write_all(&plain).unwrap();
+            let stream = encoder.finish().unwrap();
+            assert_eq!(inflate(&stream, 1 << 15).unwrap(), plain);
+            assert!(inflate(&stream[..stream.len() - 1], 1 << 15).is_err());
+            assert_eq!(inflate(&stream, 64).is_ok(), level == 0, "level {level}");
         }
     }
 }
