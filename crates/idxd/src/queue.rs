@@ -142,6 +142,11 @@ impl WorkQueue {
         self.portal.way()
     }
 
+    /// Returns how descriptors are submitted, for people.
+    pub fn description(&self) -> String {
+        self.portal.description()
+    }
+
     /// Returns the most descriptors of one batch, or why there can be none.
     pub fn max_batch(&self) -> Result<u32, NoBatches> {
         self.batches

@@ -144,7 +144,7 @@ pub(crate) fn summary(opened: &Opened) -> String {
             Err(_) if kind_of(info) == Kind::Iaa => String::new(),
             Err(why) => format!(", no batches: {why}"),
         };
-        used.push(format!("{} {} ({mode}{}{batches})", kind_of(info).name(), info.full_name(), queue.way()));
+        used.push(format!("{} {} ({mode}{}{batches})", kind_of(info).name(), info.full_name(), queue.description()));
     }
     let mut line = if used.is_empty() { "cpu".to_owned() } else { format!("{}, cpu", used.join(", ")) };
     if !opened.not_used.is_empty() {
