@@ -174,8 +174,8 @@ fn notes(args: &BenchArgs) -> Vec<String> {
         "No bitmap: each zero page is looked at, and cleared where it holds anything. Bitmap: the library's. Populated ahead: \
          by one system call for each run of pages, just before they are handed to the device, as the library's destination \
          does. Page requests: descriptors block on fault; the product never asks for that, the benchmark sets the bit on the \
-         way to the device. CPU finishes: what the product does where a device met a fault. The product's own cell is \
-         \"CPU finishes, populated ahead, bitmap\"."
+         way to the device. CPU finishes: what offload does where a device met a fault. No destination of this version has \
+         a device write guest RAM; one that had would be the cell \"CPU finishes, populated ahead, bitmap\"."
             .into(),
         "Counted: device faults are pages that the model found missing or not writable. Flushes are pages that were mapped and \
          came to be mapped otherwise, a huge page once: for each the kernel invalidates the IOMMU; met by the device are \

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use sterna_engine::cancel::Cancel;
 
 use super::machine::Machine;
+use super::provenance::Provenance;
 use crate::hosts::HostsError;
 
 /// A figure that every cell of a benchmark has.
@@ -201,8 +202,8 @@ impl Findings {
         text
     }
 
-    /// The same for machines.
-    pub(crate) fn json(&self, machine: &Machine) -> Value {
+    /// The same for machines, and for `sterna-bench report`.
+    pub(crate) fn json(&self, machine: &Machine, provenance: &Provenance) -> Value {
         let rows: Vec<Value> = self.rows.iter().map(|row| self.row_json(row)).collect();
         let targets: Vec<Value> = self
             .targets
@@ -219,7 +220,16 @@ impl Findings {
                 })
             })
             .collect();
-        json!({ "name": self.name, "machine": machine, "rows": rows, "targets": targets, "notes": self.notes })
+        json!({
+            "name": self.name,
+            "command": provenance.command,
+            "date": provenance.date,
+            "commit": provenance.commit,
+            "machine": machine,
+            "rows": rows,
+            "targets": targets,
+            "notes": self.notes,
+        })
     }
 
     fn row_json(&self, row: &Row) -> Value {
@@ -344,7 +354,7 @@ mod tests {
             let told = |line: &str| words.iter().all(|word| line.contains(word));
             assert!(text.lines().any(told), "{words:?}: {text}");
         }
-        let json = findings.json(&machine);
+        let json = findings.json(&machine, &Provenance::of_this_run());
         assert_eq!(json["rows"][0]["total_ms"]["median"], 1500.0);
         let met: Vec<_> = (0..3).map(|target| json["targets"][target]["met"].as_bool()).collect();
         assert_eq!(met, [Some(true), Some(false), None]);

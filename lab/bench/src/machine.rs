@@ -1,9 +1,9 @@
 //! The machine that figures were measured on: without it they mean nothing.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// What is told of it.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Machine {
     cpu: String,
     cpus: usize,

@@ -19,9 +19,11 @@ mod memory;
 mod migration;
 mod offload;
 mod options;
+mod provenance;
 mod qemu;
 mod ram;
 mod received_bitmap;
+mod report;
 mod selection;
 mod signals;
 mod zero_page;
@@ -36,6 +38,7 @@ use crate::harness::{Findings, Target};
 use crate::hosts::HostsError;
 use crate::machine::Machine;
 use crate::options::BenchArgs;
+use crate::provenance::Provenance;
 
 /// A benchmark: a command of this program.
 struct Benchmark {
@@ -175,12 +178,14 @@ fn program() -> Command {
         .arg_required_else_help(true)
         .subcommands(BENCHMARKS.iter().map(benchmark))
         .subcommand(demo::DemoArgs::augment_args(Command::new("demo")))
+        .subcommand(report::ReportArgs::augment_args(Command::new("report")))
         .subcommand(Command::new(SIDE).hide(true))
 }
 
 fn run(matches: &ArgMatches) -> Result<(), Failure> {
     match matches.subcommand() {
         Some(("demo", options)) => demo::run(&parsed(options)?).map_err(Failure::Failed),
+        Some(("report", options)) => report::run(&parsed(options)?).map_err(Failure::Failed),
         Some((SIDE, _)) => ram::side::run().map_err(Failure::Failed),
         Some((name, options)) => {
             let benchmark = BENCHMARKS.iter().find(|benchmark| benchmark.name == name);
@@ -217,7 +222,7 @@ fn measure(benchmark: &Benchmark, args: &BenchArgs) -> Result<(), Failure> {
     machine.look_again();
     let _ = writeln!(std::io::stdout(), "{}", findings.text(&machine));
     if let Some(path) = &args.json {
-        std::fs::write(path, format!("{:#}\n", findings.json(&machine)))
+        std::fs::write(path, format!("{:#}\n", findings.json(&machine, &Provenance::of_this_run())))
             .map_err(|error| Failure::Failed(format!("cannot write {}: {error}", path.display())))?;
     }
     for (met, what) in [(Some(false), "targets missed"), (None, "targets not measured")] {

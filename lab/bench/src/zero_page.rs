@@ -45,7 +45,8 @@ const CONTENTS: [(&str, u64); 2] = [("half normal", 500), ("all zero", 0)];
 const QEMU_SEARCH: &str = "Sterna with QEMU's search";
 const STERNA: &str = "Sterna";
 
-fn published_name(run: &Published) -> String {
+/// The name of the cell that simulates a published run.
+pub(crate) fn published_name(run: &Published) -> String {
     format!("{}, published structure", run.name)
 }
 
@@ -139,8 +140,8 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
     Ok(findings)
 }
 
-/// What a published run had in a column.
-fn published_figure(run: &Published, column: &str) -> f64 {
+/// Returns what a published run had in a column; 0 where it had no such thread.
+pub(crate) fn published_figure(run: &Published, column: &str) -> f64 {
     let page = |ms: f64| ms * 1e6 / fit::PAGES;
     match column {
         "total_ms" => run.total,

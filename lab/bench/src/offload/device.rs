@@ -10,6 +10,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, TryRecvError, sync_channel};
+use std::thread::JoinHandle;
 use std::time::Instant;
 
 use sterna_engine::cancel::Cancel;
@@ -242,7 +243,9 @@ impl Search {
 /// A device that knows which pages are zero, on a thread of its own.
 #[derive(Debug)]
 struct StandIn {
-    submitted: SyncSender<Descriptor>,
+    /// None once the queue is being closed.
+    submitted: Option<SyncSender<Descriptor>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl StandIn {
@@ -268,24 +271,36 @@ impl StandIn {
                 }
             }
         };
-        std::thread::Builder::new()
+        let thread = std::thread::Builder::new()
             .name("stand-in".into())
             .spawn(work)
             .map_err(|error| HostsError(format!("no thread for the stand-in of a device: {error}")))?;
-        Ok(Self { submitted })
+        Ok(Self { submitted: Some(submitted), thread: Some(thread) })
     }
 }
 
 impl Portal for StandIn {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
-        match self.submitted.try_send(*descriptor) {
-            Ok(()) => Submission::Accepted,
-            Err(_) => Submission::Retry,
+        match self.submitted.as_ref().map(|submitted| submitted.try_send(*descriptor)) {
+            Some(Ok(())) => Submission::Accepted,
+            _ => Submission::Retry,
         }
     }
 
     fn way(&self) -> SubmitMethod {
         SubmitMethod::Enqcmd
+    }
+}
+
+impl Drop for StandIn {
+    /// As closing a queue does: nothing is under way afterwards. On a machine so busy that a request was given up, its records are
+    /// unmapped next.
+    fn drop(&mut self) {
+        drop(self.submitted.take());
+        if let Some(thread) = self.thread.take() {
+            // A panic in the thread has been printed.
+            let _ = thread.join();
+        }
     }
 }
 
