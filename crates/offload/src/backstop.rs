@@ -55,8 +55,8 @@ fn look(core: &Core) -> (u64, Nanos) {
 #[cfg(test)]
 mod tests {
     use std::ptr::NonNull;
-    use std::sync::atomic::AtomicU64;
     use std::sync::OnceLock;
+    use std::sync::atomic::AtomicU64;
 
     use sterna_idxd::{Device, Kind, Mode, QueueInfo, WorkQueue};
     use sterna_test_kit::portal::OnDemandDevice;

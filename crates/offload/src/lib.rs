@@ -65,7 +65,7 @@ pub use channel::{Cancelled, Channel, Done, Outcome, Producer, Reason, Ticket, T
 pub use deflate::Deflater;
 pub use engine::{Cause, Kind};
 pub use guest::Guest;
-pub use helpers::{CallError, Callbacks};
+pub use helpers::CallError;
 pub use lease::Leases;
 pub use offload::{Offload, StartError};
 pub use operation::Operation;

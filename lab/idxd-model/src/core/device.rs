@@ -338,11 +338,6 @@ impl Device {
         self.fabric_free_ps = 0;
     }
 
-    /// Returns whether it is in the halt state.
-    pub fn is_halted(&self) -> bool {
-        self.state == State::Halted
-    }
-
     /// Does *Enable WQ* or *Disable WQ*: a disabled queue accepts nothing, its descriptors are completed.
     pub fn enable(&mut self, queue: usize, enabled: bool) {
         self.queues[queue].enabled = enabled;
