@@ -3,6 +3,7 @@
 //!
 //! After every move, whatever became of it: the guest has never run twice, it runs once, and its memory is right.
 
+#[path = "program/support/mod.rs"]
 mod support;
 
 use std::io::{Read, Write};

@@ -1,7 +1,9 @@
 //! Whole migrations by the method `qatzip` over the real library's software path, while the guest writes; and those that are refused
 //! before anything is begun. One library per process, so the made-up one with a device has a file of its own.
 
+#[path = "engine/common/mod.rs"]
 mod common;
+#[path = "engine/guest/mod.rs"]
 mod guest;
 
 use std::sync::Mutex;

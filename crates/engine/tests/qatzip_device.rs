@@ -1,7 +1,9 @@
 //! Whole migrations by the method `qatzip` with a device behind the library, by the made-up library of `sterna-qatzip`'s tests; and
 //! without any library. What the device does wrong, no guest notices.
 
+#[path = "engine/common/mod.rs"]
 mod common;
+#[path = "engine/guest/mod.rs"]
 mod guest;
 
 use std::path::PathBuf;

@@ -3,6 +3,7 @@
 //! all its threads.
 #![cfg(all(feature = "model", target_arch = "x86_64"))]
 
+#[path = "offload/support/mod.rs"]
 mod support;
 
 use sterna_idxd::{Directories, Instructions, Opening};

@@ -2,7 +2,7 @@
 //! everything else is what a monitor has.
 
 mod faults;
-#[path = "../../../engine/tests/guest/mod.rs"]
+#[path = "../../../engine/tests/engine/guest/mod.rs"]
 mod guest;
 mod machine;
 mod moves;

@@ -1,0 +1,353 @@
+//! `sterna send --mode direct` with the options of direct mode: accelerators (of a model), and the reaction to a guest that writes too fast.
+//! Each guest verifies its own memory after the move.
+
+use std::path::Path;
+use std::process::ExitStatus;
+
+use crate::support::pair::{Pair, eventually};
+use crate::support::settle::{Migration, Side};
+use crate::support::{LONG, Sterna, receive, report, send_by};
+use serde_json::{Value, json};
+use sterna_qemu_lab::accel::kvm_runs;
+use sterna_qemu_lab::huge::HugePages;
+use sterna_qemu_lab::{
+    Accel, Backend, Dirty, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, skip_if_unavailable,
+};
+
+const MEMORY: u64 = 256 << 20;
+const FILLED: u64 = 64 << 20;
+
+/// A DSA and an IAA.
+const MODEL: &str = r#"{"devices":[{"name":"dsa0","queues":[{"name":"wq0.0","size":64,"max_batch_size":128}]},
+    {"name":"iax1","kind":"iaa","engines":8,"queues":[{"name":"wq1.0","size":64}]}]}"#;
+
+/// A guest, and how it is moved.
+struct Case<'a> {
+    backend: Backend,
+    fill: Fill,
+    /// How fast it writes pages, in bytes a second, and how.
+    writes: (u64, Dirty),
+    send: &'a str,
+    receive: &'a str,
+}
+
+const CASE: Case<'_> =
+    Case { backend: Backend::Memfd, fill: Fill::Mixed, writes: (16 << 20, Dirty::Stamp), send: "", receive: "" };
+
+/// The result of a case.
+struct Moved {
+    status: ExitStatus,
+    report: Value,
+    source: Qemu,
+    destination: Qemu,
+}
+
+impl Case<'_> {
+    /// Moves the guest while it writes; none if there is no QEMU. In `send`, `MODEL` stands for the file of a model.
+    fn run(&self) -> Option<Moved> {
+        let linux = LinuxGuest {
+            fill: self.fill,
+            memory: Some(FILLED),
+            dirty_rate: self.writes.0,
+            dirty: self.writes.1,
+            ..LinuxGuest::default()
+        };
+        let mut machine = QemuOptions::new(QemuVersion::V10_0, Guest::Linux(linux));
+        (machine.memory, machine.backend) = (MEMORY, self.backend.clone());
+        let source = skip_if_unavailable(Qemu::start(&machine))?;
+        let destination = Qemu::start(&machine.incoming()).unwrap();
+        source.guest().wait_ready(LONG).unwrap();
+        source.guest().wait_tick_after(0, LONG).unwrap();
+        let scratch = tempfile::tempdir().unwrap();
+        let model = scratch.path().join("model.json");
+        std::fs::write(&model, MODEL).unwrap();
+        let json = scratch.path().join("report.json");
+
+        let mut command = receive(destination.qmp_path(), &scratch.path().join("destination"));
+        let receiver = Sterna::start("receive", command.arg("--insecure").args(self.receive.split_whitespace()));
+        let state = scratch.path().join("source");
+        let mut command = send_by("direct", source.qmp_path(), &receiver.address(), &state, &json);
+        let words = self.send.replace("MODEL", &format!("model:{}", model.display()));
+        let sender = Sterna::start("send", command.arg("--insecure").args(words.split_whitespace()));
+        let (status, _) = sender.finish();
+        // After a refused source, `receive` waits for another one; it ends with the test.
+        if status.success() {
+            let (received, _) = receiver.finish();
+            assert!(received.success(), "{received}");
+        }
+        Some(Moved { status, report: report(&json), source, destination })
+    }
+
+    /// Moves the guest, and makes it verify its memory.
+    fn moved(&self) -> Option<Moved> {
+        let moved = self.run()?;
+        assert!(moved.status.success(), "{}", moved.report);
+        assert_eq!((&moved.report["mode"], &moved.report["outcome"]), (&"direct".into(), &"completed".into()));
+        let verified = moved.destination.guest().verify(LONG).unwrap();
+        assert!(verified.bad == 0 && verified.table_whole, "{verified:?}");
+        Some(moved)
+    }
+}
+
+impl Moved {
+    fn number(&self, name: &str) -> u64 {
+        self.report[name].as_u64().unwrap_or_else(|| panic!("{name} in {}", self.report))
+    }
+
+    /// Returns the report's lines about accelerators, as one text.
+    fn accelerators(&self) -> String {
+        let lines = self.report["accelerators"].as_array().map(Vec::as_slice).unwrap_or_default();
+        lines.iter().map(|line| line.as_str().unwrap()).collect::<Vec<_>>().join("\n")
+    }
+}
+
+const OUT_OF_REACH: &str = "could not be mapped here";
+
+#[test]
+fn shared_memory_is_searched_copied_and_compared_by_a_dsa() {
+    let send = "--accel MODEL --method none --delta-cache 512MiB --bandwidth 40MB/s --channels 1";
+    let Some(moved) = (Case { fill: Fill::Random, send, ..CASE }).moved() else { return };
+    assert!(moved.number("device_deltas") > 0, "{}", moved.report);
+    let accelerators = moved.accelerators();
+    assert!(accelerators.contains("dsa0"), "{accelerators}");
+    // Firmware and video memory are not shared; guest RAM is.
+    assert!(!accelerators.contains("RAM block pc.ram "), "{accelerators}");
+    for field in ["tracking", "injection_ms", "longest_settling_ms"] {
+        assert!(!moved.report[field].is_null(), "{field}: {}", moved.report);
+    }
+}
+
+#[test]
+fn an_iaa_compresses_what_a_dsa_has_copied() {
+    let Some(moved) =
+        (Case { send: "--accel MODEL --accel-weight 3 --method iaa --iaa-verify always", ..CASE }).moved()
+    else {
+        return;
+    };
+    let accelerators = moved.accelerators();
+    assert!(accelerators.contains("iax1") && accelerators.contains("deflate"), "{accelerators}");
+    assert!(moved.report["ratio"].as_f64().unwrap() > 1.5, "{}", moved.report);
+}
+
+#[test]
+fn zstd_and_larger_packets_take_what_a_dsa_has_copied() {
+    let send = "--accel MODEL --method zstd --packet-size 2MiB --delta-cache 256MiB";
+    let Some(moved) = (Case { send, ..CASE }).moved() else { return };
+    assert!(moved.accelerators().contains("dsa0"), "{}", moved.report);
+    assert!(moved.report["method"].as_str().unwrap().starts_with("zstd"), "{}", moved.report);
+}
+
+#[test]
+fn the_report_names_memory_that_no_accelerator_reaches() {
+    let backend = Backend::Anonymous;
+    let Some(moved) = (Case { backend, send: "--accel MODEL --method iaa", ..CASE }).moved() else { return };
+    let accelerators = moved.accelerators();
+    assert!(accelerators.contains("RAM block pc.ram") && accelerators.contains(OUT_OF_REACH), "{accelerators}");
+    // The IAA also compresses pages that the CPU has copied.
+    assert!(accelerators.contains("iax1"), "{accelerators}");
+}
+
+#[test]
+fn of_huge_pages_only_what_has_changed_is_sent_again() {
+    let Some(_pages) = skip_if_unavailable(HugePages::reserve(2 * MEMORY)) else { return };
+    let send = "--method none --bandwidth 40MB/s";
+    let Some(moved) = (Case { backend: Backend::MemfdHuge, fill: Fill::Random, send, ..CASE }).moved() else { return };
+    // Each stamp makes 512 pages dirty.
+    let (same, normal) = (moved.number("same_pages"), moved.number("normal_pages"));
+    assert!(same > FILLED / 4096 && normal > same, "{}", moved.report);
+    assert!(moved.number("content_bytes") < (normal - same) * 4096 + (4 << 20), "{}", moved.report);
+}
+
+#[test]
+fn zero_pages_go_as_normal_ones_by_cpu_and_by_dsa_as_was_asked_for() {
+    for (backend, send) in [
+        (Backend::Anonymous, "--method none --normal-page-ratio 100"),
+        (Backend::Memfd, "--method none --normal-page-ratio 100 --accel MODEL"),
+        (Backend::Memfd, "--method none --normal-page-ratio 100 --checksums off"),
+    ] {
+        let Some(moved) = (Case { backend, send, ..CASE }).moved() else { return };
+        assert_eq!(moved.number("zero_pages"), 0, "{send}: {}", moved.report);
+    }
+    let send = "--method none --normal-page-ratio 0";
+    let Some(moved) = (Case { send, ..CASE }).moved() else { return };
+    assert!(moved.number("zero_pages") > 0, "{}", moved.report);
+}
+
+#[test]
+fn all_of_the_destinations_memory_is_there_before_the_source_begins_where_that_was_asked_for() {
+    let allocated = |qemu: &Qemu| {
+        let process = Path::new("/proc").join(qemu.pid().to_string());
+        let maps = std::fs::read_to_string(process.join("maps")).unwrap();
+        // Its mapping, by which the file is found whether or not QEMU still has it open.
+        let of = |line: &str| {
+            let range = line.contains("/memfd:").then(|| line.split(' ').next())??.to_owned();
+            let file = std::fs::metadata(process.join("map_files").join(range)).unwrap();
+            Some(std::os::linux::fs::MetadataExt::st_blocks(&file) * 512)
+        };
+        maps.lines().filter_map(of).max().expect("guest RAM is a memfd")
+    };
+    let Some(moved) = (Case { receive: "--prefault", ..CASE }).moved() else { return };
+    assert!(allocated(&moved.destination) >= MEMORY);
+    let Some(moved) = CASE.moved() else { return };
+    assert!(allocated(&moved.destination) < MEMORY);
+}
+
+#[test]
+fn a_guest_that_writes_too_fast_stays_where_that_was_asked_for_and_runs_on() {
+    let send = "--method none --bandwidth 10MB/s --downtime 10ms --on-no-convergence give-up";
+    let Some(moved) = (Case { fill: Fill::Random, send, ..CASE }).run() else { return };
+    assert_eq!(moved.status.code(), Some(1));
+    assert_eq!(moved.report["outcome"], "failed", "{}", moved.report);
+    let convergence = moved.report["convergence"].as_str().expect("why it did not converge");
+    assert!(convergence.contains("10 ms"), "{convergence}");
+    let verified = moved.source.guest().verify(LONG).unwrap();
+    assert_eq!(verified.bad, 0);
+}
+
+/// A migration of the boot-sector guest, which writes 99 MiB all the time, over so little bandwidth that this does not fit the target
+/// downtime.
+struct TooFast {
+    pair: Pair,
+    sender: Sterna,
+    receiver: Sterna,
+}
+
+impl TooFast {
+    /// Starts a pair; none if there is no QEMU, or no KVM although `accel` requires it.
+    fn pair(accel: Accel, cpus: u32) -> Option<Pair> {
+        let version = QemuVersion::V10_0;
+        if accel == Accel::Kvm && !kvm_runs(version, &Guest::BootSector) {
+            println!("skipped: KVM runs no guest here");
+            return None;
+        }
+        let mut machine = QemuOptions::new(version, Guest::BootSector);
+        (machine.accel, machine.cpus) = (accel, cpus);
+        let pair = Pair::start(&machine, &machine.incoming())?;
+        pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
+        Some(pair)
+    }
+
+    fn start(pair: Pair, words: &str) -> Self {
+        let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+        let receiver = Sterna::start("receive", command.arg("--insecure"));
+        let (state, json) = (pair.source_state(), pair.report());
+        let mut command = send_by("direct", pair.source.qemu.qmp_path(), &receiver.address(), &state, &json);
+        command.args(["--insecure", "--method", "none", "--bandwidth", "150MB/s"]).args(words.split_whitespace());
+        let sender = Sterna::start("send", &mut command);
+        Self { pair, sender, receiver }
+    }
+
+    /// Waits until the sender holds a thread of the source's QEMU.
+    fn wait_until_held(&self) {
+        self.sender.wait_for("the guest is held for");
+        let holds =
+            || self.pair.source.tracers().iter().any(|(_, tracer)| threads_of(self.sender.pid()).contains(tracer));
+        assert!(eventually(LONG, holds), "no thread of the guest is held");
+    }
+
+    /// Checks that the guest runs at the source, at full speed, and that its memory is right.
+    fn runs_at_source(&self) {
+        let source = &self.pair.source;
+        source.wait_progress().unwrap();
+        source.untouched().unwrap();
+        assert!(source.runs());
+        assert!(source.checked_passes().unwrap() > 0);
+    }
+}
+
+/// The tracer of a thread is a thread, too.
+fn threads_of(pid: u32) -> Vec<u32> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
+    let number = |task: std::fs::DirEntry| task.file_name().to_str()?.parse().ok();
+    tasks.map(|tasks| tasks.flatten().filter_map(number).collect()).unwrap_or_default()
+}
+
+/// More than the guest is slowed down for by the tests that want it to stay.
+const NEVER: &str = "--downtime 1ms --on-no-convergence throttle:60,20,80";
+
+fn slowed_down_to_move(accel: Accel, cpus: u32) {
+    let Some(pair) = TooFast::pair(accel, cpus) else { return };
+    let migration = TooFast::start(pair, "--downtime 200ms --on-no-convergence throttle:50,49,99");
+    let (status, lines) = migration.sender.finish_with_lines();
+    let told = report(&migration.pair.report());
+    assert!(status.success(), "{told}");
+    assert!(lines.iter().any(|line| line.contains("the guest is held for 50 % of the time")), "{lines:?}");
+    let convergence = told["convergence"].as_str().expect("why it was slowed down");
+    assert!(convergence.contains("% of the time"), "{convergence}");
+    assert!(migration.receiver.finish().0.success());
+    migration.pair.source.untouched().unwrap();
+    let moved = Migration { pair: migration.pair, sender: None, receiver: None };
+    assert_eq!(moved.exactly_one(), Ok(Side::Destination));
+}
+
+#[test]
+fn a_guest_that_writes_too_fast_does_not_move_and_the_same_guest_does_where_it_is_slowed_down() {
+    let Some(pair) = TooFast::pair(Accel::Tcg, 1) else { return };
+    let migration = TooFast::start(pair, "--downtime 200ms --on-no-convergence give-up");
+    let (status, _) = migration.sender.finish();
+    assert_eq!(status.code(), Some(1));
+    let told = report(&migration.pair.report());
+    assert!(told["reason"].as_str().unwrap().contains("given up after"), "{told}");
+    assert!(migration.pair.source.runs());
+    slowed_down_to_move(Accel::Tcg, 1);
+}
+
+#[test]
+fn a_guest_of_kvm_moves_where_it_is_slowed_down() {
+    slowed_down_to_move(Accel::Kvm, 2);
+}
+
+#[test]
+fn a_linux_guest_that_is_slowed_down_moves_with_all_its_memory_right() {
+    // More than it can write, so the actual rate depends on its vCPU's time.
+    let writes = (2 << 30, Dirty::Page);
+    let send = "--method none --bandwidth 40MB/s --downtime 200ms --on-no-convergence throttle:99,1,99";
+    let Some(moved) = (Case { fill: Fill::Random, writes, send, ..CASE }).moved() else { return };
+    let convergence = moved.report["convergence"].as_str().expect("why it was slowed down");
+    assert!(convergence.contains("it was held for 99 % of the time"), "{convergence}");
+}
+
+#[test]
+fn qemus_monitor_answers_while_its_guest_is_slowed_down() {
+    for accel in [Accel::Tcg, Accel::Kvm] {
+        let Some(pair) = TooFast::pair(accel, 2) else { continue };
+        let migration = TooFast::start(pair, "--downtime 1ms --on-no-convergence throttle:99,1,99");
+        migration.wait_until_held();
+        let monitor = &migration.pair.source.monitor;
+        for _ in 0..20 {
+            monitor.status().unwrap();
+            // The registers come from the vCPU's own thread.
+            let command = json!({ "command-line": "info registers" });
+            let registers = monitor.execute("human-monitor-command", command).unwrap();
+            assert!(registers.as_str().unwrap().contains("EIP="), "{registers}");
+        }
+        migration.sender.interrupt();
+        assert_eq!(migration.sender.finish().0.code(), Some(3));
+        assert!(migration.pair.source.runs());
+    }
+}
+
+#[test]
+fn a_slowed_guest_whose_migration_is_cancelled_runs_at_full_speed() {
+    for accel in [Accel::Tcg, Accel::Kvm] {
+        let Some(pair) = TooFast::pair(accel, 2) else { continue };
+        let mut migration = TooFast::start(pair, NEVER);
+        migration.wait_until_held();
+        migration.sender.terminate();
+        eventually(LONG, || migration.sender.poll().is_some());
+        assert_eq!(migration.sender.poll().and_then(|status| status.code()), Some(3));
+        migration.runs_at_source();
+    }
+}
+
+#[test]
+fn a_slowed_guest_runs_at_full_speed_as_soon_as_its_sterna_is_killed() {
+    for accel in [Accel::Tcg, Accel::Kvm] {
+        let Some(pair) = TooFast::pair(accel, 2) else { continue };
+        let mut migration = TooFast::start(pair, NEVER);
+        migration.wait_until_held();
+        migration.sender.kill();
+        assert!(eventually(LONG, || migration.pair.source.tracers().is_empty()), "a dead process holds threads");
+        migration.runs_at_source();
+    }
+}

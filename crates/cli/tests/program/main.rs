@@ -1,0 +1,23 @@
+//! The `sterna` program, run as its users run it: most of these move real guests between real QEMUs.
+//!
+//! One program for all, because linking is slow, and because these tests mostly wait: they run best many at a time.
+
+mod accel;
+mod accel_config;
+mod bad_input;
+mod crash;
+mod deltas;
+mod direct;
+mod direct_options;
+mod disks;
+mod kills;
+mod move_guest;
+mod moved_by_others;
+mod outcomes;
+mod post_copy;
+mod proxy;
+mod security;
+mod support;
+mod table;
+mod usage;
+mod virtiofs;

@@ -1,0 +1,351 @@
+//! Packets that are damaged on their way, below what TCP would notice: the destination refuses them, their pages are sent again,
+//! and the guest arrives whole. Where everything is damaged, or the source does not hear of it, the migration ends and the guest
+//! runs on at the source.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::common::within_a_minute;
+use crate::guest::{Behind, Memory, Monitor, PAGE, Running, Workload, both_sides};
+use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::migration::{GuestState, MigrationError};
+use sterna_engine::report::{ReceiveReport, Report};
+use sterna_engine::source::{NotConverging, Source};
+use sterna_engine::transport::Security;
+use sterna_memory::bitmap::PageBitmap;
+use sterna_memory::dirty::reported::ReportedLog;
+use sterna_memory::dirty::{DirtyLog, DirtyLogError};
+use sterna_memory::ram::GuestRam;
+use sterna_memory::userfault::{Faults, Userfault};
+use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind, REPLY_PREFIX_LENGTH};
+use sterna_wire::limits::MAX_CONTENT;
+use sterna_wire::packet::{ACK_LENGTH, Answer, PACKET_HEADER_LENGTH, PAGE_REQUEST_LENGTH, PacketHeader};
+
+const WRITES: Workload = Workload { writers: 2, span: 500, seed: 11, burst: 40 };
+
+/// Which packets with content are damaged, by their number over all RAM channels.
+type Plan = fn(u64) -> bool;
+
+/// Carries connections to where the destination listens, and flips bits in the payload of packets on RAM channels.
+struct Damaging {
+    address: SocketAddr,
+    damaged: Arc<AtomicU64>,
+}
+
+impl Damaging {
+    fn start(to: SocketAddr, plan: Plan, deaf: bool) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (address, damaged, passed) = (listener.local_addr().unwrap(), Arc::default(), Arc::new(AtomicU64::new(0)));
+        let counted = Arc::clone(&damaged);
+        // It ends with the process.
+        std::thread::spawn(move || {
+            for near in listener.incoming().flatten() {
+                let Ok(far) = TcpStream::connect(to) else { continue };
+                let (back_from, back_to) = (far.try_clone().unwrap(), near.try_clone().unwrap());
+                let (passed, damaged) = (Arc::clone(&passed), Arc::clone(&counted));
+                std::thread::spawn(move || carry(near, far, Some(packets_of(&passed, &damaged, plan))));
+                std::thread::spawn(move || {
+                    if deaf { without_refusals(back_from, back_to) } else { carry(back_from, back_to, None) }
+                });
+            }
+        });
+        Self { address, damaged }
+    }
+
+    fn damaged(&self) -> u64 {
+        self.damaged.load(Ordering::SeqCst)
+    }
+}
+
+/// What is done with the payload of the packets of a RAM channel.
+type Each<'a> = Box<dyn FnMut(&mut [u8]) + 'a>;
+
+fn packets_of<'a>(passed: &'a AtomicU64, damaged: &'a AtomicU64, plan: Plan) -> Each<'a> {
+    Box::new(move |payload| {
+        let number = passed.fetch_add(1, Ordering::SeqCst);
+        if !payload.is_empty() && plan(number) {
+            let at = number as usize * 37 % payload.len();
+            payload[at] ^= 1 << (number % 8);
+            damaged.fetch_add(1, Ordering::SeqCst);
+        }
+    })
+}
+
+/// Carries one direction until it ends; on a RAM channel packet by packet.
+fn carry(mut from: TcpStream, mut to: TcpStream, packets: Option<Each<'_>>) {
+    let passes = || -> std::io::Result<()> {
+        if let Some(mut each) = packets {
+            let mut header = [0; CHANNEL_HEADER_LENGTH];
+            from.read_exact(&mut header)?;
+            to.write_all(&header)?;
+            if ChannelHeader::decode(&header).is_ok_and(|header| header.kind == ChannelKind::Ram) {
+                let mut header = [0; PACKET_HEADER_LENGTH];
+                let mut rest = Vec::new();
+                loop {
+                    from.read_exact(&mut header)?;
+                    let packet = PacketHeader::decode(&header, MAX_CONTENT).map_err(std::io::Error::other)?;
+                    rest.resize(packet.table_length as usize + packet.payload_length as usize, 0);
+                    from.read_exact(&mut rest)?;
+                    each(&mut rest[packet.table_length as usize..]);
+                    to.write_all(&header)?;
+                    to.write_all(&rest)?;
+                }
+            }
+        }
+        std::io::copy(&mut from, &mut to).map(drop)
+    };
+    // However it ends, this direction is over.
+    let _ = passes();
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+/// Carries what a destination says, but for its refusals: the source does not hear of them.
+fn without_refusals(mut from: TcpStream, mut to: TcpStream) {
+    let mut passes = || -> std::io::Result<()> {
+        let mut reply = [0; REPLY_PREFIX_LENGTH];
+        from.read_exact(&mut reply)?;
+        to.write_all(&reply)?;
+        let mut answer = [0; ACK_LENGTH];
+        from.read_exact(&mut answer)?;
+        let mut is_ram = Answer::decode(&answer).is_ok();
+        while is_ram {
+            match Answer::decode(&answer) {
+                Ok(Answer::Placed(_)) => to.write_all(&answer)?,
+                Ok(Answer::Refused(refusal)) => {
+                    from.read_exact(&mut vec![0; refusal.requests as usize * PAGE_REQUEST_LENGTH])?;
+                }
+                Err(_) => is_ram = false,
+            }
+            from.read_exact(&mut answer)?;
+        }
+        to.write_all(&answer)?;
+        std::io::copy(&mut from, &mut to).map(drop)
+    };
+    // However it ends, this direction is over.
+    let _ = passes();
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+/// Names what was written as write protection does: by pages of the size that the block's have.
+struct ByPage {
+    log: ReportedLog,
+    ram: GuestRam,
+}
+
+impl DirtyLog for ByPage {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        self.log.start()
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        let (pages, size) = (self.ram.blocks()[block].pages(), (self.ram.blocks()[block].page_size() / PAGE) as u64);
+        let mut named = PageBitmap::new(pages);
+        self.log.collect(block, &mut named)?;
+        let mut at = 0;
+        while let Some(run) = named.next_run(at, u64::MAX) {
+            at = run.end;
+            dirty.set(run.start / size * size..run.end.next_multiple_of(size));
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        self.log.stop()
+    }
+}
+
+type Outcome<T> = Result<T, MigrationError>;
+
+/// Moves a guest that writes over a path that damages packets.
+fn migrate(
+    plan: Plan,
+    workload: Workload,
+    settings: impl FnOnce(Source) -> Source,
+    look: impl FnOnce(&Memory, &mut Monitor, &mut Monitor, &Running),
+) -> (Outcome<Report>, Outcome<ReceiveReport>, u64) {
+    let memory = [0; 2].map(|_| Memory::new(1500, 700));
+    migrate_by(memory, |to| Damaging::start(to, plan, false), workload, settings, look)
+}
+
+fn migrate_by(
+    [source, destination]: [Arc<Memory>; 2],
+    relay: impl FnOnce(SocketAddr) -> Damaging,
+    workload: Workload,
+    settings: impl FnOnce(Source) -> Source,
+    look: impl FnOnce(&Memory, &mut Monitor, &mut Monitor, &Running),
+) -> (Outcome<Report>, Outcome<ReceiveReport>, u64) {
+    let running = Running::default();
+    let (mut from, log) = Monitor::new(&source, &running, workload);
+    let (mut to, _) = Monitor::new(&destination, &running, workload);
+    if workload.burst == 0 {
+        to.behind = Some(Behind::new(&source));
+    }
+    from.start();
+    let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+    let relay = relay(listening.address().to_string().parse().unwrap());
+    let log = ByPage { log, ram: source.ram() };
+    let migration = settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()));
+    let address = sterna_engine::transport::Address::from(relay.address);
+    let (sent, received) =
+        both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));
+    look(&destination, &mut from, &mut to, &running);
+    (sent, received, relay.damaged())
+}
+
+#[test]
+fn damaged_packets_are_sent_again_and_the_guest_arrives_whole() {
+    within_a_minute(|| {
+        for (method, channels, deltas) in [("none", 1, 0), ("lz4", 3, 0), ("zstd", 2, 64 << 20), ("none", 4, 64 << 20)]
+        {
+            let choice = MethodChoice::parse(method, None).unwrap();
+            let settings =
+                |source: Source| source.method(choice).channels(channels).packet_size(64 << 10).delta_cache(deltas);
+            // The first ones, the last ones of a round and of the switchover among them.
+            let plan: Plan = |number| number % 9 == 2 && number < 300;
+            // The destination's monitor compares memory with what the source's stopped with before it starts the guest.
+            let (sent, received, damaged) = migrate(plan, WRITES, settings, |_, from, to, running| {
+                assert!(to.runs() && !from.runs() && !running.ever_twice(), "{method}");
+            });
+            let sent = sent.unwrap_or_else(|error| panic!("{method}: {error}"));
+            received.unwrap_or_else(|error| panic!("{method}: {error}"));
+            let refused = u64::from(sent.refused_packets);
+            assert!(damaged > 3 && refused <= damaged, "{method}: {refused} of {damaged}");
+            // A compressed packet with a bit of it changed can still decode to the same.
+            assert!(
+                refused > damaged / 2 && (method != "none" || refused == damaged),
+                "{method}: {refused} of {damaged}"
+            );
+        }
+    });
+}
+
+#[test]
+fn of_large_pages_only_what_has_changed_is_sent_again_and_the_guest_arrives_whole() {
+    within_a_minute(|| {
+        let plans: [(&str, u16, usize, Plan); 4] = [
+            ("none", 1, 0, |_| false),
+            ("none", 2, 0, |number| number % 9 == 2 && number < 300),
+            ("zstd", 3, 0, |number| number % 5 == 1 && number < 150),
+            ("lz4", 2, 32 << 20, |number| number % 9 == 2 && number < 300),
+        ];
+        for (method, channels, deltas, plan) in plans {
+            let choice = MethodChoice::parse(method, None).unwrap();
+            let settings = |source: Source| {
+                source.method(choice).channels(channels).packet_size(64 << 10).delta_cache(deltas as u64)
+            };
+            // Here and there in all of memory.
+            let workload = Workload { span: 4096, ..WRITES };
+            let memory = [0; 2].map(|_| Memory::of_huge_pages(8, true).unwrap());
+            // Each region has content from the beginning.
+            memory[0].words(0).chunks(PAGE / 8).enumerate().for_each(|(page, words)| {
+                words[3].store(page as u64 + 1, Ordering::Relaxed);
+            });
+            let pages = memory[0].pages()[0];
+            // The destination's monitor compares memory with what the source's stopped with before it starts the guest.
+            let (sent, received, _) = migrate_by(
+                memory,
+                |to| Damaging::start(to, plan, false),
+                workload,
+                settings,
+                |_, from, to, running| {
+                    assert!(to.runs() && !from.runs() && !running.ever_twice(), "{method}");
+                },
+            );
+            let sent = sent.unwrap_or_else(|error| panic!("{method}: {error}"));
+            received.unwrap_or_else(|error| panic!("{method}: {error}"));
+            assert!(sent.same_pages > pages / 2, "{method}: {sent:?}");
+            assert!(sent.normal_pages >= pages + sent.same_pages, "{method}: {sent:?}");
+        }
+    });
+}
+
+#[test]
+fn packets_damaged_until_the_very_last_round_are_sent_again_before_the_guest_starts() {
+    within_a_minute(|| {
+        // All packets up to the limit, the last round's included where there are so few.
+        let plan: Plan = |number| number < 30;
+        let settings = |source: Source| source.channels(1).packet_size(1 << 20);
+        let (sent, received, damaged) = migrate(plan, WRITES, settings, |_, _, to, _| assert!(to.runs()));
+        assert_eq!(u64::from(sent.unwrap().refused_packets), damaged);
+        received.unwrap();
+        assert_eq!(damaged, 30);
+    });
+}
+
+#[test]
+fn a_path_that_damages_everything_ends_the_migration_and_the_guest_runs_on() {
+    within_a_minute(|| {
+        let settings = |source: Source| source.packet_size(64 << 10);
+        let (sent, received, _) = migrate(
+            |_| true,
+            WRITES,
+            settings,
+            |_, from, to, running| {
+                assert!(from.runs() && !to.runs() && !running.ever_twice());
+            },
+        );
+        let error = sent.unwrap_err();
+        assert_eq!(error.guest, GuestState::RunsAtSource, "{error}");
+        assert!(error.to_string().contains("has refused more than 64 packets"), "{error}");
+        received.unwrap_err();
+    });
+}
+
+#[test]
+fn a_source_that_does_not_send_again_what_was_refused_does_not_get_its_guest_started() {
+    within_a_minute(|| {
+        let relay = |to| Damaging::start(to, |_| true, true);
+        let (sent, received, damaged) = migrate_by(
+            [0; 2].map(|_| Memory::new(1500, 700)),
+            relay,
+            WRITES,
+            |source| source,
+            |_, from, to, running| {
+                assert!(from.runs() && !to.runs() && !running.ever_twice());
+            },
+        );
+        let reason = received.unwrap_err().to_string();
+        assert!(
+            damaged > 0 && reason.contains("pages arrived damaged, and the source has not sent them again"),
+            "{reason}"
+        );
+        assert_eq!(sent.unwrap_err().guest, GuestState::RunsAtSource);
+    });
+}
+
+#[test]
+fn what_arrives_damaged_before_and_during_post_copy_is_sent_again() {
+    within_a_minute(|| {
+        if let Err(error) = Userfault::open(Faults::All, 0) {
+            println!("skipped: {error}");
+            return;
+        }
+        let busy = Workload { writers: 2, span: 1500, seed: 7, burst: 0 };
+        let settings = |source: Source| {
+            source
+                .channels(2)
+                .packet_size(64 << 10)
+                .bandwidth(Some(40 << 20))
+                .downtime(Duration::from_millis(10))
+                .when_not_converging(NotConverging::PostCopyAfter(1))
+        };
+        // In post-copy a damaged packet costs all channels, which are made anew: once.
+        let plan: Plan = |number| number % 10 == 3 && number < 130 || number == 190;
+        let (sent, received, damaged) = migrate(plan, busy, settings, |destination, from, to, running| {
+            assert!(to.runs() && !from.runs() && !running.ever_twice());
+            to.stop();
+            let behind = to.behind.as_ref().unwrap();
+            assert_eq!(behind.wrong.load(Ordering::Relaxed), 0);
+            assert_eq!(behind.differing_pages(destination), 0);
+        });
+        let sent = sent.unwrap();
+        received.unwrap();
+        assert!(damaged > 10 && sent.post_copy.is_some(), "{damaged}: {sent:?}");
+        println!("{damaged} damaged, {} refused, {:?}", sent.refused_packets, sent.post_copy);
+    });
+}

@@ -1,0 +1,148 @@
+//! Whole migrations whose packets an IAA device of the software model compresses, alone and beside a DSA: everything that it can do
+//! wrong, and a guest that writes all the while. Whatever it does, the migration succeeds, memory is the same, and who was wrong is
+//! named.
+
+use crate::common::within_a_minute;
+use crate::guest::Workload;
+use crate::moving::{done_by, migrate_with, offload_of, report_of};
+use sterna_codec::MethodChoice;
+use sterna_engine::source::IaaVerify;
+use sterna_offload::{Kind, Operation, Settings};
+
+const IAA: &str = r#"[{"name":"iax1","kind":"iaa","queues":[{"name":"wq1.0","size":16}]}]"#;
+const BOTH: &str = r#"[{"name":"dsa0","queues":[{"name":"wq0.0","size":16}]},
+    {"name":"iax1","kind":"iaa","queues":[{"name":"wq1.0","size":16}]}]"#;
+const DSA: &str = r#"[{"name":"dsa0","queues":[{"name":"wq0.0","size":16}]}]"#;
+
+const WRONG_STREAMS: &str = r#"[{"opcode":67,"every":10,"what":"wrong_result"}]"#;
+
+/// What goes wrong with compressions (67) and decompressions (66).
+const TROUBLES: &[(&str, &str)] = &[
+    ("nothing", "[]"),
+    ("pages that are not there", r#"[{"opcode":67,"every":2,"what":{"page_fault":{"per_mille":0}}}]"#),
+    ("pages that go in the middle", r#"[{"opcode":67,"every":5,"what":{"page_fault":{"per_mille":500}}}]"#),
+    ("wrong streams", WRONG_STREAMS),
+    ("streams that are read wrongly", r#"[{"opcode":66,"nth":2,"what":"wrong_result"}]"#),
+    ("wrong records", r#"[{"opcode":67,"per_mille":50,"what":{"status":{"code":16}}}]"#),
+    ("no IAA that works", r#"[{"opcode":67,"what":{"status":{"code":32}}}]"#),
+    ("halt", r#"[{"opcode":67,"nth":20,"what":"halt"}]"#),
+    ("hang", r#"[{"opcode":67,"nth":20,"what":"hang"}]"#),
+    ("lost completion", r#"[{"opcode":67,"nth":20,"what":"drop_completion"}]"#),
+    ("lost completion of a decompression", r#"[{"opcode":66,"nth":2,"what":"drop_completion"}]"#),
+    ("late completions", r#"[{"opcode":67,"per_mille":50,"what":{"late":{"delay_ns":2000000}}}]"#),
+    ("slow", r#"[{"opcode":67,"what":{"slow":{"factor":5}}}]"#),
+];
+
+/// The model deflates slowly: a guest that writes as others do here would not be caught up with.
+const FEW_WRITES: Workload = Workload { writers: 1, span: 60, seed: 7, burst: 1 };
+
+fn iaa() -> MethodChoice {
+    MethodChoice::parse("iaa", None).unwrap()
+}
+
+fn whatever_happens(devices: &str, verify: IaaVerify) {
+    for (seed, (what, faults)) in TROUBLES.iter().enumerate() {
+        let what = format!("{what}, {verify:?}");
+        let offload = offload_of(devices, faults, seed as u64, Settings::default());
+        let report = migrate_with(&what, &offload, FEW_WRITES, |source| source.method(iaa()).iaa_verify(verify));
+        assert!(done_by(&report, Kind::Iaa, Operation::Deflate) > 0, "{what}: {report:?}");
+        let verified = done_by(&report, Kind::Iaa, Operation::Inflate) > 0;
+        assert!(verify == IaaVerify::Always || !verified, "{what}: {report:?}");
+        assert_eq!(done_by(&report, Kind::Dsa, Operation::ZeroMap) > 0, devices == BOTH, "{what}: {report:?}");
+        assert!(report.taken_out.iter().all(|out| out.device == "iax1"), "{what}: {report:?}");
+        assert_eq!(offload.refuted(), 0, "{what}: an IAA says nothing of zero pages");
+    }
+}
+
+#[test]
+fn whatever_an_iaa_alone_does_the_guest_arrives_whole() {
+    within_a_minute(|| whatever_happens(IAA, IaaVerify::Never));
+}
+
+#[test]
+fn whatever_an_iaa_alone_does_that_is_verified_the_guest_arrives_whole() {
+    within_a_minute(|| whatever_happens(IAA, IaaVerify::Always));
+}
+
+#[test]
+fn whatever_an_iaa_beside_a_dsa_does_the_guest_arrives_whole() {
+    within_a_minute(|| whatever_happens(BOTH, IaaVerify::WithoutChecksums));
+}
+
+#[test]
+fn whatever_an_iaa_beside_a_dsa_does_that_is_verified_the_guest_arrives_whole() {
+    within_a_minute(|| whatever_happens(BOTH, IaaVerify::Always));
+}
+
+/// Who finds a wrong stream, and what is said of whom.
+#[test]
+fn of_a_wrong_stream_the_iaa_is_accused_and_not_who_copied_its_content() {
+    within_a_minute(|| {
+        let (by_destination, by_source) = (
+            "what it had compressed was refused by the destination",
+            "what it had compressed decompresses to something else",
+        );
+        for (verify, checksums, reason) in [
+            (IaaVerify::WithoutChecksums, true, by_destination),
+            (IaaVerify::Never, true, by_destination),
+            (IaaVerify::Always, true, by_source),
+            (IaaVerify::WithoutChecksums, false, by_source),
+        ] {
+            for (devices, recheck_copies) in [(IAA, true), (BOTH, true), (BOTH, false)] {
+                let what = format!("{verify:?}, checksums {checksums}, {devices}");
+                let mut settings = Settings::default();
+                settings.recheck_copies = recheck_copies;
+                let offload = offload_of(devices, WRONG_STREAMS, 1, settings);
+                let report = migrate_with(&what, &offload, FEW_WRITES, |source| {
+                    source.method(iaa()).iaa_verify(verify).checksums(checksums)
+                });
+                let out: Vec<_> =
+                    report.taken_out.iter().map(|out| (out.device.as_str(), out.reason.as_str())).collect();
+                assert_eq!(out, [("iax1", reason)], "{what}: {report:?}");
+                assert_eq!(offload.refuted(), 0, "{what}");
+            }
+        }
+    });
+}
+
+/// A copy that nobody has looked at, compressed by a device: the one is as likely to be wrong as the other, so first the one is taken
+/// out and then, if it goes on, the other.
+#[test]
+fn wrong_copies_that_were_compressed_are_found_to_be_the_dsas_in_the_end() {
+    within_a_minute(|| {
+        let mut settings = Settings::default();
+        settings.recheck_copies = false;
+        let offload = offload_of(BOTH, r#"[{"opcode":17,"every":3,"what":"wrong_result"}]"#, 5, settings);
+        let report = migrate_with("wrong copies", &offload, FEW_WRITES, |source| source.method(iaa()));
+        let out: Vec<_> = report.taken_out.iter().map(|out| out.device.as_str()).collect();
+        assert!(out.contains(&"dsa0"), "{report:?}");
+    });
+}
+
+#[test]
+fn the_report_says_who_compressed() {
+    within_a_minute(|| {
+        let words = |devices, verify| {
+            let offload = offload_of(devices, "[]", 1, Settings::default());
+            let settings = |source: sterna_engine::source::Source| source.method(iaa()).iaa_verify(verify);
+            report_of("report", &offload, FEW_WRITES, &(), settings).method
+        };
+        // On a busy machine the model may be late, and the CPU have a share.
+        for (devices, verify, said) in
+            [(IAA, IaaVerify::WithoutChecksums, "IAA "), (BOTH, IaaVerify::Always, "IAA, verified ")]
+        {
+            let words = words(devices, verify);
+            assert!(words.starts_with(&format!("iaa: {said}")), "{words}");
+        }
+        assert_eq!(words(DSA, IaaVerify::Always), "iaa: CPU");
+    });
+}
+
+#[test]
+fn beside_an_iaa_alone_the_cpu_looks_for_zero_pages() {
+    within_a_minute(|| {
+        let offload = offload_of(IAA, "[]", 1, Settings::default());
+        let report = migrate_with("auto", &offload, FEW_WRITES, |source| source.method(MethodChoice::auto()));
+        assert!(report.operations.iter().all(|one| one.operation != Operation::ZeroMap), "{report:?}");
+    });
+}

@@ -1,0 +1,25 @@
+//! The library from outside: whole migrations, odd peers, odd devices, faults, networks that lose and delay.
+
+mod accelerated;
+mod accelerated_deltas;
+mod bad_peers;
+mod common;
+mod damaged;
+mod deltas;
+mod device;
+mod devices;
+mod faults;
+mod fewer_packets;
+mod guest;
+mod guest_ranges;
+mod iaa;
+mod library;
+mod moving;
+mod odd_devices;
+mod odd_peers;
+mod post_copy;
+mod progress;
+mod refused_deltas;
+mod settle_io;
+mod simulated_network;
+mod small_window;

@@ -1,0 +1,145 @@
+//! Post-copy, with real page faults: the guest at the destination compares every word that it reads with the memory of the
+//! source, which has stopped.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use crate::common::within_a_minute;
+use crate::guest::{Behind, Memory, Monitor, Running, Workload, both_sides};
+use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::report::{Observer, Progress};
+use sterna_engine::source::{NotConverging, Source, TimeLimits};
+use sterna_engine::transport::Security;
+use sterna_engine::transport::simulated::Network;
+use sterna_memory::userfault::{Faults, Userfault};
+use sterna_offload::{Accelerators, Kind, Offload, Settings};
+
+/// Cuts everything when the guest has been started, and once more when the destination has heard of the loss.
+struct Cutting {
+    network: Network,
+    left: AtomicU32,
+}
+
+impl Observer for Cutting {
+    fn progress(&self, _: &Progress) {}
+
+    fn note(&self, text: &str) {
+        let now = text.starts_with("the guest runs;") || text.starts_with("the destination is back");
+        let left = |left: u32| left.checked_sub(1);
+        if now && self.left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left).is_ok() {
+            self.network.cut_all();
+        }
+    }
+}
+
+const BUSY: Workload = Workload { writers: 2, span: 3000, seed: 7, burst: 0 };
+
+/// Whether page faults can be watched here; says why not.
+fn possible() -> bool {
+    let opened = Userfault::open(Faults::All, 0);
+    if let Err(error) = &opened {
+        println!("skipped: {error}");
+    }
+    opened.is_ok()
+}
+
+#[test]
+fn a_guest_that_never_converges_goes_on_at_the_destination_and_reads_what_it_had() {
+    within_a_minute(|| {
+        if !possible() {
+            return;
+        }
+        for (channels, method) in [(1, "none"), (3, "lz4")] {
+            let (source, destination) = (Memory::new(3000, 1000), Memory::new(3000, 1000));
+            let running = Running::default();
+            let (mut from, log) = Monitor::new(&source, &running, BUSY);
+            let (mut to, _) = Monitor::new(&destination, &running, BUSY);
+            let behind = Behind::new(&source);
+            to.behind = Some(behind.clone());
+            from.start();
+            let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+            let migration = Source::new(source.ram(), Box::new(log))
+                .channels(channels)
+                .method(MethodChoice::parse(method, None).unwrap())
+                .bandwidth(Some(40 << 20))
+                .downtime(Duration::from_millis(10))
+                .when_not_converging(NotConverging::PostCopyAfter(1));
+            let address = listening.address().clone();
+            let (sent, received) = both_sides(listening, &mut to, || {
+                migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &())
+            });
+            let (sent, received) = (sent.unwrap(), received.unwrap());
+            let post_copy = sent.post_copy.expect("it went that way");
+            println!("{post_copy:?} downtime {:.1} ms; {received:?}", sent.downtime_ms);
+            assert!(to.runs() && !from.runs() && !running.ever_twice());
+            to.stop();
+            assert_eq!(behind.wrong.load(Ordering::Relaxed), 0);
+            assert!(behind.compared.load(Ordering::Relaxed) > 0 && post_copy.requests > 0);
+            assert_eq!(behind.differing_pages(&destination), 0);
+        }
+    });
+}
+
+#[test]
+fn a_guest_waits_while_the_connection_is_lost_and_goes_on_with_what_it_lacks() {
+    within_a_minute(|| lost_and_found(None));
+}
+
+#[test]
+fn what_an_accelerator_was_looking_at_when_the_connection_was_lost_is_sent_again() {
+    within_a_minute(|| {
+        // Pages are on their way through it all the time.
+        let faults = r#"[{"what":{"slow":{"factor":20}}},{"per_mille":20,"what":"drop_completion"}]"#;
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("model.json");
+        std::fs::write(&file, format!(r#"{{"devices":[{{"name":"dsa0"}}],"faults":{faults}}}"#)).unwrap();
+        let mut settings = Settings::default();
+        settings.patience = Duration::from_millis(200);
+        let offload = Offload::start(&Accelerators::model(file), &settings).unwrap();
+        lost_and_found(Some(&offload));
+        let report = offload.report();
+        let device = report.operations.iter().flat_map(|of| &of.engines).find(|engine| engine.engine == Kind::Dsa);
+        assert!(possible() == device.is_some_and(|device| device.items > 0), "{report:?}");
+    });
+}
+
+fn lost_and_found(offload: Option<&Arc<Offload>>) {
+    if !possible() {
+        return;
+    }
+    let (source, destination) = (Memory::new(3000, 1000), Memory::new(3000, 1000));
+    let running = Running::default();
+    let (mut from, log) = Monitor::new(&source, &running, BUSY);
+    let (mut to, _) = Monitor::new(&destination, &running, BUSY);
+    let behind = Behind::new(&source);
+    to.behind = Some(behind.clone());
+    from.start();
+    let network = Network::new(5);
+    let cutting = Cutting { network: network.clone(), left: AtomicU32::new(3) };
+    let listening = Destination::new(destination.ram()).listen(network.port("there"), &Security::Insecure).unwrap();
+    let limits = TimeLimits { dial_pause: Duration::from_millis(5), ..TimeLimits::default() };
+    let mut migration = Source::new(source.ram(), Box::new(log))
+        .method(MethodChoice::default())
+        .bandwidth(Some(20 << 20))
+        .downtime(Duration::from_millis(10))
+        .time_limits(limits)
+        .when_not_converging(NotConverging::PostCopyAfter(1));
+    if let Some(offload) = offload {
+        migration = migration.offload(Arc::clone(offload));
+    }
+    let address = listening.address().clone();
+    let (sent, received) = std::thread::scope(|scope| {
+        let (to, cutting) = (&mut to, &cutting);
+        let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), cutting));
+        let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), cutting);
+        (sent.unwrap(), receiving.join().unwrap())
+    });
+    received.unwrap();
+    assert!(sent.post_copy.unwrap().reconnected >= 3, "{:?}", sent.post_copy);
+    assert!(to.runs() && !from.runs() && !running.ever_twice());
+    to.stop();
+    assert_eq!((behind.wrong.load(Ordering::Relaxed), behind.differing_pages(&destination)), (0, 0));
+}

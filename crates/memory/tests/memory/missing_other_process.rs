@@ -1,0 +1,220 @@
+//! Missing pages of another process, which is a real one: watched, given back and filled from outside.
+
+use crate::dirty_support::process::{Process, copy_of, serve};
+use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::guest_process::{Advice, GuestProcess};
+use sterna_memory::missing::{Answer, MissingPages};
+use sterna_memory::place::TargetProcess;
+use sterna_memory::ram::{Backing, GuestRam, RamBlock};
+use sterna_memory::userfault::Userfault;
+use sterna_memory::userfault::wait::{FaultBuffer, Stop};
+
+const PAGES: usize = 64;
+
+/// What [`Process`] runs.
+#[test]
+fn as_a_child() {
+    serve();
+}
+
+/// A child that does itself what only it may do.
+#[derive(Debug)]
+struct Child {
+    target: Arc<TargetProcess>,
+    process: Mutex<Process>,
+    /// The number of its userfaultfd, which stays open there.
+    userfault: Mutex<Option<String>>,
+    /// The ranges of each advice that was given.
+    advised: Mutex<Vec<(Advice, usize)>>,
+}
+
+impl Child {
+    fn start(kind: &str) -> Arc<Self> {
+        let process = Process::start(&format!("{kind}:{PAGES}")).expect("memory of small pages is to be had");
+        let (target, userfault, advised) = (process.target(), Mutex::default(), Mutex::default());
+        Arc::new(Self { target, process: Mutex::new(process), userfault, advised })
+    }
+
+    fn ask(&self, command: &str) -> String {
+        self.process.lock().unwrap().ask(command)
+    }
+
+    /// Its memory as a guest's RAM of one block.
+    fn ram(self: &Arc<Self>, kind: &str) -> GuestRam {
+        let addresses = self.process.lock().unwrap().addresses(0);
+        let (start, bytes) = (addresses.start, addresses.len());
+        let block = if kind == "memfd" {
+            let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.target.pid())).unwrap();
+            let range = format!("{:x}-{:x}", start, addresses.end);
+            assert!(maps.lines().any(|line| line.starts_with(&range)), "{range} in {maps}");
+            let path = format!("/proc/{}/map_files/{range}", self.target.pid());
+            let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+            let block = RamBlock::of_file("ram", Arc::new(file), 0, bytes, PAGE_SIZE).unwrap();
+            block.mapped_in(&self.target, start)
+        } else {
+            RamBlock::in_process("ram", &self.target, start, bytes, Backing::Anonymous)
+        };
+        GuestRam::new(vec![block]).unwrap().run_by(Arc::clone(self) as Arc<dyn GuestProcess>)
+    }
+
+    /// How many of its threads wait for a page, by its own userfaultfd.
+    fn waiting(&self) -> u64 {
+        let number = self.userfault.lock().unwrap().clone().unwrap();
+        let info = std::fs::read_to_string(format!("/proc/{}/fdinfo/{number}", self.target.pid())).unwrap();
+        info.lines().find_map(|line| line.strip_prefix("total:")?.trim().parse().ok()).unwrap()
+    }
+}
+
+impl GuestProcess for Child {
+    fn process(&self) -> &Arc<TargetProcess> {
+        &self.target
+    }
+
+    fn open_userfault(&self) -> io::Result<OwnedFd> {
+        let number = self.ask("userfaultfd");
+        let descriptor = copy_of(self.target.pid(), number.parse().unwrap());
+        *self.userfault.lock().unwrap() = Some(number);
+        Ok(descriptor)
+    }
+
+    fn close_userfault(&self) -> io::Result<()> {
+        let number = self.userfault.lock().unwrap().take().expect("it is closed once");
+        self.ask(&format!("close {number}"));
+        Ok(())
+    }
+
+    fn advise(&self, addresses: &[Range<usize>], advice: Advice) -> io::Result<()> {
+        self.advised.lock().unwrap().push((advice, addresses.len()));
+        for range in addresses {
+            let error = self.ask(&format!("advise {} {} {}", range.start, range.len(), advice.code()));
+            if error != "0" {
+                return Err(io::Error::from_raw_os_error(error.parse().unwrap()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Content of a page by its first word.
+fn page_of(word: u64) -> Vec<u8> {
+    let mut content = vec![7; PAGE_SIZE];
+    content[..8].copy_from_slice(&word.to_ne_bytes());
+    content
+}
+
+fn watched(userfault: &Arc<Userfault>, ram: &GuestRam) -> MissingPages {
+    let backing = ram.discardable(&ram.blocks()[0]).unwrap().expect("it can be given back");
+    MissingPages::new(backing, Arc::clone(userfault)).unwrap()
+}
+
+/// Takes the next fault of the child, and returns what is to be done about it.
+fn next_fault(userfault: &Userfault, missing: &MissingPages) -> Answer {
+    let (stop, mut buffer) = (Stop::new().unwrap(), FaultBuffer::new());
+    let faults = userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap();
+    assert_eq!(faults.len(), 1);
+    missing.fault(faults[0].address()).unwrap()
+}
+
+#[test]
+fn a_process_waits_for_its_missing_pages_and_finds_what_comes_from_outside() {
+    for kind in ["small", "memfd"] {
+        let child = Child::start(kind);
+        child.ask("populate 0");
+        let ram = child.ram(kind);
+        let features = ram.discardable(&ram.blocks()[0]).unwrap().unwrap().userfault_features();
+        let userfault = Arc::new(ram.open_userfault(features).unwrap());
+        let missing = watched(&userfault, &ram);
+        missing.declare_all_stale(&[3..5, 10..12, 20..21]).unwrap();
+        assert_eq!(missing.stale_count(), 5);
+        if kind == "small" {
+            let advised = child.advised.lock().unwrap();
+            assert_eq!(advised[..], [(Advice::NoHugePage, 1), (Advice::DontNeed, 3)], "all ranges at once");
+        }
+        // What is not stale is there as it was.
+        assert_eq!(child.ask("read 0 0"), "1");
+
+        child.process.lock().unwrap().send("read 0 3");
+        assert_eq!(next_fault(&userfault, &missing), Answer::Ask(3..4));
+        assert_eq!(missing.place(3, &page_of(333)).unwrap(), 1);
+        assert_eq!(child.process.lock().unwrap().answer(), "333", "{kind}");
+        // What comes before it is missed costs no fault; zeros are zeros.
+        assert_eq!(missing.place(4, &page_of(444)).unwrap(), 1);
+        assert_eq!(missing.place_zero(20..21).unwrap(), 1);
+        assert_eq!((child.ask("read 0 4"), child.ask("read 0 20")), ("444".into(), "0".into()));
+        // What never came and is not stale reads as zero.
+        let backing = ram.discardable(&ram.blocks()[0]).unwrap().unwrap();
+        backing.discard(30..31).unwrap();
+        child.process.lock().unwrap().send("read 0 30");
+        assert_eq!(next_fault(&userfault, &missing), Answer::ZeroFilled);
+        assert_eq!(child.process.lock().unwrap().answer(), "0");
+
+        assert!(missing.finish().is_err());
+        missing.place(10, &[page_of(1010), page_of(1111)].concat()).unwrap();
+        missing.finish().unwrap();
+        child.close_userfault().unwrap();
+        assert_eq!((child.ask("read 0 10"), child.ask("read 0 11")), ("1010".into(), "1111".into()));
+    }
+}
+
+#[test]
+fn a_thread_that_waits_goes_on_waiting_when_the_filling_program_is_gone() {
+    for kind in ["small", "memfd"] {
+        let child = Child::start(kind);
+        child.ask("populate 0");
+        let ram = child.ram(kind);
+        let features = ram.discardable(&ram.blocks()[0]).unwrap().unwrap().userfault_features();
+        let userfault = Arc::new(ram.open_userfault(features).unwrap());
+        let missing = watched(&userfault, &ram);
+        missing.declare_stale(5..7).unwrap();
+        child.process.lock().unwrap().send("read 0 5");
+        assert_eq!(next_fault(&userfault, &missing), Answer::Ask(5..6));
+        // As the end of this program would: closes what it has of it, without ending the watching.
+        std::mem::forget(missing);
+        let userfault = Arc::into_raw(userfault);
+        // SAFETY: made by `into_raw` just now; the copy that was forgotten with `missing` is never used nor dropped.
+        unsafe { drop(std::ptr::read(userfault)) };
+        assert_eq!(child.waiting(), 1, "{kind}: the page stays missing");
+
+        // By its copy the process can be helped after all: proof that it has waited, and not read zeros.
+        let number = child.userfault.lock().unwrap().clone().unwrap();
+        let copy = Userfault::from_descriptor(copy_of(child.target.pid(), number.parse().unwrap()), features).unwrap();
+        let addresses = child.process.lock().unwrap().addresses(0);
+        // SAFETY: memory of the child, which accesses it by atomics.
+        unsafe { copy.copy(addresses.start + 5 * PAGE_SIZE, &page_of(555)).unwrap() };
+        assert_eq!(child.process.lock().unwrap().answer(), "555");
+        copy.unregister(addresses).unwrap();
+        child.close_userfault().unwrap();
+    }
+}
+
+#[test]
+fn a_process_that_has_ended_is_noticed() {
+    let child = Child::start("small");
+    let ram = child.ram("small");
+    let userfault = Arc::new(ram.open_userfault(0).unwrap());
+    let missing = watched(&userfault, &ram);
+    missing.declare_stale(5..6).unwrap();
+    assert!(!userfault.is_orphaned());
+    child.process.lock().unwrap().kill();
+    assert!(userfault.is_orphaned());
+    let error = missing.place(5, &page_of(5)).unwrap_err().to_string();
+    assert!(error.contains("has ended or has replaced its program"), "{error}");
+    assert!(ram.discardable(&ram.blocks()[0]).is_err());
+}
+
+#[test]
+fn huge_pages_of_a_pool_are_refused_in_words() {
+    let Some(process) = Process::start("hugetlb:512") else { return };
+    let (target, userfault, advised) = (process.target(), Mutex::default(), Mutex::default());
+    let addresses = process.addresses(0);
+    let child = Arc::new(Child { target, process: Mutex::new(process), userfault, advised });
+    let block = RamBlock::in_process("ram", &child.target, addresses.start, addresses.len(), Backing::Anonymous)
+        .with_page_size(2 << 20);
+    let ram = GuestRam::new(vec![block]).unwrap().run_by(child);
+    let error = ram.discardable(&ram.blocks()[0]).unwrap_err().to_string();
+    assert!(error.contains("huge pages of 2097152 bytes from a pool"), "{error}");
+}
