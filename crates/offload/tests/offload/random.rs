@@ -532,8 +532,9 @@ impl Run {
 
 /// What goes into a batch that writes.
 fn input(operation: Operation, random: &mut Random) -> Vec<u8> {
+    let salt = random.clone().next_u64();
     match operation {
-        Operation::Place => (0..PAGE).map(|at| (at as u64 ^ random.0) as u8).collect(),
+        Operation::Place => (0..PAGE).map(|at| (at as u64 ^ salt) as u8).collect(),
         Operation::ApplyDelta => {
             let mut offsets: Vec<u16> = (0..random.below(20)).map(|_| random.below(512) as u16).collect();
             offsets.sort_unstable();
@@ -551,7 +552,7 @@ fn input(operation: Operation, random: &mut Random) -> Vec<u8> {
             let mut stream = vec![1];
             stream.extend(bytes.to_le_bytes());
             stream.extend((!bytes).to_le_bytes());
-            stream.extend((0..bytes).map(|at| (u64::from(at) ^ random.0) as u8));
+            stream.extend((0..bytes).map(|at| (u64::from(at) ^ salt) as u8));
             stream
         }
     }
