@@ -14,7 +14,8 @@ setup:
 demo:
 	scripts/setup --demo
 	@echo "Building sterna (a few minutes the first time), then moving a guest ..."
-	$(CARGO) run --release -p sterna-cli --bin sterna -- demo
+	$(CARGO) build --release -p sterna-cli -p sterna-bench
+	$(CARGO) run --release -p sterna-bench -- demo
 
 ## All tests.
 test: setup
@@ -29,11 +30,11 @@ test-libvirt:
 check:
 	scripts/check
 
-## The benchmarks of the documents, shortened (--quick); `sterna bench NAME` is the long form.
+## The benchmarks of the documents, shortened (--quick); `sterna-bench NAME` is the long form.
 bench: setup
-	$(CARGO) build --release -p sterna-cli -p sterna-microvm --features sterna-cli/model,sterna-microvm/model
+	$(CARGO) build --release -p sterna-cli -p sterna-microvm -p sterna-bench --features sterna-cli/model,sterna-microvm/model
 	for name in qemu ram received-bitmap dirty-rate bandwidth compression offload zero-page many-vms device-faults device-state; do \
-		$(CARGO) run --release -p sterna-cli --features model --bin sterna -- bench $$name --quick || exit 1; done
+		$(CARGO) run --release -p sterna-bench -- $$name --quick || exit 1; done
 
 ## Long randomised runs; each prints its seed.
 soak: setup

@@ -2,15 +2,11 @@
 //!
 //! The program makes no decisions about a migration: it parses options (`args`, `units`), passes them to the library (`commands`),
 //! and shows the progress (`progress`) until the migration ends or is cancelled (`signals`). Every failure ends in one message that
-//! begins with `sterna: ` and in an exit code that shows where the guest is. `demo` and `bench` start the program itself as
-//! processes on two `hosts`.
+//! begins with `sterna: ` and in an exit code that shows where the guest is.
 
 mod args;
-mod bench;
 mod cert;
 mod commands;
-mod demo;
-mod hosts;
 mod progress;
 mod signals;
 mod stdout;

@@ -40,9 +40,6 @@ impl Meaning {
     /// Writing a trace of accelerators.
     pub(crate) const CAPTURE: Self =
         Self { first: "stopping; what was captured until now is kept", again: "it is already being stopped" };
-    /// A demonstration or measurement with guests of its own.
-    pub(crate) const TRIAL: Self =
-        Self { first: "cancelling; the guests of this run end with it", again: "it is already being cancelled" };
 }
 
 /// Cancels on signals until it is dropped.

@@ -3,18 +3,17 @@
 //! Counts what goes through Rust's allocator, and what libdeflate asks for; the memory of the zstd context is C's, and a test
 //! beside its code watches it. A file of its own because an allocator is the whole program's; it counts per thread.
 
-#[path = "../../qatzip/tests/common/mod.rs"]
-mod library;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Duration;
 use sterna_codec::{Encoded, Encoder, Engines, Iaa, METHODS, Method, MethodChoice, Qat, QatzipSoftware};
-use sterna_idxd::{Descriptor, Portal, Submission, SubmitMethod, WorkQueue};
+use sterna_idxd::{Submission, WorkQueue};
 use sterna_idxd_model::{Model, ModelConfig};
 use sterna_offload::{Offload, Settings};
+use sterna_test_kit::portal::FakePortal;
+use sterna_test_kit::qatzip;
 
 struct Counting;
 
@@ -51,22 +50,17 @@ unsafe extern "C" fn given_back(memory: *mut c_void) {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// A queue of the model's. What the model itself allocates for a descriptor, no device would.
-#[derive(Debug)]
-struct Uncounted(Arc<WorkQueue>);
-
-impl Portal for Uncounted {
-    unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
+/// Returns a queue of the model's as one whose submissions are not counted: what the model allocates for a descriptor, no device would.
+fn uncounted(queue: Arc<WorkQueue>) -> Arc<WorkQueue> {
+    let info = queue.info().clone();
+    let portal = FakePortal::new(queue.way(), move |descriptor| {
         let before = ALLOCATIONS.get();
-        // SAFETY: the caller's promise is passed on.
-        let accepted = unsafe { self.0.submit(descriptor) }.is_ok();
+        // SAFETY: the promise of whoever submitted it is passed on.
+        let accepted = unsafe { queue.submit(descriptor) }.is_ok();
         ALLOCATIONS.set(before);
         if accepted { Submission::Accepted } else { Submission::Retry }
-    }
-
-    fn way(&self) -> SubmitMethod {
-        self.0.way()
-    }
+    });
+    WorkQueue::with_portal(info, portal).unwrap()
 }
 
 fn with_iaa(faults: &str) -> Arc<Offload> {
@@ -76,8 +70,6 @@ fn with_iaa(faults: &str) -> Arc<Offload> {
     // The model is a hundred times slower than a device, on a busy machine more.
     settings.lateness = Duration::from_secs(60);
     let queues = sterna_offload::model::queues(&Model::start(config).unwrap()).unwrap();
-    let uncounted =
-        |queue: Arc<WorkQueue>| WorkQueue::with_portal(queue.info().clone(), Arc::new(Uncounted(queue))).unwrap();
     Offload::over(queues.into_iter().map(uncounted).collect(), &settings).unwrap()
 }
 
@@ -95,7 +87,7 @@ fn no_batch_allocates_whether_it_shrinks_or_not_or_is_broken() {
     unsafe { libdeflate_sys::libdeflate_set_memory_allocator(counted, given_back) };
     let (mut packet, mut decoded) = (vec![0; shrinks.len()], vec![0; shrinks.len()]);
     let mut all: Vec<_> = Method::all().map(|method| (method, Engines::default())).collect();
-    if let Some(library) = library::library() {
+    if let Some(library) = qatzip::library() {
         let qat = Qat::start(&library, 1, QatzipSoftware::Always, 1, Duration::ZERO).unwrap();
         all.push((Method::from_name("qatzip").unwrap(), Engines::default().with_qat(Arc::new(qat))));
     }

@@ -1,17 +1,15 @@
 //! The method `qatzip` over the real library's software path: what it writes is read by everybody, and who wrote it is told.
 
-#[path = "../../qatzip/tests/common/mod.rs"]
-mod common;
-
 use std::io::Read;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{content, library, noise, read_gzip};
 use sterna_codec::{
     CodecError, Encoded, EncoderSource, Engine, Engines, MAX_CONTENT, MethodChoice, Qat, Qatzip, QatzipRefused,
     QatzipSoftware,
 };
+use sterna_test_kit::content::{code_like, noise};
+use sterna_test_kit::qatzip::{library, read_gzip};
 
 fn qat(level: i32) -> Option<Arc<Qat>> {
     Some(Arc::new(Qat::start(&library()?, level, QatzipSoftware::Always, 2, Duration::ZERO).unwrap()))
@@ -46,7 +44,7 @@ fn what_it_writes_is_read_by_everybody_whatever_the_size() {
         // A page, less than a piece, a piece, a little more, a packet, more pieces than there are jobs, the largest packet.
         let sizes = [4096, 100_000, 128 << 10, 132 << 10, 512 << 10, 3 << 20, MAX_CONTENT];
         for (seed, len) in sizes.into_iter().enumerate() {
-            let plain = content(seed as u64, len);
+            let plain = code_like(seed as u64, len);
             let mut packet = vec![0xa5; len + 1];
             let Encoded::Shrunk(bytes) = encoder.encode(&plain, &mut packet[..len]).unwrap() else { panic!("{len}") };
             assert_eq!(packet[len], 0xa5);
@@ -64,7 +62,7 @@ fn what_it_writes_is_read_by_everybody_whatever_the_size() {
 fn what_does_not_shrink_or_has_no_room_goes_raw_and_the_next_batch_is_right() {
     let Some(qat) = qat(1) else { return };
     let mut encoder = qat.encoder(1).unwrap();
-    let plain = content(1, 600 << 10);
+    let plain = code_like(1, 600 << 10);
     let mut packet = vec![0; plain.len()];
     // The first pieces shrink, and the last is still out when that is of no use any more.
     let mixed = [&plain[..100 << 10], &noise(1, 500 << 10)].concat();
@@ -89,7 +87,7 @@ fn channels_share_the_workers_and_outlive_them() {
             let mut encoder = qat.encoder(1).unwrap();
             scope.spawn(move || {
                 for batch in 0..10 {
-                    let plain = content(thread * 100 + batch, (200 << 10) + 4096 * batch as usize);
+                    let plain = code_like(thread * 100 + batch, (200 << 10) + 4096 * batch as usize);
                     let mut packet = vec![0; plain.len()];
                     let Encoded::Shrunk(bytes) = encoder.encode(&plain, &mut packet).unwrap() else {
                         panic!("it shrinks")
@@ -102,7 +100,7 @@ fn channels_share_the_workers_and_outlive_them() {
     // Without workers the CPU goes on: here by one member for each piece, too.
     let mut encoder = qat.encoder(1).unwrap();
     drop(qat);
-    let plain = content(7, 512 << 10);
+    let plain = code_like(7, 512 << 10);
     let mut packet = vec![0; plain.len()];
     let Encoded::Shrunk(bytes) = encoder.encode(&plain, &mut packet).unwrap() else { panic!("it shrinks") };
     assert_eq!(read_back(&packet[..bytes], &plain), 4);

@@ -1,15 +1,13 @@
 //! The method `qatzip` with a device behind the library, by the made-up library of `sterna-qatzip`'s own tests: late, failing, hung and
 //! working devices. It proves this crate's branches, not the real library. Each test is a library's whole process, so there is one.
 
-#[path = "../../qatzip/tests/common/mod.rs"]
-mod common;
-
 use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
-use common::read_gzip;
 use sterna_codec::{Encoded, Encoder, Engine, Engines, MethodChoice, Qatzip, QatzipSoftware};
+use sterna_test_kit::content::code_like;
+use sterna_test_kit::qatzip::read_gzip;
 
 const PIECE: usize = 128 << 10;
 
@@ -66,7 +64,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
             assert!(encode(&mut *encoder, &good).unwrap() < 20_000);
         }
         // As the device writes it, which shrinks nothing but runs.
-        assert_eq!(encode(&mut *encoder, &common::content(1, 4 * PIECE)), None);
+        assert_eq!(encode(&mut *encoder, &code_like(1, 4 * PIECE)), None);
         assert_eq!(account(&engines), "QAT hardware 100 %", "{software:?}");
     }
 

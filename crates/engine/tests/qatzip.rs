@@ -5,8 +5,6 @@
 mod common;
 #[path = "engine/guest/mod.rs"]
 mod guest;
-#[path = "../../qatzip/tests/common/mod.rs"]
-mod qatzip;
 
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -20,6 +18,7 @@ use sterna_engine::migration::{GuestState, MigrationError};
 use sterna_engine::report::{Observer, Progress, Report};
 use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
+use sterna_test_kit::qatzip;
 
 const PAGES: [usize; 2] = [1500, 700];
 const WRITES: Workload = Workload { writers: 2, span: 60, seed: 5, burst: 40 };

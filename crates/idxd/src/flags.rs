@@ -52,11 +52,6 @@ impl Operation {
         matches!(self, Operation::Memmove | Operation::CreateDelta | Operation::ApplyDelta | Operation::CopyCrc)
     }
 
-    /// Returns whether *check result* has a meaning for it (tables 5-3 and 8-3).
-    pub const fn allows_check_result(self) -> bool {
-        matches!(self, Operation::Compare | Operation::ComparePattern | Operation::CreateDelta)
-    }
-
     /// Returns whether it may block on a page fault: never no-op, batch and drain (table 8-3).
     pub const fn allows_block_on_fault(self) -> bool {
         !matches!(self, Operation::Noop | Operation::Batch | Operation::Drain)

@@ -41,6 +41,3 @@ pub use aecs::{
 pub use deflate::Codes;
 pub use descriptor::{BitOrder, Descriptor, Operation, STORED_SLACK, flag};
 pub use record::{AnalyticsError, Completion, CompletionRecord};
-
-/// The largest distance back that a device writes or reads.
-pub const WINDOW_BYTES: usize = 4096;

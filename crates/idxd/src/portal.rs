@@ -66,6 +66,11 @@ pub trait Portal: Send + Sync + fmt::Debug {
 
     /// Returns the submission method.
     fn way(&self) -> SubmitMethod;
+
+    /// Returns how descriptors are submitted, for people.
+    fn description(&self) -> String {
+        self.way().to_string()
+    }
 }
 
 /// Bytes of a portal page, whatever the page size of the host.

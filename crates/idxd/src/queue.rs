@@ -3,7 +3,6 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, Mode as FileMode, OFlags};
@@ -142,6 +141,11 @@ impl WorkQueue {
         self.portal.way()
     }
 
+    /// Returns how descriptors are submitted, for people.
+    pub fn description(&self) -> String {
+        self.portal.description()
+    }
+
     /// Returns the most descriptors of one batch, or why there can be none.
     pub fn max_batch(&self) -> Result<u32, NoBatches> {
         self.batches
@@ -180,31 +184,6 @@ impl WorkQueue {
         }
         // SAFETY: the caller's promise.
         unsafe { self.send(descriptor) }
-    }
-
-    /// As [`submit`](Self::submit), but makes up to `attempts` attempts in total while there is no room, with pauses
-    /// that grow and differ from thread to thread. A queue that never has room may be disabled or halted, so this
-    /// always ends.
-    ///
-    /// # Safety
-    ///
-    /// As for [`submit`](Self::submit).
-    pub unsafe fn submit_patiently(&self, descriptor: &Descriptor, attempts: u32) -> Result<(), SubmitError> {
-        let mut left = attempts.max(1);
-        let mut most = 16;
-        loop {
-            // SAFETY: the caller's promise.
-            match unsafe { self.submit(descriptor) } {
-                Err(SubmitError::Busy) if left > 1 => {
-                    left -= 1;
-                    for _ in 0..jitter(most) {
-                        std::hint::spin_loop();
-                    }
-                    most = (most * 2).min(1024);
-                }
-                other => return other,
-            }
-        }
     }
 
     /// Returns the credits of `n` descriptors whose records were **seen** complete. Do not call this for time-outs,
@@ -372,16 +351,6 @@ fn portal(file: OwnedFd, mode: Mode, opening: &Opening) -> (Arc<dyn Portal>, Opt
             (Arc::new(WritePortal { file }), Some(format!("{error}{hint}")))
         }
     }
-}
-
-/// Returns a number from 1 to `most` that differs from call to call and from thread to thread.
-fn jitter(most: u32) -> u32 {
-    static TURN: AtomicU32 = AtomicU32::new(0);
-    // A Weyl sequence, mixed: spread evenly, one relaxed addition, no state per thread.
-    let mut x = TURN.fetch_add(0x9e37_79b9, Ordering::Relaxed);
-    x = (x ^ x >> 16).wrapping_mul(0x7feb_352d);
-    x = (x ^ x >> 15).wrapping_mul(0x846c_a68b);
-    1 + (x ^ x >> 16) % most.max(1)
 }
 
 impl From<SubmitError> for io::Error {

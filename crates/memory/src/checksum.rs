@@ -147,16 +147,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Bit by bit from the definition: reflected polynomial 0x82f63b78, start and end inverted.
     fn by_definition(bytes: &[u8]) -> u32 {
-        let mut crc = !0u32;
-        for byte in bytes {
-            crc ^= u32::from(*byte);
-            for _ in 0..8 {
-                crc = (crc >> 1) ^ (0x82f6_3b78 & (crc & 1).wrapping_neg());
-            }
-        }
-        !crc
+        sterna_test_kit::checksum::crc32c(0, bytes)
     }
 
     #[test]

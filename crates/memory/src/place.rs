@@ -17,7 +17,7 @@ mod process;
 mod tests;
 
 use std::fmt;
-use std::io;
+use std::io::{self, IoSlice};
 
 use crate::PAGE_SIZE;
 
@@ -198,6 +198,27 @@ fn check_pages(offsets: &[u64], pages: &[u8], size: u64) -> Result<(), PlaceErro
 fn together(offsets: &[u64], first: usize) -> usize {
     let follows = |pair: &&[u64]| pair[0].checked_add(PAGE_SIZE as u64) == Some(pair[1]);
     1 + offsets[first..].windows(2).take_while(follows).count()
+}
+
+/// Writes pieces in their order. Those that are adjacent in the block share a call of `write_run`.
+fn write_adjacent(
+    pieces: &[Piece<'_>],
+    mut write_run: impl FnMut(u64, &mut [IoSlice<'_>]) -> Result<(), PlaceError>,
+) -> Result<(), PlaceError> {
+    let mut rest = pieces;
+    while let Some(first) = rest.first() {
+        let mut slices = [IoSlice::new(&[]); VECTOR];
+        let mut end = first.offset;
+        let mut run = 0;
+        while let Some(piece) = rest.get(run).filter(|piece| run < VECTOR && piece.offset == end) {
+            slices[run] = IoSlice::new(piece.data);
+            end += piece.data.len() as u64;
+            run += 1;
+        }
+        write_run(first.offset, &mut slices[..run])?;
+        rest = &rest[run..];
+    }
+    Ok(())
 }
 
 /// Returns the page size of this machine's kernel, bytes.

@@ -51,40 +51,15 @@ fn look(core: &Core) -> (u64, Nanos) {
 #[cfg(all(test, feature = "accel"))]
 mod tests {
     use std::ptr::NonNull;
+    use std::sync::OnceLock;
     use std::sync::atomic::AtomicU64;
-    use std::sync::{Mutex, OnceLock};
 
-    use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue};
+    use sterna_idxd::{Device, Kind, Mode, QueueInfo, WorkQueue};
+    use sterna_test_kit::portal::OnDemandDevice;
 
     use super::*;
     use crate::core::LATER;
     use crate::{Bell, Offload, Operation, Region, Settings, Time};
-
-    /// A device that completes a descriptor when the test calls for it.
-    #[derive(Debug, Default)]
-    struct OnDemandDevice(Mutex<Vec<Descriptor>>);
-
-    impl OnDemandDevice {
-        fn answer(&self, descriptor: &Descriptor) {
-            let status = std::ptr::with_exposed_provenance::<AtomicU64>(descriptor.record().unwrap() as usize);
-            // SAFETY: the record's first word, which is its submitter's until the status is written, and an atomic there too.
-            unsafe { &*status }.store(1, Ordering::Release);
-        }
-    }
-
-    impl Portal for OnDemandDevice {
-        unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
-            match descriptor.operation_code() {
-                0 => self.answer(descriptor),
-                _ => self.0.lock().unwrap().push(*descriptor),
-            }
-            Submission::Accepted
-        }
-
-        fn way(&self) -> SubmitMethod {
-            SubmitMethod::Enqcmd
-        }
-    }
 
     /// A clock that wakes sleepers late; meanwhile the backstop looks, and the first batch completes.
     #[derive(Debug, Default)]
@@ -105,7 +80,7 @@ mod tests {
             let (heard, next) = look(self.core.get().unwrap());
             assert_eq!(next, NEVER, "somebody attends to the only channel");
             self.heard.store(heard, Ordering::Relaxed);
-            self.device.answer(&self.device.0.lock().unwrap()[0]);
+            self.device.answer(0, 0);
         }
     }
 
@@ -134,7 +109,6 @@ mod tests {
         assert!(core.bell.heard() > time.heard.load(Ordering::Relaxed), "the backstop sleeps for ever");
         assert_ne!(look(&core).1, NEVER);
 
-        let last = time.device.0.lock().unwrap()[1];
-        time.device.answer(&last);
+        time.device.answer(1, 0);
     }
 }

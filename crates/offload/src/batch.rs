@@ -135,16 +135,6 @@ impl Batch {
         self.request_mut().reset(operation);
     }
 
-    /// Empties it, to be filled again with `operation`.
-    #[must_use]
-    pub fn become_empty(mut self, operation: Operation) -> Self {
-        if operation.has_buffer() == self.operation().has_buffer() {
-            self.request_mut().reset(operation);
-            return self;
-        }
-        Self::empty(operation, &self.pools)
-    }
-
     /// Adds a range: whole pages for a zero map, any bytes for checksum, copy (with or without checksum) and deflate.
     /// Returns the index of its (first) item.
     pub fn push(&mut self, range: &Range) -> Result<usize, PushError> {

@@ -100,15 +100,12 @@ impl Inflater {
     }
 }
 
-// An independent inflate, which refuses distances beyond its given window.
-#[cfg(test)]
-#[path = "../../../lab/idxd-model/tests/device/inflate.rs"]
-mod reference;
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    // It refuses distances beyond its given window.
+    use sterna_test_kit::inflate::inflate;
 
     const WINDOW: usize = 4096;
 
@@ -156,7 +153,7 @@ mod tests {
         // A stream that did not fit does not affect the next.
         assert_eq!(deflater.deflate(&noise(8192), &mut room), None);
         let again = deflater.deflate(&[0; 4096], &mut room).unwrap();
-        assert_eq!(reference::inflate(&room[..again], WINDOW).unwrap(), [0; 4096]);
+        assert_eq!(inflate(&room[..again], WINDOW).unwrap(), [0; 4096]);
     }
 
     /// Streams that do not fit, for every possible length, each followed by one that does.
@@ -184,7 +181,7 @@ mod tests {
         {
             let content = noise(apart).repeat(4);
             let stream = deflated(level, &content);
-            let read = reference::inflate(&stream, WINDOW);
+            let read = inflate(&stream, WINDOW);
             assert!(read.is_ok_and(|read| read == content), "level {level}, {apart} bytes apart");
             // With a sufficient window the match is found.
             assert_eq!(stream.len() < content.len() / 2, apart <= 3834, "level {level}, {apart} bytes apart");
@@ -210,7 +207,7 @@ mod tests {
             let last = deflater.deflate(b"the end", &mut room).unwrap();
             stream.extend_from_slice(&room[..last]);
             let content = [contents.concat(), b"the end".to_vec()].concat();
-            assert!(reference::inflate(&stream, WINDOW).unwrap() == content, "level {level}");
+            assert!(inflate(&stream, WINDOW).unwrap() == content, "level {level}");
             let mut output = vec![0; content.len()];
             let all = Answer::Written(content.len() as u32);
             assert_eq!(Inflater::default().inflate(&stream, &mut output), all, "level {level}");
@@ -227,7 +224,7 @@ mod tests {
             let mut output = vec![0; input.len()];
             prop_assert_eq!(Inflater::default().inflate(&stream, &mut output), Answer::Written(input.len() as u32));
             prop_assert_eq!(&output, &input);
-            prop_assert_eq!(reference::inflate(&stream, WINDOW), Ok(input));
+            prop_assert_eq!(inflate(&stream, WINDOW), Ok(input));
         }
 
         #[test]

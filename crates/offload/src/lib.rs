@@ -77,7 +77,7 @@ pub use channel::{Cancelled, Channel, Ticket};
 pub use completion::{Done, Producer, Reason, TicketId};
 pub use deflate::Deflater;
 pub use guest::Guest;
-pub use helpers::{CallError, Callbacks};
+pub use helpers::CallError;
 pub use kind::{Cause, Kind};
 pub use lease::Leases;
 pub use offload::Offload;

@@ -109,6 +109,10 @@ impl Portal for ModelPortal {
     fn way(&self) -> SubmitMethod {
         self.way
     }
+
+    fn description(&self) -> String {
+        "software model".into()
+    }
 }
 
 impl Drop for ModelPortal {

@@ -6,8 +6,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue};
+use sterna_idxd::{Descriptor, Device, Kind, Mode, QueueInfo, Submission, SubmitMethod, WorkQueue};
 use sterna_offload::{Accelerators, Batch, Channel, NEVER, Offload, Operation, Outcome, Region, Settings};
+use sterna_test_kit::portal::{FakePortal, complete};
 
 /// Counts this thread's allocations.
 struct Counting;
@@ -39,42 +40,34 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// A device that has answered when the submission returns: every descriptor succeeds, every other member of a batch is not as
-/// predicted, so that records are read.
-#[derive(Debug)]
-struct Instant;
-
 fn word(address: u64) -> &'static AtomicU64 {
-    // SAFETY: a completion record or a descriptor, mapped and aligned.
+    // SAFETY: a descriptor, mapped and aligned.
     unsafe { &*std::ptr::with_exposed_provenance(address as usize) }
 }
 
-fn answer(record: u64, status: u64, result: u64) {
-    word(record + 16).store(0, Ordering::Relaxed);
-    word(record).store(status | result << 8, Ordering::Release);
+fn answer(record: u64, status: u8, result: u8) {
+    // SAFETY: the record of a descriptor that was submitted.
+    unsafe { complete(record, status, result, 0) };
 }
 
-impl Portal for Instant {
-    unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
-        let record = descriptor.record().expect("all have one");
-        if descriptor.operation_code() != 0x01 {
-            answer(record, 1, 0);
-            return Submission::Accepted;
-        }
-        for member in 0..u64::from(descriptor.bytes()) {
-            let at = descriptor.source() + 64 * member;
-            // A no-op of the proof has no record.
-            if word(at).load(Ordering::Relaxed) >> 34 & 1 == 1 {
-                answer(word(at + 8).load(Ordering::Relaxed), 1 + member % 2, member % 2);
-            }
-        }
-        answer(record, 5, 1);
-        Submission::Accepted
+/// A device that has answered when the submission returns: every descriptor succeeds, every other member of a batch is not as
+/// predicted, so that records are read.
+fn instant(descriptor: &Descriptor) -> Submission {
+    let record = descriptor.record().expect("all have one");
+    if descriptor.operation_code() != 0x01 {
+        answer(record, 1, 0);
+        return Submission::Accepted;
     }
-
-    fn way(&self) -> SubmitMethod {
-        SubmitMethod::Enqcmd
+    for member in 0..descriptor.bytes() {
+        let at = descriptor.source() + 64 * u64::from(member);
+        // A no-op of the proof has no record.
+        if word(at).load(Ordering::Relaxed) >> 34 & 1 == 1 {
+            let odd = (member % 2) as u8;
+            answer(word(at + 8).load(Ordering::Relaxed), 1 + odd, odd);
+        }
     }
+    answer(record, 5, 1);
+    Submission::Accepted
 }
 
 fn instant_queues() -> Vec<Arc<WorkQueue>> {
@@ -82,7 +75,7 @@ fn instant_queues() -> Vec<Arc<WorkQueue>> {
     device.version = 0x200;
     device.operations = sterna_idxd::OperationSet::parse(&["ffffffff"; 8].join(","));
     let info = QueueInfo::new("wq0.0", Arc::new(device), Mode::Shared, 16);
-    vec![WorkQueue::with_portal(info, Arc::new(Instant)).unwrap()]
+    vec![WorkQueue::with_portal(info, FakePortal::new(SubmitMethod::Enqcmd, instant)).unwrap()]
 }
 
 fn run(channel: &Channel, region: &Arc<Region>, batches: usize) {

@@ -1,17 +1,16 @@
 //! Workers that die or hang, which only this crate's own tests can make.
 
-#[path = "../tests/common/place.rs"]
-mod place;
+use sterna_test_kit::tools;
 
 use super::*;
 use crate::{Choice, OpenError, Software};
 
 fn start(workers: usize) -> Option<Pool> {
-    let choice = place::place().map_or(Choice::System, Choice::Path);
+    let choice = tools::qatzip_directory().map_or(Choice::System, Choice::Path);
     let library = match Library::open(&choice) {
         Ok(library) => library,
         Err(error @ OpenError::NotFound { .. }) if choice == Choice::System => {
-            place::may_skip(&error.to_string());
+            tools::skip_without_qatzip(&error.to_string());
             return None;
         }
         Err(error) => panic!("{error}"),

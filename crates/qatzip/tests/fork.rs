@@ -1,13 +1,12 @@
 //! A child of fork(2) has neither the workers nor the devices: everything refuses there, and nothing hangs. Alone in its process,
 //! so that no other test holds a lock at the moment of the fork.
 
-mod common;
-
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
-use common::{content, library, software};
 use sterna_qatzip::{Choice, Failure, Job, Library, OpenError, Options, Pool, Reason, StartError, Work};
+use sterna_test_kit::content::code_like;
+use sterna_test_kit::qatzip::{library, software};
 
 #[test]
 fn a_child_is_refused_and_the_parent_goes_on() {
@@ -20,7 +19,7 @@ fn a_child_is_refused_and_the_parent_goes_on() {
     let job = |tag| Job {
         tag,
         work: Work::Compress,
-        input: content(tag, 9000).into(),
+        input: code_like(tag, 9000).into(),
         output: Vec::new().into(),
         room: 9000,
     };

@@ -1,15 +1,14 @@
 //! What differs with a device behind the library, which no test machine has: against a made-up library that behaves as the real
 //! one's sources say (`hardware.c`). It proves this crate's branches, not the real library.
 
-mod common;
-
 use std::num::NonZeroUsize;
 use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::{content, read_gzip, write_gzip};
 use sterna_qatzip::{By, Choice, Done, Failure, Job, Library, Options, Params, Pool, Reason, Session, Software, Work};
+use sterna_test_kit::content::code_like;
+use sterna_test_kit::qatzip::{read_gzip, write_gzip};
 
 /// The library, and its functions' counters, which tests must not change under each other.
 fn library() -> (Arc<Library>, MutexGuard<'static, ()>) {
@@ -48,7 +47,7 @@ fn a_device_makes_several_members_and_takes_them_back() {
     for software in [Software::Forbidden, Software::WhenBusy, Software::Always] {
         let mut session = session(&library, software);
         assert!(session.on_hardware());
-        let plain = content(1, 200_000);
+        let plain = code_like(1, 200_000);
         let (mut packed, mut back) = (Vec::new(), Vec::new());
         let done = session.compress(&plain, &mut packed, usize::MAX).unwrap();
         assert_eq!(done, Done { bytes: 200_000 + 4 * 37, by: By::Hardware });
@@ -62,7 +61,7 @@ fn a_device_makes_several_members_and_takes_them_back() {
 #[test]
 fn what_the_library_did_in_software_is_told_and_where_forbidden_refused() {
     let (library, _alone) = library();
-    let plain = [&b"SOFTW"[..], &content(1, 5000)].concat();
+    let plain = [&b"SOFTW"[..], &code_like(1, 5000)].concat();
     let mut output = Vec::new();
     assert_eq!(session(&library, Software::WhenBusy).compress(&plain, &mut output, 9000).unwrap().by, By::Software);
     let mut strict = session(&library, Software::Forbidden);
@@ -93,7 +92,7 @@ fn answers_that_cannot_be_are_refused_and_the_session_is_set_up_again() {
     let mut session = session(&library, Software::WhenBusy);
     let sessions = counter(&library, "sessions");
     let mut output = Vec::new();
-    let good = content(3, 70_000);
+    let good = code_like(3, 70_000);
     for (at, (word, code)) in
         [("BROKE", Some(-2)), ("TIMED", Some(-5)), ("PARTS", None), ("LARGE", None), ("EMPTY", None)]
             .into_iter()
@@ -118,7 +117,7 @@ fn answers_that_cannot_be_are_refused_and_the_session_is_set_up_again() {
 fn content_of_another_length_than_its_members_say_is_refused() {
     let (library, _alone) = library();
     let mut session = session(&library, Software::WhenBusy);
-    let plain = [&b"SHORT"[..], &content(1, 5000)].concat();
+    let plain = [&b"SHORT"[..], &code_like(1, 5000)].concat();
     let (mut packed, mut back) = (Vec::new(), Vec::new());
     session.compress(&plain, &mut packed, usize::MAX).unwrap();
     assert!(matches!(session.decompress(&packed, &mut back, 9000), Err(Failure::BadInput(_))));
@@ -143,7 +142,7 @@ fn a_job_that_hangs_in_the_device_holds_up_neither_others_nor_the_shutdown() {
     };
     channel.submit(job(0, b"HANGS in the device".to_vec())).unwrap();
     for tag in 1..20 {
-        channel.submit(job(tag, content(tag, 20_000))).unwrap();
+        channel.submit(job(tag, code_like(tag, 20_000))).unwrap();
         let done = channel.wait(Instant::now() + Duration::from_secs(120)).unwrap();
         assert_eq!((done.tag, done.result.map(|done| done.by)), (tag, Ok(By::Hardware)));
     }

@@ -1,9 +1,8 @@
 //! Without hardware the library's public calls look for it every time and keep one of the process's thread keys each time
 //! (QATzip 1.3.1: after a thousand calls nobody in the process can make one). In a process of its own, to be counted.
 
-mod common;
-
-use common::{content, library, software};
+use sterna_test_kit::content::code_like;
+use sterna_test_kit::qatzip::{library, software};
 
 fn free_keys() -> usize {
     let mut keys = Vec::new();
@@ -22,7 +21,7 @@ fn free_keys() -> usize {
 #[test]
 fn hardware_is_looked_for_once_however_many_jobs_there_are() {
     let Some(library) = library() else { return };
-    let plain = content(1, 20_000);
+    let plain = code_like(1, 20_000);
     let (mut packed, mut back) = (Vec::new(), Vec::new());
     drop(library.session(&software(64 << 10)).unwrap());
     let before = free_keys();

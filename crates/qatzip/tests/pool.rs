@@ -1,14 +1,13 @@
 //! The workers, over the real library's software path.
 
-mod common;
-
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
-use common::{content, library, noise, read_gzip, software};
 use sterna_qatzip::{
     By, Bytes, Channel, Completion, Failure, Job, Options, Params, Pool, Reason, Software, StartError, Statistics, Work,
 };
+use sterna_test_kit::content::{code_like, noise};
+use sterna_test_kit::qatzip::{library, read_gzip, software, write_gzip};
 
 const LARGEST: usize = 256 << 10;
 
@@ -38,7 +37,7 @@ fn many_threads_share_the_workers_and_each_gets_its_own_jobs_back_exactly_once()
         for thread in 0..THREADS {
             let channel = pool.channel(number(5));
             scope.spawn(move || {
-                let plain = |tag: u64| content(thread * 1000 + tag, 4096 + (tag as usize * 5333) % (LARGEST - 4096));
+                let plain = |tag: u64| code_like(thread * 1000 + tag, 4096 + (tag as usize * 5333) % (LARGEST - 4096));
                 let mut waiting: Vec<Job> = (0..JOBS).map(|tag| job(tag, Work::Compress, plain(tag))).collect();
                 let (mut packed, mut plained) = (0, 0);
                 while plained < JOBS {
@@ -78,10 +77,10 @@ fn many_threads_share_the_workers_and_each_gets_its_own_jobs_back_exactly_once()
 fn what_happened_is_counted() {
     let Some(pool) = pool(1, 8) else { return };
     let channel = pool.channel(number(8));
-    let plain = content(1, 50_000);
+    let plain = code_like(1, 50_000);
     channel.submit(job(1, Work::Compress, plain.clone())).unwrap();
     channel.submit(Job { room: 49_000, ..job(2, Work::Compress, noise(2, 50_000)) }).unwrap();
-    channel.submit(job(3, Work::Decompress, common::write_gzip(&plain)[..700].to_vec())).unwrap();
+    channel.submit(job(3, Work::Decompress, write_gzip(&plain)[..700].to_vec())).unwrap();
     channel.submit(job(4, Work::Decompress, vec![7; 9])).unwrap();
     let results: Vec<_> =
         (0..4).map(|_| next(&channel)).map(|done| (done.tag, done.result, done.output.len())).collect();
@@ -106,7 +105,7 @@ fn what_happened_is_counted() {
 fn buffers_come_back_as_they_were_given() {
     let Some(pool) = pool(1, 1) else { return };
     let channel = pool.channel(number(1));
-    let mut job = Job { output: Vec::with_capacity(LARGEST).into(), ..job(0, Work::Compress, content(1, LARGEST)) };
+    let mut job = Job { output: Vec::with_capacity(LARGEST).into(), ..job(0, Work::Compress, code_like(1, LARGEST)) };
     let places = (job.input.as_ptr(), job.output.as_ptr());
     for tag in 0..5 {
         channel.submit(job).unwrap();
@@ -124,7 +123,7 @@ fn what_lies_in_the_librarys_memory_already_is_read_and_written_there() {
     let places = (input.as_ptr(), output.as_ptr());
     assert!((input.len(), output.len(), input.capacity()) == (0, 0, LARGEST) && output.capacity() > LARGEST);
     for (tag, plain) in
-        [content(1, LARGEST), noise(2, LARGEST), content(3, 9), vec![], content(5, 70_000)].iter().enumerate()
+        [code_like(1, LARGEST), noise(2, LARGEST), code_like(3, 9), vec![], code_like(5, 70_000)].iter().enumerate()
     {
         let tag = tag as u64;
         input.fill(plain);
@@ -149,7 +148,7 @@ fn what_lies_in_the_librarys_memory_already_is_read_and_written_there() {
     }
     // Too small for the worst that could come of it.
     let (mut other, _) = pool.buffers().unwrap();
-    input.fill(&content(1, LARGEST));
+    input.fill(&code_like(1, LARGEST));
     other.fill(b"something");
     let job = Job { tag: 0, work: Work::Compress, input: input.into(), output: other.into(), room: LARGEST };
     channel.submit(job).unwrap();
@@ -175,7 +174,7 @@ fn after_a_shutdown_jobs_are_refused_and_done_ones_can_still_be_collected() {
     let Some(pool) = pool(1, 4) else { return };
     let channel = pool.channel(number(4));
     for tag in 0..4 {
-        channel.submit(job(tag, Work::Compress, content(tag, LARGEST))).unwrap();
+        channel.submit(job(tag, Work::Compress, code_like(tag, LARGEST))).unwrap();
     }
     pool.shutdown(Duration::from_secs(60)).unwrap();
     let refused = channel.submit(job(9, Work::Compress, vec![0; 5000])).unwrap_err();

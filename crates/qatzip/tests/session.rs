@@ -1,14 +1,13 @@
 //! One session over the real library: its software path, since these machines have no QAT.
 
-mod common;
-
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::panic::AssertUnwindSafe;
 
-use common::{content, library, noise, read_gzip, software, write_gzip};
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner, contextualize_config};
 use sterna_qatzip::{By, Choice, Failure, Library, OpenError, Params, Session, Software, StartError};
+use sterna_test_kit::content::{code_like, noise};
+use sterna_test_kit::qatzip::{library, read_gzip, software, write_gzip};
 
 const LARGEST: usize = 600 << 10;
 
@@ -52,7 +51,7 @@ fn contents() -> impl Strategy<Value = Vec<u8>> {
     (length, any::<u64>(), 0..3u8).prop_map(|(len, seed, kind)| match kind {
         0 => vec![seed as u8; len],
         1 => noise(seed, len),
-        _ => content(seed, len),
+        _ => code_like(seed, len),
     })
 }
 
@@ -86,7 +85,7 @@ fn members_of_another_implementation_are_decompressed_one_or_several() {
 #[test]
 fn every_level_compresses_and_a_higher_one_is_not_much_longer() {
     let Some(library) = library() else { return };
-    let plain = content(7, 256 << 10);
+    let plain = code_like(7, 256 << 10);
     let mut sizes = Vec::new();
     for level in 1..=9 {
         let mut session = library.session(&Params { level, ..software(LARGEST) }).unwrap();
@@ -100,7 +99,7 @@ fn every_level_compresses_and_a_higher_one_is_not_much_longer() {
 #[test]
 fn each_member_says_its_lengths_as_hardware_needs_them() {
     let Some(mut session) = session() else { return };
-    let plain = content(3, 100_000);
+    let plain = code_like(3, 100_000);
     let packed = compressed(&mut session, &plain);
     assert_eq!(packed[..4], [0x1f, 0x8b, 8, 4]);
     assert_eq!(packed[10..16], [12, 0, b'Q', b'Z', 8, 0]);
@@ -166,7 +165,7 @@ fn input_that_is_cut_or_changed_or_anything_never_passes_for_the_content() {
             Harm::Anything(bytes)
         }),
     ];
-    let good = content(11, 5000);
+    let good = code_like(11, 5000);
     over_one_session((contents(), harm, any::<bool>()), |session, (plain, harm, ours)| {
         let whole = if ours { compressed(session, &plain) } else { write_gzip(&plain) };
         let mut bytes = whole.clone();
@@ -194,7 +193,7 @@ fn input_that_is_cut_or_changed_or_anything_never_passes_for_the_content() {
 #[test]
 fn every_cut_of_a_member_is_refused() {
     let Some(mut session) = session() else { return };
-    let plain = content(5, 3000);
+    let plain = code_like(5, 3000);
     let mut output = Vec::new();
     for whole in [compressed(&mut session, &plain), write_gzip(&plain)] {
         for end in 0..whole.len() {
@@ -218,7 +217,7 @@ fn lengths_beyond_what_the_session_was_made_for_are_refused_before_anything_is_c
 #[test]
 fn output_with_room_is_not_allocated_anew() {
     let Some(mut session) = session() else { return };
-    let plain = content(9, 64 << 10);
+    let plain = code_like(9, 64 << 10);
     let mut packed = Vec::with_capacity(64 << 10);
     let at = packed.as_ptr();
     for _ in 0..3 {
@@ -274,13 +273,13 @@ fn the_same_library_is_handed_out_again_and_another_one_is_refused() {
 fn a_session_whose_thread_panicked_spoils_nobody_elses() {
     let Some(library) = library() else { return };
     let mut mine = library.session(&software(64 << 10)).unwrap();
-    let plain = content(1, 64 << 10);
+    let plain = code_like(1, 64 << 10);
     for seed in 0..8 {
         let library = std::sync::Arc::clone(&library);
         let died = std::thread::spawn(move || {
             let mut session = library.session(&software(64 << 10)).unwrap();
             let mut output = Vec::new();
-            session.compress(&content(seed, 50_000), &mut output, 1 << 20).unwrap();
+            session.compress(&code_like(seed, 50_000), &mut output, 1 << 20).unwrap();
             session.decompress(&output[..output.len() / 2], &mut Vec::new(), 50_000).unwrap()
         })
         .join();

@@ -164,14 +164,6 @@ impl Qemu {
         GuestConsole::new(&self.console)
     }
 
-    /// Types `text` and a line end on the guest's console.
-    ///
-    /// # Errors
-    /// As [`Console::send`].
-    pub fn serial_send(&self, text: &str) -> Result<(), Error> {
-        self.console.send(text)
-    }
-
     /// Returns QEMU's standard error and output so far.
     #[must_use]
     pub fn standard_error(&self) -> String {

@@ -5,23 +5,12 @@ use sterna_simulator::device::{Completed, Device, Shape, Timing};
 use sterna_simulator::host::run;
 use sterna_simulator::resources::Pipe;
 use sterna_simulator::scenario::{Hog, Policy, Scenario, Structure, Vm};
+use sterna_test_kit::Random;
 
-/// Numbers that look random (Steele, Lea, Flood 2014).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn exponential(&mut self, mean: f64) -> f64 {
-        let unit = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
-        -mean * (1.0 - unit).ln()
-    }
+/// Returns a number of an exponential distribution.
+fn exponential(random: &mut Random, mean: f64) -> f64 {
+    let unit = (random.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
+    -mean * (1.0 - unit).ln()
 }
 
 struct Measured {
@@ -35,7 +24,7 @@ struct Measured {
 /// Poisson arrivals of equal batches.
 fn poisson(shape: &Shape, bytes: u64, load: f64, batches: usize, seed: u64) -> Measured {
     let service = Device::service(&shape.timing, bytes);
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut device = Device::new(shape);
     let (mut clock, mut now, mut area) = (0.0, 0u64, 0.0);
     let mut arrivals = vec![0u64; batches];
@@ -60,7 +49,7 @@ fn poisson(shape: &Shape, bytes: u64, load: f64, batches: usize, seed: u64) -> M
         }
     };
     for batch in 0..batches {
-        clock += random.exponential(service / load);
+        clock += exponential(&mut random, service / load);
         let at = clock as u64;
         step(&mut device, &mut now, at, &arrivals);
         arrivals[batch] = at;

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use sterna_attach::{AttachError, UserfaultOrigin, take_userfault};
+use sterna_test_kit::Random;
 
 use crate::target::Target;
 
@@ -13,28 +14,16 @@ pub(crate) const CASES: &[(&str, fn())] = &[
     ("a_tracer_that_is_killed_at_any_moment_leaves_a_process_that_runs", killed_tracer),
 ];
 
-/// Numbers that look random (splitmix64), from a seed that is printed; `STERNA_SEED` repeats a run.
-pub(crate) struct Numbers(u64);
-
-impl Numbers {
-    pub(crate) fn new() -> Numbers {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64;
-        let seed = std::env::var("STERNA_SEED").ok().map_or(now, |seed| seed.parse().unwrap());
-        println!("  STERNA_SEED={seed}");
-        Numbers(seed)
-    }
-
-    pub(crate) fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ mixed >> 31) % end
-    }
+/// Returns random numbers from a seed that is printed; `STERNA_SEED` repeats a run.
+pub(crate) fn numbers() -> Random {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64;
+    let seed = std::env::var("STERNA_SEED").ok().map_or(now, |seed| seed.parse().unwrap());
+    println!("  STERNA_SEED={seed}");
+    Random::new(seed)
 }
 
 fn killed_amid() {
-    let mut numbers = Numbers::new();
+    let mut numbers = numbers();
     let mut taken = 0;
     for round in 0..60 {
         let kind = ["read", "futex", "epoll_wait"][round % 3];
@@ -87,7 +76,7 @@ fn execs_by_another_thread() {
 /// The one effect that cannot be undone: a tracer that dies while registers are lent leaves them changed. The thread then continues after
 /// its own `syscall` instruction, as if its call had returned the result of ours.
 fn killed_tracer() {
-    let mut numbers = Numbers::new();
+    let mut numbers = numbers();
     let rounds = 200;
     let (mut early, mut left) = (0, 0);
     for round in 0..rounds {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use sterna_attach::{AttachError, Slowdown, SlowdownStats, StoppedAt};
 
-use crate::deaths::Numbers;
+use crate::deaths::numbers;
 use crate::target::Target;
 
 pub(crate) const CASES: &[(&str, fn())] = &[
@@ -275,7 +275,7 @@ fn thread_ends() {
 }
 
 fn killed() {
-    let mut numbers = Numbers::new();
+    let mut numbers = numbers();
     for round in 0..20 {
         let target = Target::start(&["workers", "2"]);
         let slowdown = target.hold().slow_down(&workers_of(&target), 90, anywhere).unwrap();
@@ -303,7 +303,7 @@ fn cannot_be_stopped() {
 }
 
 fn killed_tracer() {
-    let mut numbers = Numbers::new();
+    let mut numbers = numbers();
     let mut target = Target::start(&["workers", "2"]);
     let threads = workers_of(&target);
     let words: Vec<String> = [target.pid()].iter().chain(&threads).map(i32::to_string).collect();

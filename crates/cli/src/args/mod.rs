@@ -24,10 +24,8 @@ pub(crate) use self::proxy::{ProxyReceiveArgs, ProxyReportArgs, ProxySendArgs, e
 pub(crate) use self::receive::ReceiveArgs;
 pub(crate) use self::recover::{RecoverArgs, SideArg};
 pub(crate) use self::send::{ModeArg, SendArgs};
-use crate::bench::BenchArgs;
 use crate::cert::CertArgs;
 use crate::commands::accel::AccelCommand;
-use crate::demo::DemoArgs;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -65,16 +63,9 @@ pub(crate) enum Command {
     Recover(RecoverArgs),
     /// Make certificates for --tls, for a trial or a small site
     Cert(CertArgs),
-    /// Move a real Linux guest between two QEMUs on this machine, and prove that it came through whole
-    Demo(DemoArgs),
     /// Look at the accelerators of this host, try them, plan their queues
     #[command(subcommand)]
     Accel(AccelCommand),
-    /// Measure Sterna beside what it is compared with, and report which targets are met
-    Bench(BenchArgs),
-    /// One side of a benchmark, which starts it itself
-    #[command(hide = true)]
-    BenchSide,
 }
 
 /// The two sides of `sterna proxy`.

@@ -231,17 +231,6 @@ fn help_is_no_error() {
 }
 
 #[test]
-fn the_benchmarks_have_names_and_their_sides_are_hidden() {
-    for name in ["qemu", "ram", "received-bitmap", "dirty-rate", "bandwidth", "device-faults", "device-state"] {
-        let parsed = parse(&format!("sterna bench {name} --quick --json f --rounds 2 --cpus 2"));
-        assert!(matches!(parsed.unwrap().command, Command::Bench(_)), "{name}");
-    }
-    assert!(error("sterna bench rum").contains("possible values: qemu, ram, received-bitmap"));
-    assert!(matches!(parse("sterna bench-side").unwrap().command, Command::BenchSide));
-    assert!(!Cli::command().render_long_help().to_string().contains("bench-side"));
-}
-
-#[test]
 fn addresses_are_a_host_and_a_port() {
     for good in ["dst-host:4920", "192.0.2.7:1", "[2001:db8::7]:65535", "[fe80::1%eth0]:4920"] {
         assert_eq!(peer_address(good).as_deref(), Ok(good));

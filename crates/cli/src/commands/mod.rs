@@ -92,10 +92,7 @@ pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Cert(args) => {
             crate::cert::run(args).map(|()| Exit::Completed).map_err(|error| Failure::failed(&error))
         }
-        Command::Demo(args) => crate::demo::run(args),
         Command::Accel(command) => accel::run(command),
-        Command::Bench(args) => crate::bench::run(args),
-        Command::BenchSide => crate::bench::run_side(),
     }
 }
 
@@ -142,13 +139,20 @@ fn gateway_failure(error: &GatewayError, cancelled: bool) -> Failure {
     Failure { exit: if cancelled { Exit::Cancelled } else { Exit::Failed }, text: error.to_string() }
 }
 
-fn method_choice(link: &LinkArgs) -> Result<MethodChoice, Failure> {
+/// Returns the chosen method. Warns of one that only accelerators make fast, unless some are `accelerated`.
+fn method_choice(link: &LinkArgs, accelerated: bool) -> Result<MethodChoice, Failure> {
     // clap has checked the name, so only the level can be wrong.
     let choice = MethodChoice::parse(&link.method, link.level.as_deref())
         .map_err(|error| Failure::usage(&format!("--level: {error}")))?;
     if link.cpu.is_some() && !choice.is_auto() {
         // Refused rather than silently ignored.
         return Err(Failure::usage(&format!("--cpu: only the method auto keeps to it, and {choice} was asked for")));
+    }
+    if link.method == "iaa" && !accelerated {
+        crate::complain(
+            "note: --method iaa without an accelerator: the CPU compresses, more slowly than by zstd and less well; \
+             `sterna send --accel` in direct mode uses an IAA",
+        );
     }
     Ok(choice)
 }

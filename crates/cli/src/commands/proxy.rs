@@ -21,7 +21,8 @@ pub(super) fn run_send(args: &ProxySendArgs, logging: bool) -> Result<Exit, Fail
         to: args.link.to.clone(),
         security: security::source(&args.tls)?,
         channels: args.link.channels,
-        method: method_choice(&args.link)?,
+        // A proxy has QEMU's stream, which no accelerator reaches.
+        method: method_choice(&args.link, false)?,
         qatzip: args.link.qatzip(),
         cpu: args.link.cpu,
         bandwidth: args.link.bandwidth,

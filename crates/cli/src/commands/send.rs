@@ -1,6 +1,7 @@
 //! `sterna send`: the source's side of a migration.
 
 use sterna_engine::report::{Outcome, Report};
+use sterna_offload::Accelerators;
 use sterna_qemu::gateway::{DirectOptions, SendOptions, send};
 
 use super::{Exit, Failure, Summary, method_choice, migration, security, state_dir};
@@ -23,12 +24,13 @@ impl Summary for Report {
 }
 
 pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
+    let direct = direct(args)?;
     let options = SendOptions {
         qmp: args.qmp.clone(),
         to: args.link.to.clone(),
         security: security::source(&args.tls)?,
         channels: args.link.channels,
-        method: method_choice(&args.link)?,
+        method: method_choice(&args.link, direct.accelerators != Accelerators::cpu())?,
         qatzip: args.link.qatzip(),
         cpu: args.link.cpu,
         bandwidth: args.link.bandwidth,
@@ -37,7 +39,7 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         delta_cache: args.delta_cache,
         normal_page_ratio: args.normal_page_ratio,
         mode: args.mode.into(),
-        direct: direct(args)?,
+        direct,
         source_after: args.source_after.into(),
         waits: (&args.waits).into(),
         state_dir: state_dir::choose(&args.state)?,

@@ -12,6 +12,7 @@ use std::time::Duration;
 use crate::support::pair::{Pair, eventually};
 use crate::support::settle::{Migration, Side, outcome};
 use sterna_qemu_lab::QemuVersion;
+use sterna_test_kit::Random;
 use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
 
 /// Number of kills in an ordinary test run, in each mode.
@@ -35,19 +36,6 @@ enum Victim {
     Receive,
     SourceGuest,
     DestinationGuest,
-}
-
-/// A small random number generator (SplitMix64, Steele and others 2014): a seed repeats its numbers.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % bound
-    }
 }
 
 /// Makes one kill. Returns how the migration ended.
@@ -191,7 +179,7 @@ fn at_random_moments(
     drop(probe);
     let seed = number("STERNA_SEED").unwrap_or_else(|| u64::from(std::process::id()) << 20);
     println!("{what}: STERNA_SEED={seed}, {count} of them");
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let victims = [Victim::Send, Victim::Receive, Victim::SourceGuest, Victim::DestinationGuest];
     let cases: Vec<_> = (0..count)
         .map(|number| {

@@ -8,7 +8,6 @@ mod accel_config;
 mod bad_input;
 mod crash;
 mod deltas;
-mod demo;
 mod direct;
 mod direct_options;
 mod disks;

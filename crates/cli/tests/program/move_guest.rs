@@ -1,10 +1,9 @@
 //! A running Linux guest moves between two real QEMUs, and finds its memory right.
 
-#[path = "../../../qatzip/tests/common/place.rs"]
-mod qatzip;
 use crate::support::{LONG, Sterna, busy_guest, receive, report, send};
 use serde_json::Value;
 use sterna_qemu_lab::{Qemu, QemuVersion, skip_if_unavailable};
+use sterna_test_kit::tools;
 
 #[test]
 fn a_busy_linux_guest_moves_and_its_memory_is_right() {
@@ -13,7 +12,7 @@ fn a_busy_linux_guest_moves_and_its_memory_is_right() {
 
 #[test]
 fn it_moves_by_the_software_of_the_real_qatzip_and_the_report_says_so() {
-    let Some(library) = qatzip::place() else { return qatzip::may_skip("QATzip is not unpacked") };
+    let Some(library) = tools::qatzip_directory() else { return tools::skip_without_qatzip("QATzip is not unpacked") };
     let library = library.to_str().unwrap();
     let options = ["--method", "qatzip", "--level", "2", "--qatzip-library", library, "--qatzip-software", "always"];
     let Some(report) = moved(&options) else { return };

@@ -167,45 +167,22 @@ fn missing_certificates_are_one_line_that_names_the_file() {
 }
 
 #[test]
+fn a_method_that_is_slow_without_an_accelerator_is_warned_of_unless_there_is_one() {
+    let warned = |line: &str| String::from_utf8(run(line).stderr).unwrap().contains("note: --method iaa without");
+    assert!(warned("send --qmp q --to h:1 --insecure --method iaa"));
+    assert!(warned("send --qmp q --to h:1 --insecure --method iaa --mode stream"));
+    assert!(warned("proxy send --unix u --to h:1 --insecure --method iaa"));
+    assert!(!warned("send --qmp q --to h:1 --insecure --method iaa --accel iaa"));
+    assert!(!warned("send --qmp q --to h:1 --insecure --method zstd"));
+}
+
+#[test]
 fn a_report_that_could_not_be_written_is_refused_before_anything_is_done() {
     let text = one_line(&run("send --qmp q --to h:1 --insecure --json missing/report.json"), 1);
     assert_eq!(
         text,
         "--json: cannot write the report to missing/report.json: there is no directory missing; make it, or give another path"
     );
-}
-
-#[test]
-fn a_benchmark_of_no_known_cell_is_refused_with_the_cells_that_there_are() {
-    let text = refusal(&run("bench qemu --only memfd --only zzz"), 2);
-    assert!(text.starts_with("--only: no cell's name contains 'zzz'"), "{text}");
-    for cell in ["unlimited, memfd, QEMU none", "unlimited, huge pages, writing, direct none", "1 Gbit/s, direct auto"]
-    {
-        assert!(text.lines().any(|line| line.trim() == cell), "{text}");
-    }
-}
-
-#[test]
-fn only_benchmarks_that_have_more_cells_take_long_and_none_takes_it_with_quick() {
-    let text = refusal(&run("bench ram --long"), 2);
-    assert!(text.starts_with("--long:") && text.contains("'compression' and 'selection'"), "{text}");
-    let text = refusal(&run("bench selection --only zzz"), 2);
-    for cell in [
-        "virtual: mixed, 1 Gbit/s × 2",
-        "virtual: text, 40 Gbit/s × 4, 0.5 CPUs allowed, QAT",
-        "real: mixed, 2.5 Gbit/s, then 250 Mbit/s",
-    ] {
-        assert!(text.lines().any(|line| line.trim() == cell), "{text}");
-    }
-    assert_eq!(run("bench compression --long --quick").status.code(), Some(2));
-    let text = refusal(&run("bench compression --only zzz"), 2);
-    for cell in [
-        "unlimited, mixed, auto × 2",
-        "1 Gbit/s, memcached written at 150 MB/s, zstd × 2",
-        "100 Mbit/s, mixed, lz4 × 16",
-    ] {
-        assert!(text.lines().any(|line| line.trim() == cell), "{text}");
-    }
 }
 
 #[test]

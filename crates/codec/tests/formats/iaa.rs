@@ -12,10 +12,9 @@ use sterna_codec::{
 use sterna_idxd_model::{Model, ModelConfig};
 use sterna_offload::trace::Trace;
 use sterna_offload::{Bell, Kind, Nanos, Offload, OffloadReport, Operation, Settings, Time};
+use sterna_test_kit::inflate::inflate;
 
 // An inflate by nobody's library, which refuses distances beyond the window that it is given.
-#[path = "../../../../lab/idxd-model/tests/device/inflate.rs"]
-mod reference;
 
 const BATCH: usize = 512 << 10;
 
@@ -76,7 +75,7 @@ fn decodes_to(packet: &[u8], content: &[u8]) -> bool {
 fn comes_back(encoder: &mut dyn Encoder, content: &[u8]) -> Vec<u8> {
     let packet = encoded(encoder, content);
     assert!(decodes_to(&packet, content));
-    assert!(reference::inflate(&packet, 4096).unwrap() == content);
+    assert!(inflate(&packet, 4096).unwrap() == content);
     let mut by_another = Vec::new();
     flate2::read::DeflateDecoder::new(&packet[..]).read_to_end(&mut by_another).unwrap();
     assert!(by_another == content);

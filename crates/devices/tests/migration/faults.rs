@@ -6,6 +6,7 @@ use sterna_devices::vfio::{Flags, Peers, State, VfioError};
 use sterna_devices::vfio_user::Command;
 use sterna_engine::device_state::DeviceChannels;
 use sterna_engine::migration::GuestState;
+use sterna_test_kit::Random;
 
 use crate::machine::{Guest, some_state};
 use crate::server::{Manner, Trouble};
@@ -156,37 +157,27 @@ fn a_device_that_does_not_run_at_the_destination_is_retried_and_the_source_stays
     guest.has_moved();
 }
 
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[(self.next() % choices.len() as u64) as usize]
-    }
-
-    fn fault(&mut self) -> Fault {
-        let to = self.of(&State::ALL);
-        let runs = self.of(&[State::RunningP2p, State::Running]);
-        let calls = [
-            Call::SetState,
-            Call::SetStateTo(to),
-            Call::SetStateTo(runs),
-            Call::Read,
-            Call::Write,
-            Call::State,
-            Call::DataSize,
-            Call::DmaLoggingReport,
-        ];
-        let leaves = [Leaves::Unchanged, Leaves::Midway(1), Leaves::Midway(2), Leaves::InError];
-        let errno = self.of(&[libc::EIO, libc::ENOSPC, libc::EINTR, libc::EAGAIN, libc::ENOMSG]);
-        Fault { call: self.of(&calls), after: self.of(&[0, 0, 1, 2, 20]), errno, leaves: self.of(&leaves) }
+/// Returns a fault of any kind, at any call.
+fn any_fault(random: &mut Random) -> Fault {
+    let to = random.one_of(&State::ALL);
+    let runs = random.one_of(&[State::RunningP2p, State::Running]);
+    let calls = [
+        Call::SetState,
+        Call::SetStateTo(to),
+        Call::SetStateTo(runs),
+        Call::Read,
+        Call::Write,
+        Call::State,
+        Call::DataSize,
+        Call::DmaLoggingReport,
+    ];
+    let leaves = [Leaves::Unchanged, Leaves::Midway(1), Leaves::Midway(2), Leaves::InError];
+    let errno = random.one_of(&[libc::EIO, libc::ENOSPC, libc::EINTR, libc::EAGAIN, libc::ENOMSG]);
+    Fault {
+        call: random.one_of(&calls),
+        after: random.one_of(&[0, 0, 1, 2, 20]),
+        errno,
+        leaves: random.one_of(&leaves),
     }
 }
 
@@ -198,14 +189,14 @@ enum Outcome {
 }
 
 fn case(seed: u64) -> Outcome {
-    let random = &mut Random(seed);
-    let mut guest = guest(random.of(&[ALL, NOTHING_AHEAD]));
-    let ways = random.of(&[DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial]);
-    let faults = random.of(&[0, 1, 1, 2, 3]);
+    let random = &mut Random::new(seed);
+    let mut guest = guest(random.one_of(&[ALL, NOTHING_AHEAD]));
+    let ways = random.one_of(&[DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial]);
+    let faults = random.one_of(&[0, 1, 1, 2, 3]);
     for _ in 0..faults {
-        let device = random.of(&[0, 1, 2]);
-        let fault = random.fault();
-        let models = if random.of(&[true, false]) { &guest.from.models } else { &guest.to.models };
+        let device = random.one_of(&[0, 1, 2]);
+        let fault = any_fault(random);
+        let models = if random.one_of(&[true, false]) { &guest.from.models } else { &guest.to.models };
         models[device].fail(fault);
     }
     let (sent, received) = guest.migrate(ways);

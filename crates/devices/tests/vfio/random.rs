@@ -8,33 +8,11 @@ use sterna_devices::vfio::{
     Chunk, Loader, Peers, Saver, State, VfioError, abort_together, run_together, stop_together,
 };
 
+use sterna_test_kit::Random;
+
 use super::FLAGS;
 
 const CASES: u64 = 1500;
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
-    }
-
-    fn one_in(&mut self, n: usize) -> bool {
-        self.below(n) == 0
-    }
-
-    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len())]
-    }
-}
 
 /// One guest's devices on one host.
 struct Side {
@@ -46,20 +24,20 @@ struct Side {
 impl Side {
     fn new(random: &mut Random, states: &[Vec<u8>], live: bool) -> Self {
         let fabric = Fabric::default();
-        let only_p2p = random.one_in(2);
+        let only_p2p = random.once_in(2);
         let mut all_p2p = true;
         let devices = states.iter().map(|state| {
-            let flags = random.of(&FLAGS);
+            let flags = random.one_of(&FLAGS);
             let flags = if only_p2p { flags.with_p2p() } else { flags };
             all_p2p &= flags.p2p();
             ModelDevice::new(Config {
                 flags: Some(flags),
                 state: if live { state.clone() } else { vec![0; state.len()] },
                 live,
-                max_transfer: 1 + random.below(2000),
-                seed: random.one_in(2).then(|| random.next()),
-                zero_for_nothing: random.one_in(4),
-                bad_state_is_error: random.one_in(2),
+                max_transfer: 1 + random.index(2000),
+                seed: random.once_in(2).then(|| random.next_u64()),
+                zero_for_nothing: random.once_in(4),
+                bad_state_is_error: random.once_in(2),
                 fabric: fabric.clone(),
                 ..Config::empty(0)
             })
@@ -80,20 +58,20 @@ impl Side {
 }
 
 fn fault(random: &mut Random) -> Fault {
-    let call = match random.below(9) {
+    let call = match random.index(9) {
         0 | 1 => Call::SetState,
-        2 | 3 => Call::SetStateTo(random.of(&State::ALL)),
+        2 | 3 => Call::SetStateTo(random.one_of(&State::ALL)),
         4 => Call::Read,
         5 => Call::Write,
         6 => Call::State,
-        7 => random.of(&[Call::DataSize, Call::PrecopyInfo]),
+        7 => random.one_of(&[Call::DataSize, Call::PrecopyInfo]),
         _ => Call::Reset,
     };
     Fault {
         call,
-        after: random.below(if matches!(call, Call::Read | Call::Write) { 12 } else { 3 }) as u32,
-        errno: random.of(&[libc::EIO, libc::ENOSPC, libc::EINTR, libc::EAGAIN, libc::ENOMSG]),
-        leaves: random.of(&[Leaves::Unchanged, Leaves::Midway(1), Leaves::Midway(2), Leaves::InError]),
+        after: random.index(if matches!(call, Call::Read | Call::Write) { 12 } else { 3 }) as u32,
+        errno: random.one_of(&[libc::EIO, libc::ENOSPC, libc::EINTR, libc::EAGAIN, libc::ENOMSG]),
+        leaves: random.one_of(&[Leaves::Unchanged, Leaves::Midway(1), Leaves::Midway(2), Leaves::InError]),
     }
 }
 
@@ -120,23 +98,23 @@ fn migrate(
     loaders: &mut [Loader<ModelDevice>],
 ) -> Result<(), VfioError> {
     let never_both = || assert!(from.fabric.running() == 0 || to.fabric.running() == 0);
-    let mut buffer = vec![0; 1 + random.below(3000)];
+    let mut buffer = vec![0; 1 + random.index(3000)];
     for (saver, loader) in savers.iter_mut().zip(loaders.iter_mut()) {
         loader.begin()?;
-        saver.begin(if random.one_in(3) { random.next() % 4000 } else { u64::MAX })?;
+        saver.begin(if random.once_in(3) { random.next_u64() % 4000 } else { u64::MAX })?;
         never_both();
     }
-    for _ in 0..random.below(4) {
+    for _ in 0..random.index(4) {
         for (saver, loader) in savers.iter_mut().zip(loaders.iter_mut()) {
-            if saver.remaining()?.ahead.unwrap_or_default().initial_bytes > 0 || random.one_in(2) {
+            if saver.remaining()?.ahead.unwrap_or_default().initial_bytes > 0 || random.once_in(2) {
                 carry(saver, loader, &mut buffer)?;
             }
             never_both();
         }
         for device in &from.devices {
             let size = device.contents().len();
-            for _ in 0..random.below(6) {
-                let at = random.below(size + 1);
+            for _ in 0..random.index(6) {
+                let at = random.index(size + 1);
                 assert_eq!(device.run(at), at < size, "a device that is read ahead runs");
             }
         }
@@ -184,17 +162,21 @@ enum Outcome {
 }
 
 fn case(seed: u64) -> (Outcome, usize) {
-    let random = &mut Random(seed);
-    let states: Vec<Vec<u8>> = (0..1 + random.below(4))
-        .map(|_| (0..random.of(&[0, 1, 511, 512, 513, 6000]) + random.below(3)).map(|_| random.next() as u8).collect())
+    let random = &mut Random::new(seed);
+    let states: Vec<Vec<u8>> = (0..1 + random.index(4))
+        .map(|_| {
+            (0..random.one_of(&[0, 1, 511, 512, 513, 6000]) + random.index(3))
+                .map(|_| random.next_u64() as u8)
+                .collect()
+        })
         .collect();
     let (from, to) = (Side::new(random, &states, true), Side::new(random, &states, false));
     let mut savers: Vec<_> = from.devices.iter().map(|device| Saver::new(device.clone(), "from").unwrap()).collect();
     let mut loaders: Vec<_> = to.devices.iter().map(|device| Loader::new(device.clone(), "to").unwrap()).collect();
-    let faults = random.below(4);
+    let faults = random.index(4);
     for _ in 0..faults {
-        let side = if random.one_in(2) { &from } else { &to };
-        side.devices[random.below(side.devices.len())].fail(fault(random));
+        let side = if random.once_in(2) { &from } else { &to };
+        side.devices[random.index(side.devices.len())].fail(fault(random));
     }
 
     let outcome = match migrate(random, &from, &to, &mut savers, &mut loaders) {

@@ -25,36 +25,13 @@ use sterna_engine::source::{NotConverging, Source, TimeLimits};
 use sterna_engine::transport::simulated::{Direction, Faults, Network, Which};
 use sterna_engine::transport::{Address, Security};
 use sterna_memory::userfault::{self, Userfault};
+use sterna_test_kit::Random;
 
 /// Number of migrations on the simulated network, and on sockets.
 const SIMULATED: u64 = 1000;
 const ON_SOCKETS: u64 = 50;
 /// Concurrent migrations; they mostly wait.
 const CONCURRENT: u64 = 8;
-
-#[derive(Clone)]
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-
-    fn chance(&mut self, percent: u64) -> bool {
-        self.below(100) < percent
-    }
-
-    fn one_of<T: Copy>(&mut self, all: &[T]) -> T {
-        all[self.below(all.len() as u64) as usize]
-    }
-}
 
 fn from_environment(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
@@ -153,7 +130,7 @@ impl Observer for Troublemaker {
 
 /// Returns devices for one of three migrations; now and then one of them fails.
 fn some_devices(random: &mut Random) -> Devices {
-    if !random.chance(33) {
+    if !random.percent(33) {
         return Devices::default();
     }
     let count = 1 + random.below(5) as u32;
@@ -161,7 +138,7 @@ fn some_devices(random: &mut Random) -> Devices {
         let sizes = [0, 1, 4096, 50_000, 400_000];
         let mut device = Device::new("device", instance, random.one_of(&sizes), random.one_of(&sizes));
         device.turns = 1 + random.below(3);
-        let mut fails = || random.chance(3).then(|| random.below(100_000));
+        let mut fails = || random.percent(3).then(|| random.below(100_000));
         (device.save_fails, device.load_fails) = (fails(), fails());
         device
     };
@@ -183,16 +160,16 @@ type Sent = Result<Report, MigrationError>;
 type Received = Result<ReceiveReport, MigrationError>;
 
 fn one(seed: u64, on_sockets: bool, ends: &Ends) {
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let (low, high) = (100 + random.below(200) as usize, 20 + random.below(100) as usize);
     let (source, destination) = (Memory::new(low, high), Memory::new(low, high));
     let running = Running::default();
     let workload = Workload { writers: 1, span: 20 + random.below(200), seed, burst: 1 + random.below(50) };
     let (mut from, log) = Monitor::new(&source, &running, workload);
     let (mut to, _) = Monitor::new(&destination, &running, workload);
-    from.ahead = random.chance(20);
+    from.ahead = random.percent(20);
     from.state_bytes = random.below(20_000) as usize;
-    let post_copy = random.chance(25) && Userfault::open(userfault::Faults::All, 0).is_ok();
+    let post_copy = random.percent(25) && Userfault::open(userfault::Faults::All, 0).is_ok();
     let behind = post_copy.then(|| Behind::new(&source));
     to.behind = behind.clone();
     from.start();
@@ -230,7 +207,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
             faults.cut(Which::all().number(number), direction, bytes)
         };
         let mut faults = cuts.into_iter().fold(Faults::new(), cut);
-        if random.chance(10) {
+        if random.percent(10) {
             faults = faults.refuse(Which::all().number(random.below(6)));
         }
         network.faults(faults);
@@ -269,7 +246,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         .method(MethodChoice::default())
         .channels(1 + random.below(3) as u16)
         .method(MethodChoice::parse(method, None).unwrap())
-        .checksums(!random.chance(25))
+        .checksums(!random.percent(25))
         .downtime(if post_copy { Duration::from_micros(1) } else { Duration::from_millis(300) })
         .when_not_converging(answer)
         .time_limits(limits);
@@ -379,7 +356,7 @@ fn run(migrations: u64, on_sockets: bool) {
                 if number >= migrations {
                     return;
                 }
-                let seed = Random(seed.wrapping_mul(1_000_003).wrapping_add(number)).next();
+                let seed = Random::new(seed.wrapping_mul(1_000_003).wrapping_add(number)).next_u64();
                 let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| one(seed, on_sockets, &ends)));
                 if let Err(panic) = outcome {
                     println!("failed: migration {number}, its seed {seed:#x}");

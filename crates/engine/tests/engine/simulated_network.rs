@@ -3,7 +3,6 @@
 //! Seeds are printed; `STERNA_TEST_SEED` repeats a run.
 
 use std::collections::HashSet;
-use std::hash::{BuildHasher, RandomState};
 use std::io::{ErrorKind, Read, Write};
 use std::time::Duration;
 
@@ -11,6 +10,7 @@ use sterna_engine::transport::simulated::{DEFAULT_CAPACITY, Direction, Faults, N
 use sterna_engine::transport::{
     Connection, Incoming, Limits, Listener, Reader, Security, TransportError, Writer, accept_channel, open_channel,
 };
+use sterna_test_kit::random::announced_seed;
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelKind, REPLY_PREFIX_LENGTH};
 use sterna_wire::identity::{MigrationId, MigrationKey};
 
@@ -20,16 +20,6 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const A_MOMENT: Duration = Duration::from_millis(20);
 /// Bytes that were transferred in each direction once a channel is open.
 const OPENED: [u64; 2] = [CHANNEL_HEADER_LENGTH as u64, REPLY_PREFIX_LENGTH as u64];
-
-/// Returns a new seed, and prints it; or the seed in the environment variable.
-fn seed() -> u64 {
-    let seed = match std::env::var("STERNA_TEST_SEED") {
-        Ok(text) => text.parse().expect("STERNA_TEST_SEED is a number"),
-        Err(_) => RandomState::new().hash_one(()),
-    };
-    println!("repeat with STERNA_TEST_SEED={seed}");
-    seed
-}
 
 /// A port with a listener.
 struct ListeningPort {
@@ -96,7 +86,7 @@ fn works((near, far): &mut (Halves, Halves)) -> bool {
 #[test]
 fn a_planned_cut_comes_after_exactly_so_many_bytes_in_its_direction() {
     for direction in [Direction::Forth, Direction::Back] {
-        let network = Network::new(seed());
+        let network = Network::new(announced_seed());
         let listening = ListeningPort::open(&network, "a");
         let after = OPENED[direction as usize] + 100_000;
         network.faults(Faults::new().cut(Which::all().number(1), direction, after));
@@ -120,7 +110,7 @@ fn a_planned_cut_comes_after_exactly_so_many_bytes_in_its_direction() {
 
 #[test]
 fn a_connection_cut_at_once_is_made_and_then_broken() {
-    let network = Network::new(seed());
+    let network = Network::new(announced_seed());
     let listening = ListeningPort::open(&network, "a");
     network.faults(Faults::new().cut(Which::all(), Direction::Back, 0));
     let connection = Connection::connect(&listening.port, &Security::Insecure).unwrap();
@@ -145,7 +135,7 @@ fn the_seed_determines_where_in_a_range_a_connection_is_cut() {
             })
             .collect::<Vec<_>>()
     };
-    let seed = seed();
+    let seed = announced_seed();
     let runs: Vec<_> = (0..8).map(|run| arrived(seed.wrapping_add(run))).collect();
     assert_eq!(runs[0], arrived(seed));
     assert!(runs.iter().flatten().collect::<HashSet<_>>().len() > 12, "{runs:?}");
@@ -167,7 +157,7 @@ fn the_seed_determines_the_sizes_of_pieces_and_all_sizes_occur() {
         assert_eq!(pieces.iter().sum::<usize>(), DEFAULT_CAPACITY);
         pieces
     };
-    let seed = seed();
+    let seed = announced_seed();
     let first = pieces(seed);
     assert_eq!(first, pieces(seed));
     assert_ne!(first, pieces(seed.wrapping_add(1)));
@@ -176,7 +166,7 @@ fn the_seed_determines_the_sizes_of_pieces_and_all_sizes_occur() {
 
 #[test]
 fn a_refused_connection_counts_and_the_next_one_is_made() {
-    let network = Network::new(seed());
+    let network = Network::new(announced_seed());
     let (first, second) = (ListeningPort::open(&network, "a"), ListeningPort::open(&network, "b"));
     network.faults(Faults::new().refuse(Which::to(&second.port).number(1)));
     for listening in [&first, &second, &first] {
@@ -196,7 +186,7 @@ fn a_refused_connection_counts_and_the_next_one_is_made() {
 
 #[test]
 fn cutting_now_breaks_connections_loses_bytes_in_transit_and_wakes_waiting_threads() {
-    let network = Network::new(seed());
+    let network = Network::new(announced_seed());
     let (first, second) = (ListeningPort::open(&network, "a"), ListeningPort::open(&network, "b"));
     let ((mut near, mut far), mut other) = (first.channel().unwrap(), second.channel().unwrap());
     near.0.write_all(b"lost").unwrap();
@@ -224,7 +214,7 @@ fn cutting_now_breaks_connections_loses_bytes_in_transit_and_wakes_waiting_threa
 #[test]
 fn stalled_bytes_arrive_after_resume_and_the_sender_waits_for_room() {
     let capacity = 5000;
-    let network = Network::with_capacity(seed(), capacity);
+    let network = Network::with_capacity(announced_seed(), capacity);
     let listening = ListeningPort::open(&network, "a");
     network.faults(Faults::new().stall(Which::all(), Direction::Forth, OPENED[0] + 1000));
     let ((mut writer, mut back), (mut forth, mut reader)) = listening.channel().unwrap();
@@ -261,7 +251,7 @@ fn stalled_bytes_arrive_after_resume_and_the_sender_waits_for_room() {
 #[test]
 fn neither_an_end_nor_a_reset_passes_a_stalled_direction() {
     for unread in [false, true] {
-        let network = Network::new(seed());
+        let network = Network::new(announced_seed());
         let listening = ListeningPort::open(&network, "a");
         let ((mut writer, mut reader), mut far) = listening.channel().unwrap();
         if unread {
@@ -285,7 +275,7 @@ fn neither_an_end_nor_a_reset_passes_a_stalled_direction() {
 #[test]
 fn a_stalled_peer_is_disconnected_at_the_limits_as_over_tcp() {
     let capacity = 1000;
-    let network = Network::with_capacity(seed(), capacity);
+    let network = Network::with_capacity(announced_seed(), capacity);
     let listening = ListeningPort::open(&network, "a");
     let limits = Limits { silence: A_MOMENT, ..Limits::default() };
     let ((mut writer, mut reader), _far) = listening.channel_within(&limits).unwrap();
@@ -303,7 +293,7 @@ fn a_stalled_peer_is_disconnected_at_the_limits_as_over_tcp() {
 
 #[test]
 fn healing_removes_all_planned_faults_and_all_stalls() {
-    let network = Network::new(seed());
+    let network = Network::new(announced_seed());
     let listening = ListeningPort::open(&network, "a");
     let plan = Faults::new().cut(Which::all(), Direction::Forth, OPENED[0] + 10).refuse(Which::all().number(1));
     network.faults(plan.stall(Which::all(), Direction::Back, OPENED[1]));
@@ -322,7 +312,7 @@ fn healing_removes_all_planned_faults_and_all_stalls() {
 
 #[test]
 fn networks_and_ports_are_independent() {
-    let (one, two) = (Network::new(seed()), Network::new(1));
+    let (one, two) = (Network::new(announced_seed()), Network::new(1));
     let (here, there) = (ListeningPort::open(&one, "a"), ListeningPort::open(&two, "a"));
     let (mut near, mut far) = (here.channel().unwrap(), there.channel().unwrap());
     one.cut_all();
@@ -334,7 +324,7 @@ fn networks_and_ports_are_independent() {
 
 #[test]
 fn a_connection_that_was_not_accepted_is_reset_when_its_listener_is_dropped() {
-    let network = Network::new(seed());
+    let network = Network::new(announced_seed());
     let port = network.port("a");
     let listener = Listener::bind(&port).unwrap();
     let connection = Connection::connect(&port, &Security::Insecure).unwrap();

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
 use crate::sysfs::{Device, OperationSet};
@@ -194,30 +194,6 @@ fn shared_queues_have_no_credits_and_say_busy_themselves() {
     }
 }
 
-#[test]
-fn patience_is_bounded() {
-    // There would be room in the end, but nobody is to wait so long.
-    let answers = [&[DONE][..], &[Answer::Retry; 1_000]].concat();
-    let portal = Scripted::new(SubmitMethod::Enqcmd, &answers, DONE);
-    let queue = WorkQueue::with_portal(info(Mode::Shared), portal.clone()).unwrap();
-    // SAFETY: the portal is no device.
-    assert!(matches!(unsafe { queue.submit_patiently(&Descriptor::noop(), 7) }, Err(SubmitError::Busy)));
-    assert_eq!(portal.calls(), 1 + 7);
-    // SAFETY: as above.
-    assert!(unsafe { queue.submit_patiently(&Descriptor::noop(), 0) }.is_err());
-    assert_eq!(portal.calls(), 1 + 7 + 1, "at least one attempt");
-}
-
-#[test]
-fn pauses_differ_and_stay_within_bounds() {
-    let pauses: Vec<u32> = (0..100).map(|_| jitter(64)).collect();
-    assert!(pauses.iter().all(|pause| (1..=64).contains(pause)));
-    assert!(pauses.iter().collect::<std::collections::HashSet<_>>().len() > 20);
-    assert_eq!(jitter(1), 1);
-}
-
-/// Version, way, what the kernel declares of batches, what the portal answers to one; what must come out, and how many
-/// descriptors that took.
 #[test]
 fn batches_only_where_they_are_permitted() {
     const V1: u32 = 0x100;

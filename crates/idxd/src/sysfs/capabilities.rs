@@ -128,15 +128,3 @@ pub struct IaaCapabilities(
     /// The register.
     pub u64,
 );
-
-impl IaaCapabilities {
-    /// The second generation's minimum: format 2 of the decompression state, CRC select with CRC64 and so on.
-    pub const fn second_generation(self) -> bool {
-        self.0 & 1 == 1
-    }
-
-    /// The device builds Huffman tables and deflate headers itself.
-    pub const fn header_generation(self) -> bool {
-        self.0 >> 8 & 1 == 1
-    }
-}

@@ -10,6 +10,8 @@ use sterna_idxd::{
 };
 use sterna_idxd_model::trap::TrapError;
 use sterna_idxd_model::{DeviceConfig, Model, ModelConfig, ModelQueue, QueueConfig, Tree, trap};
+pub(crate) use sterna_test_kit::checksum::crc32c;
+pub(crate) use sterna_test_kit::content::noise;
 
 /// The seam: 64 bytes into the model.
 #[derive(Debug)]
@@ -257,26 +259,6 @@ impl Drop for Area {
         // SAFETY: this mapping; the tests have seen all records.
         unsafe { libc::munmap(self.start.cast(), self.pages * PAGE) };
     }
-}
-
-/// CRC-32C, bit by bit, from its definition.
-pub(crate) fn crc32c(seed: u32, data: &[u8]) -> u32 {
-    !data.iter().fold(!seed, |crc, byte| {
-        (0..8).fold(crc ^ u32::from(*byte), |crc, _| crc >> 1 ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
-    })
-}
-
-/// Bytes that differ from place to place, the same for the same seed.
-pub(crate) fn noise(seed: u64, bytes: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    (0..bytes)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 32) as u8
-        })
-        .collect()
 }
 
 pub(crate) fn assert_done(completion: &Completion, what: &str) {

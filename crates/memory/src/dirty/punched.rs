@@ -24,7 +24,7 @@
 //!
 //! **Cost**: the mapping has page tables, 2 MiB per GiB of data in pages of 4 KiB. `start` fills the mapping while the guest
 //! runs: 83 ms per GiB. The last look is made while the guest is paused: 1.8 ms per GiB (1.7 to 5.9), on a virtual machine
-//! with two CPUs, by `cargo run --release -p sterna-memory --example given_back`. A file on hugetlbfs does not tell its
+//! with two CPUs, by `cargo run --release -p sterna-bench --example given_back`. A file on hugetlbfs does not tell its
 //! holes: there `start` populates the file.
 
 use super::{DirtyLog, DirtyLogError, next_gap};

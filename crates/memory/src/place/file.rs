@@ -13,8 +13,8 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::{
-    Piece, Place, PlaceError, PlacementMethod, VECTOR, ZEROS, check, check_pages, check_pieces, kernel_page_size,
-    together,
+    Piece, Place, PlaceError, PlacementMethod, ZEROS, check, check_pages, check_pieces, kernel_page_size, together,
+    write_adjacent,
 };
 use crate::PAGE_SIZE;
 
@@ -98,20 +98,7 @@ impl Place for FileWrite {
 
     fn write_pieces(&self, pieces: &[Piece<'_>]) -> Result<(), PlaceError> {
         check_pieces(pieces, self.size)?;
-        let mut rest = pieces;
-        while let Some(first) = rest.first() {
-            let mut slices = [IoSlice::new(&[]); VECTOR];
-            let mut end = first.offset;
-            let mut run = 0;
-            while let Some(piece) = rest.get(run).filter(|piece| run < VECTOR && piece.offset == end) {
-                slices[run] = IoSlice::new(piece.data);
-                end += piece.data.len() as u64;
-                run += 1;
-            }
-            self.write_run(first.offset, &mut slices[..run])?;
-            rest = &rest[run..];
-        }
-        Ok(())
+        write_adjacent(pieces, |offset, slices| self.write_run(offset, slices))
     }
 
     fn read_pages(&self, offsets: &[u64], mut pages: &mut [u8]) -> Result<(), PlaceError> {

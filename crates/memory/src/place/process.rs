@@ -20,7 +20,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
-use super::{Piece, Place, PlaceError, PlacementMethod, VECTOR, ZEROS, check, check_pages, check_pieces, together};
+use super::{
+    Piece, Place, PlaceError, PlacementMethod, ZEROS, check, check_pages, check_pieces, together, write_adjacent,
+};
 use crate::PAGE_SIZE;
 
 /// Another process and its address space, held by descriptors, so that reuse of its id is noticed.
@@ -176,21 +178,7 @@ impl Place for ProcessWrite {
 
     fn write_pieces(&self, pieces: &[Piece<'_>]) -> Result<(), PlaceError> {
         check_pieces(pieces, self.size)?;
-        let mut rest = pieces;
-        while let Some(first) = rest.first() {
-            // Pieces that are adjacent in the block share a call.
-            let mut slices = [IoSlice::new(&[]); VECTOR];
-            let mut end = first.offset;
-            let mut run = 0;
-            while let Some(piece) = rest.get(run).filter(|piece| run < VECTOR && piece.offset == end) {
-                slices[run] = IoSlice::new(piece.data);
-                end += piece.data.len() as u64;
-                run += 1;
-            }
-            self.write_run(first.offset, &mut slices[..run])?;
-            rest = &rest[run..];
-        }
-        Ok(())
+        write_adjacent(pieces, |offset, slices| self.write_run(offset, slices))
     }
 
     fn read_pages(&self, offsets: &[u64], mut pages: &mut [u8]) -> Result<(), PlaceError> {

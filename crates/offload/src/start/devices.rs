@@ -144,7 +144,12 @@ impl Opened {
                 Err(_) if kind_of(info) == Kind::Iaa => String::new(),
                 Err(why) => format!(", no batches: {why}"),
             };
-            used.push(format!("{} {} ({mode}{}{batches})", kind_of(info).name(), info.full_name(), queue.way()));
+            used.push(format!(
+                "{} {} ({mode}{}{batches})",
+                kind_of(info).name(),
+                info.full_name(),
+                queue.description()
+            ));
         }
         let mut line = if used.is_empty() { "cpu".to_owned() } else { format!("{}, cpu", used.join(", ")) };
         if !self.not_used.is_empty() {

@@ -1,20 +1,19 @@
 //! What is made of a device's answers, and what is given back with them: records, credits, grants.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::support::{Clock, Fake, Memory, PAGE, Script, crc32c};
-use sterna_idxd::{
-    Descriptor, Device, Kind as DeviceKind, Mode, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue,
-};
+use sterna_idxd::{Device, Kind as DeviceKind, Mode, QueueInfo, WorkQueue};
 use sterna_offload::share::{AdmissionDecision, Ask, Fifo, Grant, Share};
 use sterna_offload::trace::Trace;
 use sterna_offload::{
     Bell, Cancelled, Cause, Channel, Kind, NEVER, Nanos, Offload, Operation, Outcome, Reason, Recheck, Region,
     Settings, Shares, Time,
 };
+use sterna_test_kit::portal::OnDemandDevice;
 
 struct Bench {
     clock: Arc<Clock>,
@@ -288,50 +287,6 @@ fn an_old_ticket_says_nothing_of_the_batch_that_came_into_its_place() {
     assert_eq!(channel.wait(NEVER).map(|done| done.ticket), Some(new));
 }
 
-/// A device in the test's hands: the no-op that proves it is answered, the rest when it is told.
-#[derive(Debug, Default)]
-struct Told {
-    submitted: Mutex<Vec<Descriptor>>,
-    /// The first is answered in the moment in which the completion of another is written down.
-    meanwhile: AtomicBool,
-}
-
-impl Told {
-    /// Answers the checksum that was submitted as number `index`.
-    fn answer(&self, index: usize, crc: u32) {
-        let record = self.submitted.lock().unwrap()[index].record().unwrap();
-        write_record(record, crc);
-    }
-
-    fn answer_first_meanwhile(&self) {
-        self.meanwhile.store(true, Ordering::Relaxed);
-    }
-}
-
-fn write_record(record: u64, crc: u32) {
-    let words = std::ptr::with_exposed_provenance::<AtomicU64>(record as usize);
-    // SAFETY: the record is the submitter's until it has seen the status, which is written last.
-    unsafe {
-        (*words.add(2)).store(crc.into(), Ordering::Relaxed);
-        (*words).store(1, Ordering::Release);
-    }
-}
-
-impl Portal for Told {
-    unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
-        if descriptor.operation_code() == 0 {
-            write_record(descriptor.record().unwrap(), 0);
-        } else {
-            self.submitted.lock().unwrap().push(*descriptor);
-        }
-        Submission::Accepted
-    }
-
-    fn way(&self) -> SubmitMethod {
-        SubmitMethod::Enqcmd
-    }
-}
-
 /// Time that passes when it is told to.
 #[derive(Debug)]
 struct Still(AtomicU64);
@@ -346,13 +301,17 @@ impl Time for Still {
     }
 }
 
-/// A trace that is written nowhere, and what happens meanwhile.
-struct Meanwhile(Arc<Told>, u32);
+/// A trace that is written nowhere. The device's first descriptor is answered while the completion of another is written down.
+struct Meanwhile {
+    device: Arc<OnDemandDevice>,
+    answers: Arc<AtomicBool>,
+    crc: u32,
+}
 
 impl io::Write for Meanwhile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if bytes.starts_with(b"c ") && self.0.meanwhile.load(Ordering::Relaxed) {
-            self.0.answer(0, self.1);
+        if bytes.starts_with(b"c ") && self.answers.load(Ordering::Relaxed) {
+            self.device.answer(0, self.crc.into());
         }
         Ok(bytes.len())
     }
@@ -366,7 +325,9 @@ impl io::Write for Meanwhile {
 struct Pair {
     offload: Arc<Offload>,
     channel: Channel,
-    portal: Arc<Told>,
+    device: Arc<OnDemandDevice>,
+    /// Whether the first is answered in the moment in which the completion of another is written down.
+    answers_meanwhile: Arc<AtomicBool>,
     time: Arc<Still>,
     right: [u32; 2],
     _memory: Arc<Memory>,
@@ -377,15 +338,16 @@ impl Pair {
         let memory = Memory::new(2);
         memory.write(PAGE, &[1]);
         let right = [0, PAGE].map(|at| crc32c(&memory.read(at, PAGE)));
-        let portal = Arc::new(Told::default());
+        let device = Arc::new(OnDemandDevice::default());
+        let answers_meanwhile = Arc::new(AtomicBool::new(false));
         let time = Arc::new(Still(AtomicU64::new(1_000)));
         let mut settings = Settings::default();
         (settings.threads, settings.time) = (false, time.clone());
-        let meanwhile = Meanwhile(portal.clone(), right[0]);
+        let meanwhile = Meanwhile { device: device.clone(), answers: answers_meanwhile.clone(), crc: right[0] };
         settings.trace = Some(Arc::new(Trace::new(Box::new(io::LineWriter::new(meanwhile)))));
         let mut info = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", DeviceKind::Dsa)), Mode::Shared, 16);
         info.max_batch = 1;
-        let offload = Offload::over(vec![WorkQueue::with_portal(info, portal.clone()).unwrap()], &settings).unwrap();
+        let offload = Offload::over(vec![WorkQueue::with_portal(info, device.clone()).unwrap()], &settings).unwrap();
         let region = memory.region();
         let channel = offload.channel();
         let mut batch = channel.batch(Operation::Checksum);
@@ -393,7 +355,7 @@ impl Pair {
             batch.push(&region.range(page * PAGE, PAGE).unwrap()).unwrap();
         }
         channel.submit(batch).unwrap().into_id();
-        Pair { offload, channel, portal, time, right, _memory: memory }
+        Pair { offload, channel, device, answers_meanwhile, time, right, _memory: memory }
     }
 
     fn pass(&self, time: Duration) {
@@ -411,10 +373,10 @@ impl Pair {
 #[test]
 fn an_answer_that_comes_while_the_clock_is_read_counts() {
     let pair = Pair::new();
-    pair.portal.answer_first_meanwhile();
+    pair.answers_meanwhile.store(true, Ordering::Relaxed);
     // Nobody has looked for a long time; the second has been answered, the first is just being.
     pair.pass(Duration::from_secs(60));
-    pair.portal.answer(1, pair.right[1]);
+    pair.device.answer(1, pair.right[1].into());
     pair.assert_both_by_the_device();
 }
 
@@ -422,11 +384,11 @@ fn an_answer_that_comes_while_the_clock_is_read_counts() {
 fn an_answer_is_waited_for_as_long_as_others_of_the_device_come() {
     let pair = Pair::new();
     pair.pass(Duration::from_millis(1_500));
-    pair.portal.answer(1, pair.right[1]);
+    pair.device.answer(1, pair.right[1].into());
     assert!(pair.channel.poll().is_none(), "the device lives");
     pair.pass(Duration::from_millis(900));
     assert!(pair.channel.poll().is_none());
-    pair.portal.answer(0, pair.right[0]);
+    pair.device.answer(0, pair.right[0].into());
     pair.assert_both_by_the_device();
 }
 
@@ -434,7 +396,7 @@ fn an_answer_is_waited_for_as_long_as_others_of_the_device_come() {
 fn an_answer_that_never_comes_is_given_up_in_the_end() {
     let pair = Pair::new();
     pair.pass(Duration::from_millis(1_500));
-    pair.portal.answer(1, pair.right[1]);
+    pair.device.answer(1, pair.right[1].into());
     assert!(pair.channel.poll().is_none());
     pair.pass(Duration::from_secs(1));
     let done = pair.channel.poll().expect("done by the CPU");
@@ -447,7 +409,7 @@ fn an_answer_that_never_comes_is_given_up_in_the_end() {
 fn what_writes_guest_memory_outlives_its_device_and_leaves_no_lease() {
     for answered in [true, false] {
         let bench = Bench::new(16, false);
-        let portal = Arc::new(Told::default());
+        let portal = Arc::new(OnDemandDevice::default());
         let mut info = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", DeviceKind::Dsa)), Mode::Shared, 16);
         info.max_batch = 1;
         let queue = WorkQueue::with_portal(info, portal.clone()).unwrap();
@@ -460,9 +422,9 @@ fn what_writes_guest_memory_outlives_its_device_and_leaves_no_lease() {
         batch.push_input(PAGE, &bench.region.range(PAGE, PAGE).unwrap()).unwrap().fill(7);
         let write = channel.submit(batch).unwrap().into_id();
 
-        let records = portal.submitted.lock().unwrap().clone().into_iter().map(|of| of.record().unwrap());
+        let records = portal.submitted().into_iter().map(|of| of.record().unwrap());
         let status = |record: u64, status| {
-            // SAFETY: as in `write_record`.
+            // SAFETY: the record is its submitter's until it has a status, and an atomic there too.
             unsafe { &*std::ptr::with_exposed_provenance::<AtomicU64>(record as usize) }
                 .store(status, Ordering::Release);
         };
@@ -493,7 +455,7 @@ fn what_writes_guest_memory_outlives_its_device_and_leaves_no_lease() {
 fn a_range_in_which_the_device_stopped_behind_the_end_is_not_believed() {
     let mut bench = Bench::new(16, false);
     bench.settings.recheck = Recheck::None;
-    let portal = Arc::new(Told::default());
+    let portal = Arc::new(OnDemandDevice::default());
     let mut info = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", DeviceKind::Dsa)), Mode::Shared, 16);
     info.max_batch = 1;
     let queue = WorkQueue::with_portal(info, portal.clone()).unwrap();
@@ -503,9 +465,9 @@ fn a_range_in_which_the_device_stopped_behind_the_end_is_not_believed() {
     let mut batch = channel.batch(Operation::ZeroMap);
     batch.push(&bench.region.range(0, 4 * PAGE).unwrap()).unwrap();
     channel.submit(batch).unwrap().into_id();
-    let record = portal.submitted.lock().unwrap()[0].record().unwrap();
+    let record = portal.submitted()[0].record().unwrap();
     let first = std::ptr::with_exposed_provenance::<AtomicU64>(record as usize);
-    // SAFETY: as in `write_record`. Status 1, result 1, and four pages that are equal to the pattern.
+    // SAFETY: the record is its submitter's until it has a status, and an atomic there too. Status 1, result 1, and four pages that are equal to the pattern.
     unsafe { &*first }.store((4 * PAGE as u64) << 32 | 0x0101, Ordering::Release);
     assert_eq!(channel.poll().unwrap().batch.zero_map(), [0]);
     assert!(offload.report().taken_out[0].reason.contains("behind the last"));

@@ -10,8 +10,8 @@ use sterna_memory::ram::{Backing, RamBlock};
 use sterna_offload::share::{AdmissionDecision, Ask, Grant, Share};
 use sterna_offload::trace::{self, Trace};
 use sterna_offload::{
-    Accelerators, Batch, CallError, Callbacks, Cancelled, Cause, Channel, Kind, NEVER, Nanos, Offload, Operation,
-    Outcome, PushError, Reason, Recheck, Region, Settings, Shares, StartError, Time,
+    Accelerators, Batch, CallError, Cancelled, Cause, Channel, Kind, NEVER, Nanos, Offload, Operation, Outcome,
+    PushError, Reason, Recheck, Region, Settings, Shares, StartError, Time,
 };
 
 struct Bench {
@@ -603,28 +603,6 @@ fn a_run_can_be_traced_and_the_trace_read_again() {
     assert_eq!(exchanges[4].descriptor[7], 0x10);
     let record = &exchanges[4].answer.as_ref().unwrap().record;
     assert_eq!(u32::from_le_bytes(record[16..20].try_into().unwrap()), crc32c(&[0; PAGE]));
-}
-
-#[test]
-fn callbacks_run_on_the_thread_that_waits_each_once() {
-    let mut bench = Bench::new(32);
-    let offload = bench.start();
-    let mut callbacks = Callbacks::new(offload.channel());
-    let (sender, receiver) = std::sync::mpsc::channel();
-    let here = std::thread::current().id();
-    for number in 0..5 {
-        let mut batch = callbacks.batch(Operation::ZeroMap);
-        batch.push(&bench.region.range(number * PAGE, PAGE).unwrap()).unwrap();
-        let sender = sender.clone();
-        let submitted = callbacks.submit(batch, move |batch: Batch, outcome| {
-            sender.send((number, batch.is_zero(0), outcome, std::thread::current().id())).unwrap();
-        });
-        assert!(submitted.is_ok());
-    }
-    while callbacks.wait(NEVER) > 0 {}
-    let mut called: Vec<_> = receiver.try_iter().collect();
-    called.sort_by_key(|(number, ..)| *number);
-    assert_eq!(called, (0..5).map(|number| (number, true, Outcome::Done, here)).collect::<Vec<_>>());
 }
 
 #[test]

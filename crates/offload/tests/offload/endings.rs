@@ -13,7 +13,7 @@ use sterna_idxd::Kind as DeviceKind;
 use sterna_offload::share::{AdmissionDecision, Ask, Fifo, Grant, Share};
 use sterna_offload::trace::Trace;
 use sterna_offload::{
-    Callbacks, Cancelled, Channel, NEVER, Nanos, Offload, Operation, Outcome, Recheck, Region, Settings, Shares, Ticket,
+    Cancelled, Channel, NEVER, Nanos, Offload, Operation, Outcome, Recheck, Region, Settings, Shares, Ticket,
 };
 
 const PAGES: usize = 32;
@@ -491,21 +491,4 @@ fn retiring_goes_by_the_clock_of_the_settings() {
     assert_eq!(offload.retire(std::slice::from_ref(&bench.region), deadline).unwrap_err().uses, 1);
     assert!(bench.clock.pass_so_far() >= deadline);
     drop(ticket);
-}
-
-#[test]
-fn call_backs_on_a_channel_with_work_of_before_leave_that_alone() {
-    let bench = Bench::new();
-    let offload = bench.start();
-    let channel = offload.channel();
-    let _ = bench.submit(&channel, Operation::Checksum).into_id();
-    let mut called = 0;
-    let mut calls = Callbacks::new(channel);
-    let mut batch = calls.batch(Operation::Checksum);
-    batch.push(&bench.region.range(0, PAGE).unwrap()).unwrap();
-    assert!(calls.submit(batch, |batch: sterna_offload::Batch, _| called += batch.len()).is_ok());
-    bench.clock.pass(1_000_000);
-    assert_eq!(calls.poll(), 1);
-    drop(calls);
-    assert_eq!(called, 1);
 }

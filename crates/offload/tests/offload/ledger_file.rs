@@ -66,7 +66,7 @@ fn all_processes_have_one_clock() {
     // This process's clock has been looked at long before the other process is there.
     let before = now();
     let child = Command::new(std::env::current_exe().unwrap())
-        .args(["all_processes_have_one_clock", "--exact", "--nocapture"])
+        .args(["ledger_file::all_processes_have_one_clock", "--exact", "--nocapture"])
         .env(ASKED, "")
         .output()
         .unwrap();
@@ -96,7 +96,7 @@ struct Holder {
 
 fn holder(directory: &Path) -> Holder {
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["as_a_child", "--exact", "--nocapture", "--test-threads=1"])
+        .args(["ledger_file::as_a_child", "--exact", "--nocapture", "--test-threads=1"])
         .env(CHILD, directory)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

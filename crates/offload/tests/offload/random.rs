@@ -9,13 +9,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::support::{Clock, Fake, Memory, PAGE, Random, Script, crc32c};
+use crate::support::{Clock, Fake, Memory, PAGE, Script, crc32c};
 use sterna_idxd::Kind as DeviceKind;
 use sterna_offload::share::{Fair, Share};
 use sterna_offload::{
     Batch, Cancelled, Cause, Channel, Delta, Kind, Offload, Operation, Outcome, Reason, Recheck, Region, Settings,
     Shares, Ticket, TicketId,
 };
+use sterna_test_kit::Random;
 
 /// Batches of a run.
 const BATCHES: usize = 64;
@@ -143,7 +144,7 @@ fn script(random: &mut Random) -> Script {
 
 impl Run {
     fn new(seed: u64) -> Self {
-        let mut random = Random(seed.wrapping_mul(0x5851_f42d_4c95_7f2d));
+        let mut random = Random::new(seed.wrapping_mul(0x5851_f42d_4c95_7f2d));
         let clock = Clock::new();
         let mut devices = Vec::new();
         let mut queues = Vec::new();
@@ -160,7 +161,8 @@ impl Run {
                     (0..=random.below(2)).map(|_| (1 + random.below(16) as u32, random.once_in(3))).collect();
                 let prefix = if kind == DeviceKind::Dsa { "dsa" } else { "iax" };
                 let script = script(&mut random);
-                let device = Fake::new(&format!("{prefix}{number}"), kind, &sizes, random.next(), Script::default());
+                let device =
+                    Fake::new(&format!("{prefix}{number}"), kind, &sizes, random.next_u64(), Script::default());
                 // Half-failed start: this one does not open.
                 if random.once_in(6) {
                     device.open_in_vain();
@@ -198,7 +200,7 @@ impl Run {
             let copy = source.read(page * PAGE, PAGE);
             other.write(page * PAGE, &copy);
             for _ in 0..random.below(3) {
-                other.write(page * PAGE + random.below(PAGE as u64) as usize, &[random.next() as u8]);
+                other.write(page * PAGE + random.below(PAGE as u64) as usize, &[random.next_u64() as u8]);
             }
         }
         let (first, second) = (source.read(0, PAGES * PAGE), other.read(0, PAGES * PAGE));
@@ -530,8 +532,9 @@ impl Run {
 
 /// What goes into a batch that writes.
 fn input(operation: Operation, random: &mut Random) -> Vec<u8> {
+    let salt = random.clone().next_u64();
     match operation {
-        Operation::Place => (0..PAGE).map(|at| (at as u64 ^ random.0) as u8).collect(),
+        Operation::Place => (0..PAGE).map(|at| (at as u64 ^ salt) as u8).collect(),
         Operation::ApplyDelta => {
             let mut offsets: Vec<u16> = (0..random.below(20)).map(|_| random.below(512) as u16).collect();
             offsets.sort_unstable();
@@ -540,7 +543,7 @@ fn input(operation: Operation, random: &mut Random) -> Vec<u8> {
                 // Beyond the page.
                 offsets.push(600);
             }
-            let entry = |offset: u16| [&offset.to_le_bytes()[..], &random.next().to_le_bytes()].concat();
+            let entry = |offset: u16| [&offset.to_le_bytes()[..], &random.next_u64().to_le_bytes()].concat();
             offsets.into_iter().flat_map(entry).collect()
         }
         _ if random.once_in(8) => vec![0xff],
@@ -549,7 +552,7 @@ fn input(operation: Operation, random: &mut Random) -> Vec<u8> {
             let mut stream = vec![1];
             stream.extend(bytes.to_le_bytes());
             stream.extend((!bytes).to_le_bytes());
-            stream.extend((0..bytes).map(|at| (u64::from(at) ^ random.0) as u8));
+            stream.extend((0..bytes).map(|at| (u64::from(at) ^ salt) as u8));
             stream
         }
     }

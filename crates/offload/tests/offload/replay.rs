@@ -8,12 +8,12 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::support::Random;
 use sterna_idxd_model::judge::Verdict;
 use sterna_idxd_model::table::{dsa, iaa};
 use sterna_idxd_model::{Model, ModelConfig};
 use sterna_offload::trace::{Trace, replay};
 use sterna_offload::{Offload, Settings, try_all};
+use sterna_test_kit::Random;
 
 fn judged(text: &str) -> Verdict {
     replay(text.as_bytes()).unwrap_or_else(|error| panic!("{error}")).verdict
@@ -239,7 +239,7 @@ fn a_dedicated_queue_takes_what_it_has_entries_for() {
 #[test]
 fn a_trace_that_breaks_off_anywhere_has_descriptors_without_an_answer_and_no_findings() {
     let text = file("model-healthy.txt");
-    let mut random = Random(1);
+    let mut random = Random::new(1);
     let start = text.find('\n').unwrap() + 1;
     let ends = (0..200).map(|_| start + random.below((text.len() - start) as u64) as usize);
     let line_ends = text.match_indices('\n').map(|(at, _)| at + 1).step_by(7);

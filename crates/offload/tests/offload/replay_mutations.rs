@@ -4,9 +4,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::support::Random;
 use sterna_idxd_model::table::dsa::{self, code};
 use sterna_offload::trace::replay;
+use sterna_test_kit::Random;
 
 /// What the bytes at the end of a line are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -229,7 +229,7 @@ fn what_is_changed_is_found_or_has_no_meaning() {
     let seed = std::env::var("STERNA_SEED").map_or(1, |seed| seed.parse().unwrap());
     let mutations = std::env::var("STERNA_MUTATIONS").map_or(3000, |count| count.parse::<u64>().unwrap());
     println!("STERNA_SEED={seed} STERNA_MUTATIONS={mutations}");
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut reasons: BTreeMap<&str, u64> = BTreeMap::new();
     let mut found = 0_u64;
     let mut missed: Vec<String> = Vec::new();

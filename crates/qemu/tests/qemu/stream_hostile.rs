@@ -90,10 +90,10 @@ fn random_bytes_behind_a_good_start_never_panic() {
     let mut random = Random::announced();
     let stream = whole_stream(true);
     for _ in 0..3000 {
-        let keep = random.below(stream.len());
+        let keep = random.index(stream.len());
         let mut bytes = stream[..keep].to_vec();
-        for _ in 0..random.below(400) {
-            let byte = [0, 1, 2, 3, 4, 7, 8, 0x10, 0x7e, 0xff][random.below(10)];
+        for _ in 0..random.index(400) {
+            let byte = [0, 1, 2, 3, 4, 7, 8, 0x10, 0x7e, 0xff][random.index(10)];
             bytes.push(byte);
         }
         // Whether it is an error depends on the bytes; the checks are inside.

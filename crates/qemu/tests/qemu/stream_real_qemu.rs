@@ -10,13 +10,13 @@ use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::sync::mpsc;
 use std::thread;
 
-use crate::stream_support::Random;
 use serde_json::{Value, json};
 use sterna_qemu::stream::{
     ChannelSniff, Event, MainReader, MainWriter, MultifdInit, MultifdPacket, MultifdReader, MultifdWriter, PacketKind,
     PageBatch, ReturnMessage, ReturnPathReader, SectionKind, WireVariant,
 };
 use sterna_qemu_lab::{QemuVersion, Tools, skip_if_unavailable};
+use sterna_test_kit::Random;
 
 const PAGE: usize = 4096;
 const RAM: usize = 64 << 20;
@@ -332,7 +332,7 @@ fn migrate_once(from: QemuVersion, to: QemuVersion, machine: &str, channels: (us
     let directory = directory.path();
     let path = |name: &str| directory.join(name);
     let mut random = Random::announced();
-    let pattern: Vec<u8> = (0..RANDOM.len() / 8).flat_map(|_| random.next().to_be_bytes()).collect();
+    let pattern: Vec<u8> = (0..RANDOM.len() / 8).flat_map(|_| random.next_u64().to_be_bytes()).collect();
     File::create(path("random.bin")).unwrap().write_all(&pattern).unwrap();
 
     let serial = format!("unix:{}", path("serial.sock").display());

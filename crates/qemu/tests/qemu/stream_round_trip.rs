@@ -35,12 +35,12 @@ fn configuration_with_page_bits(bits: u32) -> Configuration {
 
 fn offsets(random: &mut Random, block: usize, page_size: usize, max: usize) -> Vec<u64> {
     let pages = usize::try_from(BLOCKS[block].1).unwrap() / page_size;
-    (0..random.below(max + 1)).map(|_| (random.below(pages) * page_size) as u64).collect()
+    (0..random.index(max + 1)).map(|_| (random.index(pages) * page_size) as u64).collect()
 }
 
 fn content(random: &mut Random, length: usize) -> Vec<u8> {
     let mut bytes = vec![0; length];
-    bytes.as_chunks_mut::<8>().0.iter_mut().for_each(|word| *word = random.next().to_be_bytes());
+    bytes.as_chunks_mut::<8>().0.iter_mut().for_each(|word| *word = random.next_u64().to_be_bytes());
     bytes
 }
 
@@ -53,21 +53,21 @@ fn write_main(
 ) -> (Vec<u8>, Vec<StreamItem>, u64) {
     let page_size = 1 << page_bits;
     let section = configuration_with_page_bits(page_bits);
-    let start = RamStart::from_payload(random.below(99) as u32, 0, 4, &block_list(&BLOCKS), page_size, false).unwrap();
-    let seed = random.next();
-    let longest = 1 + random.below(100_000);
+    let start = RamStart::from_payload(random.index(99) as u32, 0, 4, &block_list(&BLOCKS), page_size, false).unwrap();
+    let seed = random.next_u64();
+    let longest = 1 + random.index(100_000);
     let mut writer = MainWriter::new(Pieces::new(Vec::new(), seed, longest), variant, multifd);
     let mut items = Vec::new();
     writer.header().unwrap();
     writer.configuration(&section).unwrap();
-    writer.ram_start(&start, random.flip()).unwrap();
+    writer.ram_start(&start, random.once_in(2)).unwrap();
     writer.end_setup().unwrap();
     items.extend(multifd.then_some(StreamItem::SyncPoint));
     let mut completing = false;
-    for _ in 0..random.below(30) {
-        match random.below(if completing { 3 } else { 6 }) {
+    for _ in 0..random.index(30) {
+        match random.index(if completing { 3 } else { 6 }) {
             0 | 1 => {
-                let block = random.below(BLOCKS.len());
+                let block = random.index(BLOCKS.len());
                 let offsets = offsets(random, block, page_size, 200);
                 let data = content(random, offsets.len() * page_size);
                 writer.pages(block, &offsets, &data).unwrap();
@@ -75,7 +75,7 @@ fn write_main(
                 items.extend(pages.map(|(&offset, page)| StreamItem::Page(block, offset, page.to_vec())));
             }
             2 => {
-                let block = random.below(BLOCKS.len());
+                let block = random.index(BLOCKS.len());
                 let offsets = offsets(random, block, page_size, 20_000);
                 writer.zero_pages(block, &offsets).unwrap();
                 items.extend(offsets.iter().map(|&offset| StreamItem::Zero(block, offset)));
@@ -109,7 +109,7 @@ fn write_main(
     writer.end_complete().unwrap();
     items.extend(multifd.then_some(StreamItem::SyncPoint));
     items.push(StreamItem::End);
-    let length = random.below(300_000) / 8 * 8;
+    let length = random.index(300_000) / 8 * 8;
     let opaque = content(random, length);
     for part in opaque.chunks(10_000) {
         writer.opaque(part).unwrap();
@@ -121,15 +121,15 @@ fn write_main(
 
 /// Reads a stream with a mixture of single events and batches.
 fn read_main(random: &mut Random, bytes: &[u8], variant: WireVariant, multifd: bool) -> Vec<StreamItem> {
-    let seed = random.next();
-    let longest = 1 + random.below(600_000);
+    let seed = random.next_u64();
+    let longest = 1 + random.index(600_000);
     let mut reader = MainReader::new(Pieces::new(bytes, seed, longest));
     let mut buffer = vec![0; 64 * 65536];
     let mut batch = PageBatch::default();
     let mut items = Vec::new();
     loop {
-        if random.flip() {
-            let room = reader.page_size() * (1 + random.below(60));
+        if random.once_in(2) {
+            let room = reader.page_size() * (1 + random.index(60));
             let count = reader.next_pages(&mut buffer[..room], &mut batch).unwrap();
             let pages = batch.offsets[..count].iter().zip(buffer.chunks_exact(reader.page_size()));
             items.extend(pages.map(|(&offset, page)| StreamItem::Page(batch.block, offset, page.to_vec())));
@@ -167,8 +167,8 @@ fn main_channel_comes_out_as_it_went_in() {
     let mut random = Random::announced();
     for round in 0..24 {
         let variant = VARIANTS[round % 4];
-        let multifd = random.flip();
-        let page_bits = [10, 12, 12, 14, 16][random.below(5)];
+        let multifd = random.once_in(2);
+        let page_bits = [10, 12, 12, 14, 16][random.index(5)];
         let (bytes, mut written, syncs) = write_main(&mut random, variant, multifd, page_bits);
         let read = read_main(&mut random, &bytes, variant, multifd);
         assert_eq!(written.iter().filter(|s| **s == StreamItem::SyncPoint).count() as u64, syncs);
@@ -185,17 +185,17 @@ fn multifd_channel_comes_out_as_it_went_in() {
     let mut random = Random::announced();
     for round in 0..60 {
         let variant = VARIANTS[round % 4];
-        let page_size = [1024, 4096, 4096, 65536][random.below(4)];
-        let init = MultifdInit { uuid: [random.below(256) as u8; 16], id: random.below(5) as u8 };
+        let page_size = [1024, 4096, 4096, 65536][random.index(4)];
+        let init = MultifdInit { uuid: [random.index(256) as u8; 16], id: random.index(5) as u8 };
         let mut bytes = Vec::new();
         init.write(&mut bytes).unwrap();
-        let (seed, longest) = (random.next(), 1 + random.below(100_000));
+        let (seed, longest) = (random.next_u64(), 1 + random.index(100_000));
         let mut writer = MultifdWriter::new(Pieces::new(bytes, seed, longest), variant, page_size).unwrap();
         let mut expected = Vec::new();
-        for _ in 0..random.below(30) {
-            match random.below(4) {
+        for _ in 0..random.index(30) {
+            match random.index(4) {
                 0 | 1 => {
-                    let block = random.below(BLOCKS.len());
+                    let block = random.index(BLOCKS.len());
                     let max = sterna_qemu::stream::pages_per_packet(page_size);
                     let mut normal = offsets(&mut random, block, page_size, max);
                     let mut zero = if variant.zero_pages_in_packets() {
@@ -217,7 +217,7 @@ fn multifd_channel_comes_out_as_it_went_in() {
                     expected.push((String::new(), true, Vec::new(), Vec::new(), Vec::new()));
                 }
                 _ if variant.switchover_start() => {
-                    let length = 8 + random.below(50_000) / 8 * 8;
+                    let length = 8 + random.index(50_000) / 8 * 8;
                     let data = content(&mut random, length);
                     writer.device_state("0000:00:04.0/vfio", 2, &data).unwrap();
                     expected.push(("0000:00:04.0/vfio".into(), false, Vec::new(), Vec::new(), data));
@@ -226,14 +226,14 @@ fn multifd_channel_comes_out_as_it_went_in() {
             }
         }
         let bytes = writer.into_inner().inner;
-        let mut input = Pieces::new(bytes.as_slice(), random.next(), 1 + random.below(100_000));
+        let mut input = Pieces::new(bytes.as_slice(), random.next_u64(), 1 + random.index(100_000));
         assert_eq!(MultifdInit::read(&mut input, 5).unwrap(), init);
         let mut reader = MultifdReader::new(input, page_size).unwrap();
         let mut packet = MultifdPacket::default();
         let mut read = Vec::new();
         while reader.read_header(&mut packet).unwrap() != PacketKind::End {
             let mut data = vec![0; packet.payload_len];
-            let cut = random.below(data.len() + 1);
+            let cut = random.index(data.len() + 1);
             reader.read_payload(&mut data[..cut]).unwrap();
             reader.read_payload(&mut data[cut..]).unwrap();
             read.push((packet.name.clone(), packet.sync, packet.normal.clone(), packet.zero.clone(), data));
@@ -255,7 +255,7 @@ fn one_sync_of_each_channel_belongs_to_each_sync_point() {
         main.configuration(&section).unwrap();
         main.ram_start(&start, false).unwrap();
         main.end_setup().unwrap();
-        for generation in 0..random.below(6) {
+        for generation in 0..random.index(6) {
             for channel in &mut channels {
                 channel.sync_to(main.sync_points()).unwrap();
                 channel.pages("pc.ram", &[generation as u64 * 4096], &[&[1; 4096]], &[]).unwrap();

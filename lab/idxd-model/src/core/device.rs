@@ -338,11 +338,6 @@ impl Device {
         self.fabric_free_ps = 0;
     }
 
-    /// Returns whether the device is in the halt state.
-    pub fn is_halted(&self) -> bool {
-        self.state == State::Halted
-    }
-
     /// Performs *Enable WQ* or *Disable WQ*. A disabled queue accepts nothing; the descriptors in it are completed.
     pub fn enable(&mut self, queue: usize, enabled: bool) {
         self.queues[queue].enabled = enabled;

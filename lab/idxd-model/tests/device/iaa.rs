@@ -6,7 +6,7 @@ use sterna_idxd_model::memory::{AddressSpace, PageState, TestMemory};
 use sterna_idxd_model::{DeviceConfig, Model, ModelConfig, ModelQueue};
 
 use crate::common::Raw;
-use crate::inflate::inflate;
+use sterna_test_kit::inflate::inflate;
 
 const RECORD: u64 = 0x1_0000;
 const SOURCE: u64 = 0x10_0000;

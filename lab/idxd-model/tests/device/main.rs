@@ -4,7 +4,6 @@ mod abi;
 mod common;
 mod conformance;
 mod iaa;
-mod inflate;
 mod operations;
 mod process;
 mod properties;

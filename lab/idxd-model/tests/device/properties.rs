@@ -3,6 +3,7 @@
 
 use proptest::prelude::*;
 use sterna_idxd_model::memory::PageState;
+use sterna_test_kit::checksum::crc32c;
 
 use crate::common::*;
 
@@ -172,14 +173,7 @@ proptest! {
             done += record.completed;
             bench.memory.set(record.fault, 1, PageState::Present);
         };
-        let mut reference = !0_u32;
-        for &byte in &data[..size as usize] {
-            reference ^= u32::from(byte);
-            for _ in 0..8 {
-                reference = if reference & 1 == 1 { reference >> 1 ^ 0x82f6_3b78 } else { reference >> 1 };
-            }
-        }
-        prop_assert_eq!(value, !reference);
+        prop_assert_eq!(value, crc32c(0, &data[..size as usize]));
         prop_assert_eq!(bench.memory.get(B, size as usize), &data[..size as usize]);
     }
 

@@ -86,3 +86,20 @@ fn only_a_test_that_fails_kills_a_mutant_and_what_is_not_built_is_an_error() {
     assert!(!success && output.contains("NOT BUILT within 3 s"), "{output}");
     assert!(output.contains("mutants: 0 killed, 0 timed out, 0 survived, 1 could not be made"), "{output}");
 }
+
+#[test]
+fn each_mutant_of_the_list_names_its_rule_and_can_be_made() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let list = fs::read_to_string(root.join("scripts/mutants.list")).unwrap();
+    let mut made = 0;
+    for mutant in list.split("\n[").skip(1) {
+        let field = |name: &str| {
+            mutant.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(" =")).unwrap_or_default().trim_start()
+        };
+        let file = fs::read_to_string(root.join(field("file"))).unwrap();
+        assert!(!field("rule").is_empty() && !field("tests").is_empty(), "[{mutant}");
+        assert_eq!(file.matches(field("old")).count(), 1, "what is replaced stands once: [{mutant}");
+        made += 1;
+    }
+    assert!(made > 50, "{made}");
+}

@@ -6,10 +6,10 @@ mod kinds;
 mod session;
 mod turned_away;
 
-use std::hash::{BuildHasher, RandomState};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
+use sterna_test_kit::random::announced_seed;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::identity::{MigrationId, MigrationKey};
 
@@ -43,19 +43,9 @@ impl Kind {
                 let dir = tempfile::tempdir().unwrap();
                 (Address::Unix(dir.path().join("in")), Some(dir))
             }
-            Self::Simulated => (Network::new(seed()).port("localhost").into(), None),
+            Self::Simulated => (Network::new(announced_seed()).port("localhost").into(), None),
         }
     }
-}
-
-/// Returns a new seed, and prints it; or the seed in the environment variable `STERNA_TEST_SEED`.
-fn seed() -> u64 {
-    let seed = match std::env::var("STERNA_TEST_SEED") {
-        Ok(text) => text.parse().expect("STERNA_TEST_SEED is a number"),
-        Err(_) => RandomState::new().hash_one(()),
-    };
-    println!("repeat with STERNA_TEST_SEED={seed}");
-    seed
 }
 
 /// Returns the address to connect to: with the name in the certificates.

@@ -12,35 +12,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use sterna_idxd::{
-    Descriptor, Device, Kind, Mode, OperationSet, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue,
-};
+use sterna_idxd::{Device, Kind, Mode, OperationSet, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue};
 use sterna_offload::{Bell, NEVER, Nanos, Region, Time};
+use sterna_test_kit::Random;
+use sterna_test_kit::portal::FakePortal;
 
 pub(crate) const PAGE: usize = 4096;
-
-/// A small random number generator (splitmix64), so that a seed is all there is to a run.
-#[derive(Clone, Debug)]
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub(crate) fn below(&mut self, end: u64) -> u64 {
-        self.next() % end.max(1)
-    }
-
-    /// True once in `n`; never for 0.
-    pub(crate) fn once_in(&mut self, n: u64) -> bool {
-        n != 0 && self.below(n) == 0
-    }
-}
 
 /// Pages that a region is made of.
 #[derive(Debug)]
@@ -214,7 +191,7 @@ impl Fake {
     /// A device with queues of these sizes, dedicated where it says so.
     pub(crate) fn new(name: &str, kind: Kind, sizes: &[(u32, bool)], seed: u64, script: Script) -> Arc<Self> {
         let inside = Inside {
-            random: Random(seed),
+            random: Random::new(seed),
             script,
             entries: Vec::new(),
             halted: false,
@@ -279,7 +256,7 @@ impl Fake {
             info.max_batch = if self.kind == Kind::Iaa { 1 } else { max_batch };
             say(queue, &mut info);
             let way = if *dedicated { SubmitMethod::Movdir64b } else { SubmitMethod::Enqcmd };
-            let portal = Arc::new(FakePortal { device: self.clone(), queue, way });
+            let portal = self.portal(queue, way);
             let opened = WorkQueue::with_portal_within(info, portal, Duration::from_secs(5));
             queues.push(opened.expect("a no-op is answered at once while the queue is proved"));
         }
@@ -292,7 +269,7 @@ impl Fake {
         let device = Arc::new(Device::new(&self.name, self.kind));
         let info = QueueInfo::new("wq9.0", device, Mode::Shared, 1);
         self.lock().halted = true;
-        let portal = Arc::new(FakePortal { device: self.clone(), queue: 0, way: SubmitMethod::Enqcmd });
+        let portal = self.portal(0, SubmitMethod::Enqcmd);
         assert!(WorkQueue::with_portal_within(info, portal, Duration::from_micros(1)).is_err());
     }
 
@@ -327,6 +304,11 @@ impl Fake {
             return None;
         }
         inside.entries.iter().filter(|entry| !entry.lost).map(|entry| entry.at).min()
+    }
+
+    fn portal(self: &Arc<Self>, queue: usize, way: SubmitMethod) -> Arc<dyn Portal> {
+        let queue = FakeQueue { device: self.clone(), queue };
+        FakePortal::new(way, move |descriptor| queue.device.submit(queue.queue, descriptor.as_bytes(), way))
     }
 
     /// Does what is due at `now`.
@@ -391,25 +373,13 @@ impl Fake {
     }
 }
 
-/// One queue's way in.
-#[derive(Debug)]
-struct FakePortal {
+/// What a queue's portal keeps: closed with it.
+struct FakeQueue {
     device: Arc<Fake>,
     queue: usize,
-    way: SubmitMethod,
 }
 
-impl Portal for FakePortal {
-    unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
-        self.device.submit(self.queue, descriptor.as_bytes(), self.way)
-    }
-
-    fn way(&self) -> SubmitMethod {
-        self.way
-    }
-}
-
-impl Drop for FakePortal {
+impl Drop for FakeQueue {
     fn drop(&mut self) {
         self.device.close(self.queue);
     }
@@ -656,12 +626,7 @@ fn record_to(address: u64, record: &[u8]) {
 
 /// CRC-32C by its definition.
 pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
-    static TABLE: std::sync::LazyLock<[u32; 256]> = std::sync::LazyLock::new(|| {
-        std::array::from_fn(|byte| {
-            (0..8).fold(byte as u32, |crc, _| (crc >> 1) ^ (0x82f6_3b78 & (crc & 1).wrapping_neg()))
-        })
-    });
-    !bytes.iter().fold(!0, |crc: u32, byte| (crc >> 8) ^ TABLE[(crc as u8 ^ byte) as usize])
+    sterna_test_kit::checksum::crc32c(0, bytes)
 }
 
 impl Clock {

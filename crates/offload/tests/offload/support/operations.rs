@@ -5,12 +5,14 @@ use std::time::Duration;
 
 use sterna_offload::{Channel, Delta, Offload, Operation, Outcome, Region};
 
-use super::{Memory, PAGE, Random, crc32c};
+use sterna_test_kit::Random;
+
+use super::{Memory, PAGE, crc32c};
 
 /// Pages of which half are zero, and the others have one byte that is not.
 pub(crate) fn filled(pages: usize, seed: u64) -> (Arc<Memory>, Arc<Region>, Vec<u8>) {
     let memory = Memory::new(pages);
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     for page in 0..pages {
         if random.once_in(2) {
             memory.write(page * PAGE + random.below(PAGE as u64) as usize, &[1 + random.below(255) as u8]);

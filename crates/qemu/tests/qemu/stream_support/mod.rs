@@ -3,6 +3,8 @@
 
 use std::io::{self, Read, Write};
 
+pub(crate) use sterna_test_kit::Random;
+
 /// A PAGE, ZERO, … record's flags, as in QEMU's `migration/ram.h`.
 pub(crate) const ZERO: u64 = 0x02;
 pub(crate) const MEM_SIZE: u64 = 0x04;
@@ -150,47 +152,6 @@ pub(crate) fn device_state_header(name: &str, instance: u32, length: u32) -> Vec
     bytes
 }
 
-/// Reproducible random numbers (SplitMix64).
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    /// A new seed each run, printed, or the one in the environment variable `STERNA_TEST_SEED`.
-    pub(crate) fn announced() -> Self {
-        let seed = match std::env::var("STERNA_TEST_SEED") {
-            Ok(seed) => seed.parse().expect("STERNA_TEST_SEED is a number"),
-            Err(_) => std::collections::hash_map::RandomState::new().hash_one_seed(),
-        };
-        println!("repeat with STERNA_TEST_SEED={seed}");
-        Self(seed)
-    }
-
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub(crate) fn below(&mut self, limit: usize) -> usize {
-        usize::try_from(self.next() % limit as u64).unwrap()
-    }
-
-    pub(crate) fn flip(&mut self) -> bool {
-        self.next() & 1 == 0
-    }
-}
-
-trait HashOneSeed {
-    fn hash_one_seed(&self) -> u64;
-}
-
-impl HashOneSeed for std::collections::hash_map::RandomState {
-    fn hash_one_seed(&self) -> u64 {
-        std::hash::BuildHasher::hash_one(self, 0u8)
-    }
-}
-
 /// A socket that gives and takes pieces of any length, and is interrupted now and then.
 pub(crate) struct Pieces<T> {
     pub(crate) inner: T,
@@ -200,14 +161,14 @@ pub(crate) struct Pieces<T> {
 
 impl<T> Pieces<T> {
     pub(crate) fn new(inner: T, seed: u64, longest: usize) -> Self {
-        Self { inner, random: Random(seed), longest }
+        Self { inner, random: Random::new(seed), longest }
     }
 
     fn length(&mut self, of: usize) -> io::Result<usize> {
-        if self.random.below(8) == 0 {
+        if self.random.index(8) == 0 {
             return Err(io::ErrorKind::Interrupted.into());
         }
-        Ok(of.min(1 + self.random.below(self.longest)))
+        Ok(of.min(1 + self.random.index(self.longest)))
     }
 }
 

@@ -1,0 +1,335 @@
+//! One side of `sterna-bench delta`, in the process that [`side`](super::super::ram::side) is.
+//!
+//! The guest at the source writes every page once in each round: when its log is collected, and in no other moment, so that every page
+//! is dirty in every round with just the change that is measured. That a guest may write at any time is what the cells with a microvm
+//! are for. Time in which it writes is not counted.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use sterna_codec::MethodChoice;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::destination::Destination;
+use sterna_engine::source::Source;
+use sterna_engine::transport::Security;
+use sterna_guest::content::{PAGE_BYTES, Page, mix};
+use sterna_guest::page::{Fill, Pages};
+use sterna_memory::bitmap::PageBitmap;
+use sterna_memory::checksum::{Crc32c, crc32c_combine};
+use sterna_memory::dirty::reported::ReportedLog;
+use sterna_memory::dirty::{DirtyLog, DirtyLogError};
+
+use super::super::measured::check_method;
+use super::super::ram::clock::cpu_ns;
+use super::super::ram::guest::{Guest, Memory, Monitor};
+use super::super::ram::side::{Answer, pin, say};
+
+/// Words of a page.
+const WORDS: u64 = (PAGE_BYTES / 8) as u64;
+/// Short enough that no round is the last while the guest writes, and long enough for the state of a guest that does not.
+const DOWNTIME: Duration = Duration::from_millis(50);
+
+/// What stands in the pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Content {
+    /// Nothing shrinks it.
+    Random,
+    /// As in a guest's RAM: shrinks to a third.
+    Corpus,
+}
+
+impl Content {
+    fn pages(self) -> Pages {
+        Pages::new(match self {
+            Self::Random => Fill::Random,
+            Self::Corpus => Fill::Corpus,
+        })
+    }
+}
+
+/// What changes in a page from round to round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Change {
+    /// One to four words next to each other: a counter, a list's links.
+    Small,
+    /// Seven of ten pages 1–8 words, two 32 words, one all of it.
+    Mixed,
+    /// 300 words, here and there: more than half of the page.
+    Scattered,
+    /// All of it.
+    Rewritten,
+}
+
+/// What a side is told to do.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Order {
+    /// Listen there, take one migration.
+    Receive { at: String, bytes: u64, cpus: Vec<usize> },
+    /// Send to that address.
+    Send { to: String, job: Job, cpus: Vec<usize> },
+}
+
+/// One migration.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Job {
+    pub(crate) bytes: u64,
+    pub(crate) content: Content,
+    pub(crate) change: Change,
+    pub(crate) method: String,
+    pub(crate) deltas: bool,
+    /// How long the guest writes after the first round, without the time in which it does.
+    pub(crate) seconds: f64,
+    pub(crate) channels: u16,
+}
+
+/// What a side found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Found {
+    /// Of guest RAM, once the guest stood still.
+    pub(crate) checksum: u32,
+    /// Of the whole migration.
+    pub(crate) cpu_seconds: f64,
+    pub(crate) total_ms: f64,
+    /// Pages of all rounds, and how they went.
+    pub(crate) pages: u64,
+    pub(crate) delta_pages: u64,
+    pub(crate) same_pages: u64,
+    pub(crate) wire_bytes: u64,
+    /// Of the rounds after the first.
+    pub(crate) counted: Counted,
+}
+
+/// What the guest's log saw between its first collection and the last before which it wrote.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Counted {
+    pub(crate) pages: u64,
+    pub(crate) seconds: f64,
+    pub(crate) cpu_seconds: f64,
+    pub(crate) rounds: u64,
+}
+
+/// Does what it is told.
+pub(crate) fn obey(order: Order) -> Result<Answer, String> {
+    let text = |error: &dyn std::fmt::Display| error.to_string();
+    match order {
+        Order::Receive { at, bytes, cpus } => {
+            pin(&cpus)?;
+            let guest = Guest::new(Memory::Anonymous, bytes).map_err(|error| text(&error))?;
+            // Fresh memory is no part of what is measured.
+            let ram = guest.ram();
+            ram.blocks()[0].populate(0..ram.blocks()[0].pages()).map_err(|error| text(&error))?;
+            let door = Destination::new(guest.ram()).listen(&at, &Security::Insecure).map_err(|error| text(&error))?;
+            say(&Answer::Listening { address: door.address().to_string() })?;
+            let before = cpu_ns();
+            door.run(&mut Monitor::default(), &Cancel::new(), &()).map_err(|error| text(&error))?;
+            let cpu_seconds = (cpu_ns() - before) as f64 / 1e9;
+            Ok(Answer::Delta(Found { checksum: checksum(&guest), cpu_seconds, ..Found::default() }))
+        }
+        Order::Send { to, job, cpus } => {
+            pin(&cpus)?;
+            let guest = Arc::new(Guest::new(Memory::Anonymous, job.bytes).map_err(|error| text(&error))?);
+            let writer = Writer { guest: Arc::clone(&guest), content: job.content, change: job.change };
+            writer.fill();
+            let counted = Arc::new(Mutex::new(Counted::default()));
+            let log = WritingLog::new(writer, Duration::from_secs_f64(job.seconds), Arc::clone(&counted));
+            let method = MethodChoice::parse(&job.method, None).map_err(|error| text(&error))?;
+            let source =
+                Source::new(guest.ram(), Box::new(log)).method(method).channels(job.channels).downtime(DOWNTIME);
+            let source = if job.deltas { source.delta_cache(u64::MAX) } else { source };
+            let before = cpu_ns();
+            let report = source.run(to, &Security::Insecure, &mut Monitor::default(), &Cancel::new(), &());
+            let report = report.map_err(|error| text(&error))?;
+            check_method(method, &report.method).map_err(|error| text(&error))?;
+            let cpu_seconds = (cpu_ns() - before) as f64 / 1e9;
+            let counted = *counted.lock().unwrap_or_else(PoisonError::into_inner);
+            Ok(Answer::Delta(Found {
+                checksum: checksum(&guest),
+                cpu_seconds,
+                total_ms: report.total_ms,
+                pages: report.normal_pages,
+                delta_pages: report.delta_pages,
+                same_pages: report.same_pages,
+                wire_bytes: report.wire_bytes,
+                counted,
+            }))
+        }
+    }
+}
+
+/// Of all of its RAM.
+fn checksum(guest: &Guest) -> u32 {
+    let ram = guest.ram();
+    let block = &ram.blocks()[0];
+    let mut page = [0; PAGE_BYTES];
+    (0..block.pages()).fold(0, |all, number| {
+        block.read_page(number, &mut page).expect("its own memory is read");
+        let mut one = Crc32c::new();
+        one.update(&page);
+        crc32c_combine(all, one.finish(), PAGE_BYTES as u64)
+    })
+}
+
+/// What writes the guest's memory.
+struct Writer {
+    guest: Arc<Guest>,
+    content: Content,
+    change: Change,
+}
+
+impl Writer {
+    fn fill(&self) {
+        (0..self.pages()).for_each(|page| self.rewrite(page, 1));
+    }
+
+    fn pages(&self) -> u64 {
+        self.guest.ram().bytes() / PAGE_BYTES as u64
+    }
+
+    fn rewrite(&self, page: u64, generation: u32) {
+        let mut bytes: Page = [0; PAGE_BYTES];
+        self.content.pages().write(&mut bytes, page, generation);
+        self.guest.ram().blocks()[0].write(page, &bytes);
+    }
+
+    fn words(&self, page: u64, count: u64, seed: u64, apart: bool) {
+        let first = mix(seed) % (WORDS - 8);
+        for number in 0..count {
+            let at = if apart { mix(seed + number) % WORDS } else { first + number };
+            // Neighbours of values that guests write: small ones.
+            self.guest.word(page * WORDS + at).store(mix(seed ^ number) >> 40, Ordering::Relaxed);
+        }
+    }
+
+    /// Writes each page once.
+    fn round(&self, round: u64) {
+        for page in 0..self.pages() {
+            let seed = mix(round << 32 | page);
+            match (self.change, seed % 10) {
+                (Change::Small, _) => self.words(page, 1 + seed % 4, seed, false),
+                (Change::Mixed, 0..=6) => self.words(page, 1 + seed / 10 % 8, seed, true),
+                (Change::Mixed, 7..=8) => self.words(page, 32, seed, true),
+                (Change::Scattered, _) => self.words(page, 300, seed, true),
+                (Change::Mixed | Change::Rewritten, _) => self.rewrite(page, 1 + round as u32),
+            }
+        }
+    }
+}
+
+/// The dirty log of a guest that writes all of its pages in each round.
+struct WritingLog {
+    idle: ReportedLog,
+    writer: Writer,
+    time: Duration,
+    counted: Arc<Mutex<Counted>>,
+    /// The first collection, and what was used by then; and since then by the guest's writing.
+    first: Option<(Instant, u64)>,
+    writing: (Duration, u64),
+    /// Whether the guest writes no more.
+    over: bool,
+}
+
+impl WritingLog {
+    fn new(writer: Writer, time: Duration, counted: Arc<Mutex<Counted>>) -> Self {
+        let idle = ReportedLog::new(&[writer.pages()]);
+        Self { idle, writer, time, counted, first: None, writing: (Duration::ZERO, 0), over: false }
+    }
+}
+
+impl DirtyLog for WritingLog {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        self.idle.start()
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        self.idle.collect(block, dirty)?;
+        if self.over {
+            return Ok(());
+        }
+        let (now, used) = (Instant::now(), cpu_ns());
+        let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
+        let (first, used_first) = *self.first.get_or_insert((now, used));
+        let elapsed = (now - first).saturating_sub(self.writing.0);
+        // Of the pages written at each collection before this one.
+        counted.pages = counted.rounds * dirty.pages();
+        counted.seconds = elapsed.as_secs_f64();
+        counted.cpu_seconds = (used - used_first).saturating_sub(self.writing.1) as f64 / 1e9;
+        if elapsed >= self.time {
+            self.over = true;
+            return Ok(());
+        }
+        counted.rounds += 1;
+        self.writer.round(counted.rounds);
+        dirty.set(0..dirty.pages());
+        self.writing.0 += now.elapsed();
+        self.writing.1 += cpu_ns() - used;
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        self.idle.stop()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn writer(content: Content, change: Change) -> Writer {
+        let guest = Arc::new(Guest::new(Memory::SmallPages, 2 << 20).unwrap());
+        let writer = Writer { guest, content, change };
+        writer.fill();
+        writer
+    }
+
+    fn differing_words(writer: &Writer, round: u64) -> Vec<usize> {
+        let all = |writer: &Writer| -> Vec<u64> {
+            (0..writer.pages() * WORDS).map(|at| writer.guest.word(at).load(Ordering::Relaxed)).collect()
+        };
+        let before = all(writer);
+        writer.round(round);
+        let words = WORDS as usize;
+        let pages =
+            before.chunks_exact(words).zip(all(writer).chunks_exact(words).map(<[u64]>::to_vec).collect::<Vec<_>>());
+        pages.map(|(a, b)| a.iter().zip(&b).filter(|(a, b)| a != b).count()).collect()
+    }
+
+    #[test]
+    fn each_page_is_changed_as_its_cell_says() {
+        for (change, range) in [
+            (Change::Small, 1..=4),
+            (Change::Scattered, 200..=300),
+            (Change::Rewritten, 400..=512),
+            (Change::Mixed, 1..=512),
+        ] {
+            for content in [Content::Random, Content::Corpus] {
+                let changed = differing_words(&writer(content, change), 1);
+                assert_eq!(changed.len(), 512);
+                assert!(changed.iter().all(|words| range.contains(words)), "{change:?} {content:?}: {changed:?}");
+                if change == Change::Mixed {
+                    let few = changed.iter().filter(|words| **words <= 8).count();
+                    assert!((300..420).contains(&few), "{few}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_log_counts_the_rounds_that_were_sent_and_none_after() {
+        let counted = Arc::new(Mutex::new(Counted::default()));
+        let mut log = WritingLog::new(writer(Content::Random, Change::Small), Duration::ZERO, Arc::clone(&counted));
+        log.start().unwrap();
+        let mut dirty = PageBitmap::new(512);
+        log.collect(0, &mut dirty).unwrap();
+        assert_eq!((dirty.count(), counted.lock().unwrap().rounds), (0, 0));
+        let mut log = WritingLog::new(writer(Content::Random, Change::Small), Duration::MAX, Arc::clone(&counted));
+        log.start().unwrap();
+        for round in 1..4 {
+            let mut dirty = PageBitmap::new(512);
+            log.collect(0, &mut dirty).unwrap();
+            let counted = *counted.lock().unwrap();
+            assert_eq!((dirty.count(), counted.pages, counted.rounds), (512, 512 * (round - 1), round));
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! Where tests find QATzip: what `STERNA_QATZIP` names, else what `scripts/setup` unpacked, else the system's.
+
+use std::path::PathBuf;
+
+/// Returns the directory of QATzip's library; `None` for the system's.
+#[must_use]
+pub fn qatzip_directory() -> Option<PathBuf> {
+    const UNPACKED: &str = "qatzip/usr/lib/x86_64-linux-gnu";
+    if let Some(named) = std::env::var_os("STERNA_QATZIP").filter(|named| !named.is_empty()) {
+        return Some(named.into());
+    }
+    tools().map(|tools| tools.join(UNPACKED)).find(|directory| directory.is_dir())
+}
+
+/// Prints that a test is skipped for want of QATzip.
+///
+/// # Panics
+/// A skip is not allowed: `STERNA_REQUIRE_TOOLS` says that `scripts/setup` ran, and that did not record that the library cannot be had here.
+pub fn skip_without_qatzip(why: &str) {
+    let excused = tools().any(|tools| tools.join("qatzip-absent").is_file());
+    assert!(excused || std::env::var_os("STERNA_REQUIRE_TOOLS").is_none(), "{why}");
+    eprintln!("skipped: {why} (scripts/setup --only qatzip unpacks it)");
+}
+
+fn tools() -> impl Iterator<Item = PathBuf> {
+    let named = std::env::var_os("STERNA_TOOLS").map(PathBuf::from);
+    named.into_iter().chain([PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../target/tools")])
+}
