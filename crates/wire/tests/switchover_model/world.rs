@@ -38,9 +38,6 @@ pub(crate) struct Budget {
     pub(crate) silent_devices: u8,
 }
 
-/// How many pages are newer at the source when the guest is paused in post-copy, at most. They are alike, so that they are only counted.
-pub(crate) const MAX_PAGES: u8 = 2;
-
 /// How the guest is moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
@@ -408,13 +405,14 @@ pub(crate) struct World {
     pub(crate) mode: Mode,
     pub(crate) budget: Budget,
     pub(crate) mutant: Mutant,
+    /// How many pages are newer at the source when the guest is paused in post-copy. They are alike, so that they are only counted.
     pub(crate) pages: u8,
     pub(crate) passed: Mutex<HashSet<CrashPoint>>,
 }
 
 impl World {
     pub(crate) fn new(mode: Mode, budget: Budget, mutant: Mutant) -> Self {
-        Self { mode, budget, mutant, pages: MAX_PAGES, passed: Mutex::new(HashSet::new()) }
+        Self { mode, budget, mutant, pages: 1, passed: Mutex::new(HashSet::new()) }
     }
 
     /// The crash points around actions that were performed while a crash was possible.
@@ -663,7 +661,7 @@ impl World {
                 _ => {}
             }
             let waits = state.destination.as_ref().is_none_or(|sterna| sterna.machine.unsure());
-            let stopped = state.destination_qemu == DestinationProcess::Paused;
+            let stopped = state.destination_qemu == DestinationProcess::Paused && !state.destination_left;
             if waits && stopped && self.may_fence_source(state) {
                 actions.push(DestinationRecovers { fenced: true });
             }
