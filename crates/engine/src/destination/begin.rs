@@ -11,7 +11,7 @@ use super::devices::Devices;
 use super::driver::{Driver, Event};
 use super::loading::Loading;
 use super::target::{RamSink, Target};
-use super::{Destination, Listening, Taking, post_copy};
+use super::{Destination, Listening, ReadyDestination, post_copy};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, send_message};
@@ -39,7 +39,7 @@ pub(super) fn run(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let Listening { taking, address, incoming } = listening;
+    let Listening { ready, address, incoming } = listening;
     // Ends the listening and all handshakes, however this function returns.
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
@@ -47,9 +47,9 @@ pub(super) fn run(
     let _counted = cpu.count();
     let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     observer.listening(&address.to_string());
-    let ram = taking.target.ram();
+    let ram = ready.target.ram();
     let ours = machine(vmm.name(), ram, 0).blocks;
-    let ids: Vec<DeviceId> = taking.devices.iter().map(|(id, _)| id.clone()).collect();
+    let ids: Vec<DeviceId> = ready.devices.iter().map(|(id, _)| id.clone()).collect();
     let no_post_copy = no_post_copy(&mut vmm, ram)?;
     let refusal = |hello: &Hello| {
         let post_copy = || {
@@ -63,14 +63,14 @@ pub(super) fn run(
     let mut offered = Destination::FEATURES.offered.to_vec();
     offered.extend(no_post_copy.is_none().then_some(POST_COPY));
     let features = Features { offered: &offered, ..Destination::FEATURES };
-    let greeting = Handshake { takes: &[(Mode::Embedded, features)], refusal: &refusal };
-    let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
-    let Some(greeted) = greeted else {
+    let handshake = Handshake { takes: &[(Mode::Embedded, features)], refusal: &refusal };
+    let source = handshake.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
+    let Some(source) = source else {
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
         let kind = if cancel.is_cancelled() { ErrorKind::Cancelled } else { ErrorKind::Network };
         return Err(MigrationError::not_accepted(Cause::new(kind, reason)));
     };
-    let report = take(taking, &address, greeted, incoming, vmm, cpu.clone(), cancel, observer);
+    let report = take(ready, &address, source, incoming, vmm, cpu.clone(), cancel, observer);
     drop(stopping);
     report
 }
@@ -82,10 +82,10 @@ fn no_post_copy(vmm: &mut DestinationMonitor<'_>, ram: &GuestRam) -> Result<Opti
 }
 
 /// Runs the migration of a source whose hello the caller has accepted already, to learn which RAM is needed.
-pub(super) fn run_greeted(
-    taking: Taking,
+pub(super) fn run_accepted(
+    ready: ReadyDestination,
     address: &Address,
-    mut greeted: AcceptedSource,
+    mut source: AcceptedSource,
     incoming: Incoming,
     vmm: &mut dyn DestinationVmm,
     cancel: &Cancel,
@@ -96,12 +96,12 @@ pub(super) fn run_greeted(
     let cpu = CpuTime::default();
     let _counted = cpu.count();
     let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
-    let ids: Vec<DeviceId> = taking.devices.iter().map(|(id, _)| id.clone()).collect();
-    let differs = size_difference(&greeted.machine.blocks, taking.target.ram());
-    if let Some(reason) = differs.or_else(|| device_state::difference(&greeted.machine, &ids)) {
-        return Err(refuse(&mut greeted.writer, reason));
+    let ids: Vec<DeviceId> = ready.devices.iter().map(|(id, _)| id.clone()).collect();
+    let differs = size_difference(&source.machine.blocks, ready.target.ram());
+    if let Some(reason) = differs.or_else(|| device_state::difference(&source.machine, &ids)) {
+        return Err(refuse(&mut source.writer, reason));
     }
-    let report = take(taking, address, greeted, incoming, vmm, cpu.clone(), cancel, observer);
+    let report = take(ready, address, source, incoming, vmm, cpu.clone(), cancel, observer);
     drop(stopping);
     report
 }
@@ -115,17 +115,18 @@ fn refuse(writer: &mut Writer, reason: String) -> MigrationError {
 
 #[allow(clippy::too_many_arguments)]
 fn take<'a>(
-    taking: Taking,
+    ready: ReadyDestination,
     address: &Address,
-    greeted: AcceptedSource,
+    source: AcceptedSource,
     incoming: Incoming,
     vmm: DestinationMonitor<'a>,
     cpu: CpuTime,
     cancel: &'a Cancel,
     observer: &'a dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let Taking { target, devices, device_share, state_dir, linger, stall, give_up_after, monitor, fence } = taking;
-    let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
+    let ReadyDestination { target, devices, device_share, state_dir, linger, stall, give_up_after, monitor, fence } =
+        ready;
+    let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = source;
     observer.note(&format!("migration {} from {peer}", session.id));
 
     let state = RecordState::Destination(DestinationState::Started);

@@ -77,13 +77,13 @@ const LINGER: Duration = Duration::from_secs(5);
 
 /// A destination that sources can connect to.
 pub struct Listening {
-    taking: Taking,
+    ready: ReadyDestination,
     address: Address,
     incoming: Incoming,
 }
 
 /// A destination that is ready for a migration, without its connections.
-struct Taking {
+struct ReadyDestination {
     target: Arc<Target>,
     devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
     /// Bytes of state that each device may have on their way or waiting.
@@ -226,14 +226,14 @@ impl Destination {
     /// listened on.
     pub fn listen(self, address: impl Into<Address>, security: &Security) -> Result<Listening, MigrationError> {
         // Before a source can connect: it waits for its welcome no longer than a handshake may take.
-        let taking = self.prepare()?;
+        let ready = self.prepare()?;
         let listener = Listener::bind(address).map_err(MigrationError::not_accepted)?;
         let address = listener.local_address();
         let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_accepted)?;
-        Ok(Listening { taking, address, incoming })
+        Ok(Listening { ready, address, incoming })
     }
 
-    fn prepare(self) -> Result<Taking, MigrationError> {
+    fn prepare(self) -> Result<ReadyDestination, MigrationError> {
         let Self { ram, devices, device_queue, before, prefault, state_dir, linger, stall, give_up_after, monitor } =
             self;
         let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_accepted)?;
@@ -242,7 +242,7 @@ impl Destination {
         let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_accepted)?);
         let prepared = target.prepare(before, prefault);
         prepared.map_err(|reason| MigrationError::not_accepted(Cause::new(ErrorKind::Memory, reason)))?;
-        Ok(Taking {
+        Ok(ReadyDestination {
             target,
             devices,
             device_share,
@@ -264,14 +264,14 @@ impl Destination {
     /// As [`Listening::run`]. A source whose RAM blocks have other names or sizes is refused, and receives the reason.
     pub fn take(
         self,
-        greeted: AcceptedSource,
+        source: AcceptedSource,
         incoming: Incoming,
         address: &Address,
         vmm: &mut dyn DestinationVmm,
         cancel: &Cancel,
         observer: &dyn Observer,
     ) -> Result<ReceiveReport, MigrationError> {
-        begin::run_greeted(self.prepare()?, address, greeted, incoming, vmm, cancel, observer)
+        begin::run_accepted(self.prepare()?, address, source, incoming, vmm, cancel, observer)
     }
 }
 
@@ -297,7 +297,7 @@ impl Listening {
     /// Returns a handle by which an operator makes a prepared guest run although its source does not answer any more. Use it only once it
     /// is certain that the source's guest cannot run: else two copies of the guest run.
     pub fn fence(&self) -> Fence {
-        self.taking.fence.clone()
+        self.ready.fence.clone()
     }
 
     /// Runs one migration. Blocks until it has ended, and calls the monitor's methods on this thread. A refused source does not end

@@ -178,3 +178,60 @@ impl Ledger {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use sterna_wire::identity::{MigrationId, MigrationKey};
+    use sterna_wire::switchover::SourceState;
+
+    use super::*;
+
+    fn ledger(dir: Option<&Path>) -> Ledger {
+        let session = Session {
+            id: MigrationId::from_bytes([1; 16]),
+            key: MigrationKey::from_bytes([2; 32]),
+            incarnation: 1,
+            channels: 1,
+            device_channels: 0,
+            packet_size: 4096,
+            features: Vec::new(),
+            round_trip: Duration::ZERO,
+        };
+        let state = RecordState::Source(SourceState::Started);
+        Ledger::new(dir, &session, state, "there:1".into(), &MonitorRecord::default()).unwrap()
+    }
+
+    #[test]
+    fn a_record_in_memory_has_its_state_and_leaves_nothing_to_settle() {
+        let mut ledger = ledger(None);
+        let committed = RecordState::Source(SourceState::Committed);
+        assert!(ledger.write(committed, &()));
+        assert_eq!((ledger.record().state, ledger.on_disk(), ledger.settled()), (committed, None, true));
+    }
+
+    #[test]
+    fn a_state_that_could_not_be_written_is_unsettled_until_a_settled_one_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut ledger = ledger(Some(dir.path()));
+        let (started, finished) =
+            (RecordState::Source(SourceState::Started), RecordState::Source(SourceState::Finished));
+        assert!(ledger.write(started, &()) && ledger.unsettled().is_none());
+
+        // A directory in the place of the temporary file: no file can be written there, whoever tries.
+        let record = std::fs::read_dir(dir.path())
+            .unwrap()
+            .flatten()
+            .find(|file| file.path().extension().is_some_and(|end| end == "json"));
+        let temporary = record.unwrap().path().with_extension("new");
+        std::fs::create_dir(&temporary).unwrap();
+        assert!(!ledger.write(finished, &()));
+        assert_eq!((ledger.on_disk(), ledger.settled()), (Some(started), false));
+        assert!(ledger.unsettled().is_some());
+
+        std::fs::remove_dir(&temporary).unwrap();
+        assert!(ledger.write(finished, &()));
+        assert_eq!((ledger.on_disk(), ledger.unsettled()), (Some(finished), None));
+    }
+}
