@@ -1,4 +1,4 @@
-//! Channels with a misbehaving peer or network: each end notices, reports the reason, and does not hang.
+//! A channel whose peer, or whose network, does not do what it should: each end notices, says so, and does not hang.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -24,7 +24,7 @@ const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
 /// Bytes of the window that a packet of [`Source::send_zero_page`] holds.
 const IN_WINDOW: u64 = 100;
 
-/// A channel's sending end, whose peer is the test.
+/// A channel's sending end, with nothing behind its other end yet.
 struct Source {
     channel: SendChannel,
     window: Arc<Window>,
@@ -49,7 +49,7 @@ impl Source {
         let abort = Arc::new(Abort::default());
         let (raised, alarm) = mpsc::channel();
         abort.on_end(move || {
-            // A test that has ended does not receive any more.
+            // A test that has ended does not listen any more.
             let _ = raised.send(());
         });
         let mut context = SendContext::new(
@@ -66,13 +66,13 @@ impl Source {
         Self { channel, window, pool: BatchPool::new(2, PACKET), abort, alarm, peer }
     }
 
-    /// Sends a packet of one zero page, without content. The peer reads the packet, so that it closes cleanly, and does
-    /// not answer.
+    /// Sends a packet of one zero page, without content. The peer takes it off the wire, so that its closing is clean,
+    /// and answers nothing.
     fn send_zero_page(&mut self) {
         self.send_pages(0);
     }
 
-    /// Sends a packet as [`Source::send_zero_page`] does, with so many pages that are not zero from the second on.
+    /// As [`Source::send_zero_page`], with so many pages that are not zero from the second on.
     fn send_pages(&mut self, normal: u32) {
         let mut batch = self.pool.take(0).unwrap();
         batch.push_zero(0, 1);
@@ -82,22 +82,22 @@ impl Source {
         self.window.enter(IN_WINDOW).unwrap();
         batch.set_in_window(IN_WINDOW);
         self.channel.send(Item::Pages(batch)).unwrap();
-        read_packet(&mut self.peer);
+        take_packet(&mut self.peer);
     }
 
     fn acknowledge(&mut self, sequence: u64) {
         self.peer.write_all(&Ack { sequence, busy_us: 0 }.encode()).unwrap();
     }
 
-    /// Waits for the alarm and returns its reason.
+    /// Waits for the alarm and gives its reason.
     fn reason(&self) -> String {
         self.alarm.recv_timeout(HANG_LIMIT).expect("the alarm is raised");
         self.abort.reason().unwrap()
     }
 }
 
-/// Reads all bytes of one packet.
-fn read_packet(from: &mut impl Read) -> Vec<u8> {
+/// Takes one packet off the wire: all its bytes.
+fn take_packet(from: &mut impl Read) -> Vec<u8> {
     let mut packet = vec![0; PACKET_HEADER_LENGTH];
     from.read_exact(&mut packet).unwrap();
     let header = PacketHeader::decode(packet.first_chunk().unwrap(), PACKET).unwrap();
@@ -129,7 +129,7 @@ fn refusal(sequence: u64, pages: &[PageRequest]) -> Vec<u8> {
 }
 
 #[test]
-fn a_peer_may_refuse_only_packets_in_flight_and_request_only_their_pages() {
+fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_that_are_there() {
     within_a_minute(|| {
         let page = PageRequest { block: 0, first: 510, count: 2 };
         let cases: [(&str, Vec<u8>, bool); 9] = [
@@ -286,7 +286,7 @@ fn a_peer_that_has_acknowledged_everything_and_closes_before_the_end_raises_the_
         source.peer.shutdown(Shutdown::Write).unwrap();
 
         assert_eq!(source.reason(), "channel ram-7: the destination was lost: it closed the channel before the end");
-        // Items that are queued from now on will never be acknowledged, and no thread waits for them.
+        // What is handed over from now on will never be acknowledged, and nobody waits for it.
         source.send_zero_page();
         assert_eq!(source.channel.drained(), Err(WindowClosed));
     });
@@ -320,7 +320,7 @@ fn an_acknowledgement_that_cannot_be_true_raises_the_alarm_and_frees_nothing_of_
         (&[1, 3], "the peer acknowledges packet 3, but only 1…2 are outstanding"),
         (&[1, 1], "the peer acknowledges packet 1, but only 1…2 are outstanding"),
     ];
-    for (acknowledged, expected) in lies {
+    for (acknowledged, said) in lies {
         within_a_minute(move || {
             let mut source = Source::start("none");
             source.send_zero_page();
@@ -329,7 +329,7 @@ fn an_acknowledgement_that_cannot_be_true_raises_the_alarm_and_frees_nothing_of_
             acknowledged.iter().for_each(|sequence| source.acknowledge(*sequence));
 
             assert_eq!(source.channel.drained(), Err(WindowClosed));
-            assert_eq!(source.reason(), format!("channel ram-7: the destination was lost: {expected}"));
+            assert_eq!(source.reason(), format!("channel ram-7: the destination was lost: {said}"));
             let true_ones = acknowledged.len() as u64 - 1;
             assert_eq!(source.window.in_flight(), (2 - true_ones) * IN_WINDOW);
         });
@@ -341,36 +341,36 @@ fn an_acknowledgement_of_packets_before_any_was_sent_raises_the_alarm() {
     within_a_minute(|| {
         let mut source = Source::start("none");
         source.acknowledge(1);
-        let expected = "the peer acknowledges packet 1, but only 0…0 are outstanding";
-        assert_eq!(source.reason(), format!("channel ram-7: the destination was lost: {expected}"));
+        let said = "the peer acknowledges packet 1, but only 0…0 are outstanding";
+        assert_eq!(source.reason(), format!("channel ram-7: the destination was lost: {said}"));
     });
 }
 
 #[test]
-fn bytes_that_are_not_an_acknowledgement_raise_the_alarm() {
+fn bytes_that_are_no_acknowledgement_raise_the_alarm() {
     within_a_minute(|| {
         let mut source = Source::start("none");
         source.send_zero_page();
         source.peer.write_all(b"HTTP/1.1 400 Bad").unwrap();
         assert_eq!(source.channel.drained(), Err(WindowClosed));
-        let expected = source.reason();
-        assert!(expected.starts_with("channel ram-7: the destination was lost: "), "{expected}");
+        let said = source.reason();
+        assert!(said.starts_with("channel ram-7: the destination was lost: "), "{said}");
         assert_eq!(source.window.in_flight(), IN_WINDOW);
     });
 }
 
-/// Returns two packets of two pages each and a zero page, as a channel writes them.
+/// Two packets of two pages each and a zero page, as a channel writes them.
 fn two_packets(method: &str) -> [Vec<u8>; 2] {
     let mut source = Source::start(method);
     let packets = [10, 20].map(|first| {
         let mut batch = source.pool.take(0).unwrap();
         for (at, byte) in batch.push_normal(first, 2, 2 * PAGE).iter_mut().enumerate() {
-            // Moderately compressible: words of few values.
+            // Shrinks, but not to nothing: words of few values.
             *byte = (at * at / 97) as u8 & 0x3f;
         }
         batch.push_zero(first + 2, 1);
         source.channel.send(Item::Pages(batch)).unwrap();
-        read_packet(&mut source.peer)
+        take_packet(&mut source.peer)
     });
     source.abort.finish();
     drop(source.peer);
@@ -378,7 +378,7 @@ fn two_packets(method: &str) -> [Vec<u8>; 2] {
     packets
 }
 
-/// Returns a receiver's result for `bytes` and the end of the connection.
+/// What a receiver says to `bytes` and the end of the connection.
 fn receive(bytes: &[u8], placed: &Placed) -> Result<(), ReceiveError> {
     let (mut near, far) = sockets();
     near.write_all(bytes).unwrap();
@@ -405,11 +405,10 @@ fn nothing_of_a_damaged_packet_is_placed(method: &str) {
 
         let placed = placed.take();
         let fits = match outcome {
-            // Some bits of a compressed form do not change the decoded content: then it equals the source's.
+            // Some bits of a compressed form have no bearing on what it decodes to: then it is what the source read.
             Ok(()) => at >= payload_at && method != "none" && placed == both,
             Err(_) if placed != both[..3] => false,
-            // The lengths are needed before the checksum can be checked: reading too long a table ends with the
-            // connection.
+            // The lengths are needed before the checksum can be: too long a table ends with the connection.
             Err(ReceiveError::Connection(_)) => (16..20).contains(&at),
             Err(ReceiveError::Packet(PacketError::Magic)) => at < 4,
             Err(ReceiveError::Packet(PacketError::Kind(_))) => at == 4,
@@ -425,16 +424,16 @@ fn nothing_of_a_damaged_packet_is_placed(method: &str) {
 }
 
 #[test]
-fn nothing_of_a_damaged_raw_packet_is_placed() {
+fn nothing_of_a_packet_damaged_on_its_way_is_placed_raw() {
     within_a_minute(|| nothing_of_a_damaged_packet_is_placed("none"));
 }
 
 #[test]
-fn nothing_of_a_damaged_lz4_packet_is_placed() {
+fn nothing_of_a_packet_damaged_on_its_way_is_placed_by_lz4() {
     within_a_minute(|| nothing_of_a_damaged_packet_is_placed("lz4"));
 }
 
 #[test]
-fn nothing_of_a_damaged_zstd_packet_is_placed() {
+fn nothing_of_a_packet_damaged_on_its_way_is_placed_by_zstd() {
     within_a_minute(|| nothing_of_a_damaged_packet_is_placed("zstd"));
 }

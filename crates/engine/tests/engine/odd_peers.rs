@@ -1,5 +1,5 @@
-//! An embedded source or destination whose peer speaks the protocol, but sends forbidden messages, or sends them too
-//! early: the guest stays where it is, and both sides report the reason.
+//! An embedded source or destination whose other side speaks the protocol and says what it should not, or not yet: the guest
+//! stays where it is, and both sides say why.
 
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, channel};
@@ -40,7 +40,7 @@ use sterna_wire::switchover::SwitchoverMessage;
 const PAGES: [usize; 2] = [500, 100];
 const SHAPES: [BlockShape; 2] =
     [BlockShape { pages: 500, page_size: 4096 }, BlockShape { pages: 100, page_size: 4096 }];
-/// A workload that never fits the target downtime.
+/// Never fits the downtime that is aimed at.
 const BUSY: Workload = Workload { writers: 1, span: 500, seed: 3, burst: 0 };
 const FEATURES: Features<'_> =
     Features { offered: &["guest-state-1", "post-copy-2", "unchecked-1"], required: &["guest-state-1"] };
@@ -86,8 +86,8 @@ impl Sinks for Nowhere {
     }
 }
 
-/// Receives a source's migration, and answers each message with those that `answers` returns. Returns the source's
-/// messages once it has disconnected.
+/// Takes a source's migration as far as it goes, and answers what it says with what `answers` gives for it. Returns what the
+/// source said, when it has hung up.
 fn odd_destination(
     listener: Listener,
     stall: Arc<Mutex<()>>,
@@ -96,8 +96,8 @@ fn odd_destination(
     let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
     let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
     let greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
-    let (on_event, connection_events) = connection_events();
-    let events = link_events(&on_event, 1);
+    let (tell, news) = news();
+    let events = link_events(&tell, 1);
     let link = ControlLink::start(greeted.writer, greeted.reader, greeted.closer, greeted.messages, events).unwrap();
     let abort = Arc::new(Abort::default());
     let kept: Arc<Mutex<Vec<(Writer, Reader)>>> = Arc::default();
@@ -110,16 +110,16 @@ fn odd_destination(
     };
     let acceptor = ChannelAcceptor::new(
         greeted.session,
-        Box::new(DiscardingSinks(SHAPES.into(), stall)),
+        Box::new(Nowhere(SHAPES.into(), stall)),
         &abort,
         Some(extra_channels),
-        on_event,
+        tell,
     );
     acceptor.open();
     let stop = incoming.stop_handle();
     let mut peer = Peer::new(link);
     peer.send(&ControlMessage::Welcome(greeted.welcome));
-    let mut messages = Vec::new();
+    let mut said = Vec::new();
     std::thread::scope(|scope| {
         let acceptor = &acceptor;
         scope.spawn(move || {
@@ -130,11 +130,11 @@ fn odd_destination(
         for answer in answers(&ControlMessage::Ready { placement: Vec::new(), deltas: Vec::new() }) {
             peer.send(&answer);
         }
-        for event in connection_events {
-            match peer.handle(event) {
+        for news in news {
+            match peer.handle(news) {
                 Some(PeerEvent::Message(message, _share)) => {
                     answers(&message).iter().for_each(|answer| peer.send(answer));
-                    messages.push(message);
+                    said.push(message);
                 }
                 Some(PeerEvent::Lost(_)) => break,
                 _ => {}
@@ -144,15 +144,15 @@ fn odd_destination(
     });
     abort.finish();
     acceptor.join();
-    messages
+    said
 }
 
-fn connection_events() -> (OnConnectionEvent, Receiver<ConnectionEvent>) {
-    let (sender, connection_events) = channel();
-    (Arc::new(move |event| drop(sender.send(event))), connection_events)
+fn news() -> (OnConnectionEvent, Receiver<ConnectionEvent>) {
+    let (told, news) = channel();
+    (Arc::new(move |event| drop(told.send(event))), news)
 }
 
-/// Runs a source with a busy guest and a destination that sends these answers.
+/// A source with a busy guest against a destination that answers so.
 fn source_against(
     not_converging: NotConverging,
     answers: impl FnMut(&ControlMessage) -> Vec<ControlMessage> + Send,
@@ -171,14 +171,14 @@ fn source_against(
         .time_limits(limits)
         .bandwidth(Some(20 << 20))
         .downtime(Duration::from_millis(1));
-    let (sent, messages) = std::thread::scope(|scope| {
+    let (sent, said) = std::thread::scope(|scope| {
         let odd = scope.spawn(move || odd_destination(listener, Arc::default(), answers));
         let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
         (sent, odd.join().unwrap())
     });
     let runs = from.runs();
     from.stop();
-    (sent.unwrap_err(), messages, runs)
+    (sent.unwrap_err(), said, runs)
 }
 
 #[test]
@@ -208,11 +208,11 @@ fn a_destination_that_answers_an_offer_with_something_else_is_named_in_words_and
 }
 
 #[test]
-fn a_destination_that_reads_no_state_is_abandoned_in_time_and_the_guest_continues() {
+fn a_destination_that_takes_no_state_is_given_up_in_time_and_the_guest_runs_on() {
     within_a_minute(|| {
         let memory = Memory::new(PAGES[0], PAGES[1]);
         let (mut from, log) = Monitor::new(&memory, &Running::default(), Workload { span: 1, ..BUSY });
-        // More than fits all queues and sockets.
+        // More than all queues and sockets hold.
         from.state_bytes = 64 << 20;
         from.start();
         let listener = Listener::bind(Network::new(1).port("there")).unwrap();
@@ -240,7 +240,7 @@ fn a_destination_that_reads_no_state_is_abandoned_in_time_and_the_guest_continue
 }
 
 #[test]
-fn a_destination_that_ends_every_connection_at_once_is_dialled_with_pauses() {
+fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pause() {
     within_a_minute(|| {
         let memory = Memory::new(PAGES[0], PAGES[1]);
         let (mut from, log) = Monitor::new(&memory, &Running::default(), BUSY);
@@ -257,7 +257,7 @@ fn a_destination_that_ends_every_connection_at_once_is_dialled_with_pauses() {
                 let mut greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                 control_link::send_message(&mut greeted.writer, &ControlMessage::Welcome(greeted.welcome)).unwrap();
                 drop((greeted.writer, greeted.reader));
-                // Accepts and ends each connection, like a load balancer whose servers are gone.
+                // Accepts what comes, as a load balancer does whose servers are gone, and ends it.
                 let mut dials = 0;
                 while let Some((connection, header)) = incoming.next() {
                     dials += u32::from(header.kind == ChannelKind::Control);
@@ -271,15 +271,13 @@ fn a_destination_that_ends_every_connection_at_once_is_dialled_with_pauses() {
         });
         assert!(from.runs() && error.guest == GuestState::RunsAtSource, "{error}");
         from.stop();
-        // With the shortest pauses there are five in a second; a busy machine makes fewer, or a few more if it notices
-        // the end late.
+        // With the shortest pauses there are five in a second; a machine that is busy has fewer, or a few more where the end is noticed late.
         assert!((1..=8).contains(&dials), "{dials} dials");
     });
 }
 
-fn failures(messages: &[ControlMessage]) -> Vec<&str> {
-    messages
-        .iter()
+fn failures(said: &[ControlMessage]) -> Vec<&str> {
+    said.iter()
         .filter_map(|message| match message {
             ControlMessage::Failed { reason } => Some(reason.as_str()),
             _ => None,
@@ -288,7 +286,7 @@ fn failures(messages: &[ControlMessage]) -> Vec<&str> {
 }
 
 #[test]
-fn a_destination_that_begins_or_ends_post_copy_without_request_is_refused_and_the_guest_stays() {
+fn a_destination_that_begins_or_ends_post_copy_unasked_is_refused_and_the_guest_stays() {
     within_a_minute(|| {
         for unasked in [SwitchoverMessage::PostCopyReady, SwitchoverMessage::RunningIncomplete] {
             let (error, said, runs) = source_against(NotConverging::GoOn, |message| match message {
@@ -303,7 +301,7 @@ fn a_destination_that_begins_or_ends_post_copy_without_request_is_refused_and_th
 }
 
 #[test]
-fn a_destination_that_is_prepared_before_the_request_is_refused_and_the_guest_stays() {
+fn a_destination_that_is_prepared_before_it_was_asked_is_refused_and_the_guest_stays() {
     within_a_minute(|| {
         for early in [SwitchoverMessage::Prepared, SwitchoverMessage::Running] {
             let (error, _, runs) = source_against(NotConverging::GoOn, |message| match message {
@@ -336,22 +334,22 @@ fn a_destination_whose_memory_fails_in_post_copy_is_not_waited_for() {
             }
             _ => Vec::new(),
         });
-        assert!(!runs, "the guest belongs to the destination");
+        assert!(!runs, "it belongs to the destination");
         assert_eq!((error.guest, error.phase), (GuestState::LacksMemory, Phase::PostCopy), "{error}");
         assert!(error.reason.contains("a page fault could not be answered"), "{error}");
     });
 }
 
-/// A source that sends the messages of a test.
+/// A source that speaks the protocol as a test tells it to.
 struct OddSource {
     address: Address,
     session: Session,
     redial: Redial,
     peer: Peer,
-    connection_events: Receiver<ConnectionEvent>,
-    on_event: OnConnectionEvent,
+    news: Receiver<ConnectionEvent>,
+    tell: OnConnectionEvent,
     abort: Arc<Abort>,
-    messages: Vec<ControlMessage>,
+    said: Vec<ControlMessage>,
 }
 
 impl OddSource {
@@ -377,29 +375,29 @@ impl OddSource {
             method: MethodChoice::parse("none", None).unwrap().method(),
             patience: Duration::ZERO,
         };
-        let (on_event, connection_events) = connection_events();
-        let (link, session) = session::dial(&offer, &Cancel::new(), &on_event).unwrap();
+        let (tell, news) = news();
+        let (link, session) = session::dial(&offer, &Cancel::new(), &tell).unwrap();
         let (peer, abort, address) = (Peer::new(link), Arc::new(Abort::default()), address.clone());
         let redial = Redial::new(Duration::ZERO);
-        Self { address, session, redial, peer, connection_events, on_event, abort, messages: Vec::new() }
+        Self { address, session, redial, peer, news, tell, abort, said: Vec::new() }
     }
 
-    /// Sends a message.
+    /// Says this.
     fn send(&self, message: &ControlMessage) {
         self.peer.send(message);
     }
 
-    fn send_switchover(&self, message: SwitchoverMessage) {
+    fn say_of_the_switchover(&self, message: SwitchoverMessage) {
         self.send(&ControlMessage::Switchover(message));
     }
 
-    /// Receives messages until one satisfies `wanted`. Returns `false` if the destination disconnected before.
-    fn wait_for(&mut self, wanted: impl Fn(&ControlMessage) -> bool) -> bool {
-        while let Ok(event) = self.connection_events.recv() {
-            match self.peer.handle(event) {
+    /// Listens until something is heard that `wanted` looks for; false if the destination hung up before.
+    fn hears(&mut self, wanted: impl Fn(&ControlMessage) -> bool) -> bool {
+        while let Ok(news) = self.news.recv() {
+            match self.peer.handle(news) {
                 Some(PeerEvent::Message(message, _share)) => {
-                    self.messages.push(message);
-                    if self.messages.last().is_some_and(&wanted) {
+                    self.said.push(message);
+                    if self.said.last().is_some_and(&wanted) {
                         return true;
                     }
                 }
@@ -410,13 +408,13 @@ impl OddSource {
         false
     }
 
-    /// Receives until the destination disconnects. Returns all messages.
-    fn receive_all(mut self) -> Vec<ControlMessage> {
-        while self.wait_for(|_| true) {}
-        self.messages
+    /// All that is said until the destination hangs up.
+    fn until_it_hangs_up(mut self) -> Vec<ControlMessage> {
+        while self.hears(|_| true) {}
+        self.said
     }
 
-    /// Opens the source's channels: two for RAM, and the stream.
+    /// Opens its channels: two for RAM, and the stream.
     fn open(&self) -> (Vec<SendChannel>, SendChannel) {
         let context = SendContext::new(
             Arc::new(Window::new(64 << 10, Duration::ZERO, Duration::ZERO)),
@@ -428,22 +426,22 @@ impl OddSource {
         self.session.open_channels(&Security::Insecure, &self.address, &context, &Cancel::new()).unwrap()
     }
 
-    /// Closes the control connection and makes a new one.
-    fn reconnect(&mut self) {
+    /// Is lost, and comes back.
+    fn comes_back(&mut self) {
         self.session.incarnation = self.peer.begin_anew();
-        let (to, session, on_event) = (self.address.clone(), self.session.clone(), Arc::clone(&self.on_event));
-        self.redial.dial(to, Security::Insecure, session, on_event);
+        let (to, session, tell) = (self.address.clone(), self.session.clone(), Arc::clone(&self.tell));
+        self.redial.dial(to, Security::Insecure, session, tell);
     }
 }
 
-/// Reads the next request from a post-copy channel.
+/// The next request on a post-copy channel.
 fn request(reader: &mut Reader) -> PageRequest {
     let mut bytes = [0; PAGE_REQUEST_LENGTH];
     assert!(reader.read_packet_start(&mut bytes).unwrap());
     PageRequest::decode(&bytes, &SHAPES).unwrap()
 }
 
-/// Sends the requested pages, as zeros.
+/// Sends what was asked for: zeros.
 fn answer(writer: &mut Writer, page: &PageRequest) {
     let table = Run { kind: RunKind::Zero, first: page.first, count: page.count }.encode();
     let header = PacketHeader {
@@ -460,7 +458,7 @@ fn answer(writer: &mut Writer, page: &PageRequest) {
     writer.write_all_vectored(&[&header.encode(&table), &table]).unwrap();
 }
 
-/// Sends the records of a state of `content`: its beginning and its end.
+/// The records of a state of `content`: what begins it and what ends it.
 fn send_state(stream: &SendChannel, content: &[u8], end: bool) {
     stream.send(Item::Stream { record: 3, content: content.to_vec() }).unwrap();
     if end {
@@ -468,8 +466,7 @@ fn send_state(stream: &SendChannel, content: &[u8], end: bool) {
     }
 }
 
-/// Returns a state in the test monitor's format: two numbers, the second of which is the digest of RAM that was never
-/// touched.
+/// As the test monitor writes it: two numbers, the second of which is the digest of RAM that was never touched.
 fn state() -> Vec<u8> {
     let digest = Memory::new(PAGES[0], PAGES[1]).digest();
     [[0; 8], digest.to_le_bytes()].concat()
@@ -479,8 +476,8 @@ const NOTHING: Features<'_> = Features { offered: &["guest-state-1"], required: 
 const POST_COPY: Features<'_> =
     Features { offered: &["guest-state-1", "post-copy-2"], required: &["guest-state-1", "post-copy-2"] };
 
-/// A test's handles of the destination.
-struct DestinationHandles {
+/// What a test has of the destination.
+struct Destined {
     memory: Arc<Memory>,
     cancel: Cancel,
     fence: Fence,
@@ -488,14 +485,14 @@ struct DestinationHandles {
     calls: Receiver<&'static str>,
 }
 
-/// Runs a destination with such a source.
+/// A destination against such a source.
 fn destination_against<R: Send>(
     features: Features<'_>,
-    source: impl FnOnce(OddSource, &DestinationHandles) -> R + Send,
+    source: impl FnOnce(OddSource, &Destined) -> R + Send,
 ) -> (Result<ReceiveReport, MigrationError>, R) {
     let memory = Memory::new(PAGES[0], PAGES[1]);
     let (mut to, _) = Monitor::new(&memory, &Running::default(), Workload { writers: 0, ..BUSY });
-    // In post-copy the comparison would wait for missing pages.
+    // In post-copy it would wait for what it looks at.
     to.behind = Some(Behind::new(&memory));
     let ram = memory.ram();
     let listening = Destination::new(ram)
@@ -508,14 +505,14 @@ fn destination_against<R: Send>(
         let _ = called.send(call);
     }));
     let address = listening.address().clone();
-    let handles = DestinationHandles { memory, cancel: Cancel::new(), fence: listening.fence(), calls };
+    let destined = Destined { memory, cancel: Cancel::new(), fence: listening.fence(), calls };
     let outcome = std::thread::scope(|scope| {
-        let (to, cancelled) = (&mut to, handles.cancel.clone());
+        let (to, cancelled) = (&mut to, destined.cancel.clone());
         let receiving = scope.spawn(move || listening.run(to, &cancelled, &()));
-        let messages = source(OddSource::new(&address, features), &handles);
-        (receiving.join().unwrap(), messages)
+        let said = source(OddSource::new(&address, features), &destined);
+        (receiving.join().unwrap(), said)
     });
-    // No one else stops a started guest, even if it lacks memory.
+    // Started it is stopped by nobody here, whatever it lacks.
     let started = outcome.0.as_ref().err().is_none_or(|error| error.phase == Phase::PostCopy);
     assert_eq!(to.runs(), started);
     outcome
@@ -526,11 +523,11 @@ fn is_post_copy_ready(message: &ControlMessage) -> bool {
 }
 
 fn is_switchover(wanted: &SwitchoverMessage) -> impl Fn(&ControlMessage) -> bool {
-    move |message| matches!(message, ControlMessage::Switchover(received) if received == wanted)
+    move |message| matches!(message, ControlMessage::Switchover(said) if said == wanted)
 }
 
 #[test]
-fn a_source_that_begins_post_copy_without_negotiation_is_refused() {
+fn a_source_that_begins_post_copy_without_having_agreed_on_it_is_refused() {
     within_a_minute(|| {
         let (received, said) = destination_against(NOTHING, |source, _| {
             source.say_of_the_switchover(SwitchoverMessage::PostCopy);
@@ -539,30 +536,30 @@ fn a_source_that_begins_post_copy_without_negotiation_is_refused() {
         let error = received.unwrap_err();
         assert!(error.reason.contains("it was not agreed on"), "{error}");
         assert_eq!(error.guest, GuestState::NotHere);
-        assert_eq!(failures(&messages), [error.reason.as_str()]);
+        assert_eq!(failures(&said), [error.reason.as_str()]);
     });
 }
 
 #[test]
-fn a_source_that_claims_pages_that_it_did_not_send_is_refused() {
+fn a_source_that_claims_to_have_sent_what_did_not_come_is_refused() {
     within_a_minute(|| {
         for ram in [vec![7, 0], vec![], vec![0; 9]] {
             let totals = ControlMessage::Totals(Totals { ram, normal_pages: 7, zero_pages: 0 });
-            let (received, messages) = destination_against(NOTHING, |source, _| {
+            let (received, said) = destination_against(NOTHING, |source, _| {
                 source.send(&totals);
-                source.receive_all()
+                source.until_it_hangs_up()
             });
             let error = received.unwrap_err();
             assert!(error.reason.contains("pages are missing"), "{error}");
-            let reported = messages.iter().any(|message| {
+            let told = said.iter().any(|message| {
                 matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort { reason }) if *reason == error.reason)
             });
-            assert!(reported, "{messages:?}");
+            assert!(told, "{said:?}");
         }
     });
 }
 
-/// Returns an item of so many pages from `first` on, for a channel.
+/// So many pages from `first` on, for a channel.
 fn pages(first: u64, count: u32) -> Item {
     let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
     batch.push_normal(first, count, count as usize * 4096).fill(1);
@@ -576,14 +573,14 @@ fn nothing_sent() -> ControlMessage {
 #[test]
 fn a_source_that_sends_pages_after_its_totals_is_refused() {
     within_a_minute(|| {
-        let (received, _) = destination_against(NOTHING, |source, handles| {
+        let (received, _) = destination_against(NOTHING, |source, destined| {
             let (ram, stream) = source.open();
             send_state(&stream, &state()[..9], false);
             source.send(&nothing_sent());
-            // The destination loads, and waits for the rest of the state.
-            assert_eq!(handles.calls.recv().unwrap(), "load");
+            // It loads, and waits for the rest of the state.
+            assert_eq!(destined.calls.recv().unwrap(), "load");
             ram[0].send(pages(3, 1)).unwrap();
-            source.receive_all()
+            source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
         assert_eq!(error.guest, GuestState::NotHere);
@@ -599,7 +596,7 @@ fn a_source_that_sends_a_region_on_two_channels_is_refused() {
             ram[0].send(pages(3, 1)).unwrap();
             ram[0].drained().unwrap();
             ram[1].send(pages(4, 1)).unwrap();
-            source.receive_all()
+            source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
         assert!(error.reason.contains("pages of one region arrive on several channels"), "{error}");
@@ -609,13 +606,13 @@ fn a_source_that_sends_a_region_on_two_channels_is_refused() {
 #[test]
 fn a_destination_that_waits_for_state_can_be_cancelled() {
     within_a_minute(|| {
-        let (received, _) = destination_against(NOTHING, |source, handles| {
+        let (received, _) = destination_against(NOTHING, |source, destined| {
             let (_ram, stream) = source.open();
             source.send(&nothing_sent());
             send_state(&stream, &state()[..9], false);
             stream.drained().unwrap();
-            handles.cancel.cancel();
-            source.receive_all()
+            destined.cancel.cancel();
+            source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
         assert!(error.kind == ErrorKind::Cancelled && error.reason == "cancelled", "{error}");
@@ -623,35 +620,34 @@ fn a_destination_that_waits_for_state_can_be_cancelled() {
 }
 
 #[test]
-fn a_source_that_reconnects_in_post_copy_before_anything_was_loaded_receives_the_abort() {
+fn a_source_that_comes_back_before_anything_was_loaded_in_post_copy_hears_that_nothing_came_of_it() {
     within_a_minute(|| {
         if let Err(error) = Userfault::open(Faults::All, 0) {
             return println!("skipped: {error}");
         }
-        let (received, reconnected) = destination_against(POST_COPY, |mut source, _| {
+        let (received, came_back) = destination_against(POST_COPY, |mut source, _| {
             let (_ram, stream) = source.open();
             source.say_of_the_switchover(SwitchoverMessage::PostCopy);
             assert!(source.hears(is_post_copy_ready));
             // Nobody reads it: its thread waits.
             send_state(&stream, &state(), true);
-            source.reconnect();
-            let reported = source
-                .wait_for(|message| matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort { .. })));
+            source.comes_back();
+            let told =
+                source.hears(|message| matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort { .. })));
             source.abort.finish();
-            reported
+            told
         });
-        // Either the source receives the abort, or the destination has gone by then: what matters is that the
-        // destination ends.
-        println!("received: {reconnected}");
+        // Either it hears it, or the destination had gone by then: that it ends is what counts.
+        println!("heard: {came_back}");
         assert_eq!(received.unwrap_err().guest, GuestState::NotHere);
     });
 }
 
-/// A source's channels in post-copy: RAM channels, the stream and the post-copy channel.
+/// What a source has in post-copy: RAM channels, the stream and the post-copy channel.
 type Channels = (Vec<SendChannel>, SendChannel, (Writer, Reader));
 
 impl OddSource {
-    /// Runs the protocol until the destination is prepared, and lacks one page of a block.
+    /// Leads the destination to where it is prepared, and lacks one page of a block.
     fn prepares_without(&mut self, block: u16, page: u64) -> Channels {
         let (ram, stream) = self.open();
         self.say_of_the_switchover(SwitchoverMessage::PostCopy);
@@ -663,8 +659,8 @@ impl OddSource {
         let last = ram[0].drained().unwrap();
         self.send(&ControlMessage::Totals(Totals { ram: vec![last, 0], normal_pages: 0, zero_pages: 0 }));
         send_state(&stream, &state(), true);
-        self.send_switchover(SwitchoverMessage::Prepare);
-        assert!(self.wait_for(is_switchover(&SwitchoverMessage::Prepared)), "{:?}", self.messages);
+        self.say_of_the_switchover(SwitchoverMessage::Prepare);
+        assert!(self.hears(is_switchover(&SwitchoverMessage::Prepared)), "{:?}", self.said);
         (ram, stream, halves)
     }
 }
@@ -678,9 +674,9 @@ fn a_second_post_copy_channel_is_refused() {
         let (received, refused) = destination_against(POST_COPY, |mut source, _| {
             let _channels = source.prepares_without(0, 7);
             let second = source.session.open_post_copy(&Security::Insecure, &source.address, &source.abort);
-            source.send_switchover(SwitchoverMessage::Abort { reason: "seen enough".into() });
+            source.say_of_the_switchover(SwitchoverMessage::Abort { reason: "seen enough".into() });
             let refused = second.unwrap_err().to_string();
-            source.receive_all();
+            source.until_it_hangs_up();
             refused
         });
         assert!(refused.contains("the post-copy channel exists already"), "{refused}");
@@ -689,17 +685,17 @@ fn a_second_post_copy_channel_is_refused() {
 }
 
 #[test]
-fn a_guest_that_lacks_memory_is_not_started_if_its_source_is_gone() {
+fn a_guest_that_lacks_memory_is_not_started_when_its_source_is_gone_for_good() {
     within_a_minute(|| {
         if let Err(error) = Userfault::open(Faults::All, 0) {
             return println!("skipped: {error}");
         }
-        let (received, started) = destination_against(POST_COPY, |mut source, handles| {
+        let (received, started) = destination_against(POST_COPY, |mut source, destined| {
             let channels = source.prepares_without(0, 7);
-            handles.fence.source_is_gone();
-            while source.wait_for(|_| true) {}
+            destined.fence.source_is_gone();
+            while source.hears(|_| true) {}
             drop(channels);
-            handles.calls.try_iter().any(|call| call == "start")
+            destined.calls.try_iter().any(|call| call == "start")
         });
         let error = received.unwrap_err();
         // It never ran here: the source had all of it.
@@ -709,13 +705,13 @@ fn a_guest_that_lacks_memory_is_not_started_if_its_source_is_gone() {
 }
 
 #[test]
-fn memory_that_another_mapping_touched_in_post_copy_is_reported_and_not_retried() {
+fn memory_that_somebody_else_touched_in_post_copy_is_told_and_not_tried_again() {
     within_a_minute(|| {
         if let Err(error) = Userfault::open(Faults::All, 0) {
             return println!("skipped: {error}");
         }
-        let (received, messages) = destination_against(POST_COPY, |mut source, handles| {
-            // A page of the block that is a file.
+        let (received, said) = destination_against(POST_COPY, |mut source, destined| {
+            // Of the block that is a file.
             let (_ram, _stream, (mut writer, _reader)) = source.prepares_without(1, 7);
             source.say_of_the_switchover(SwitchoverMessage::Commit);
             assert!(source.hears(is_switchover(&SwitchoverMessage::RunningIncomplete)), "{:?}", source.said);
@@ -738,25 +734,24 @@ fn memory_that_another_mapping_touched_in_post_copy_is_reported_and_not_retried(
 }
 
 #[test]
-fn a_prepared_destination_survives_the_loss_of_its_channels() {
+fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
     within_a_minute(|| {
         if let Err(error) = Userfault::open(Faults::All, 0) {
             return println!("skipped: {error}");
         }
-        let (received, messages) = destination_against(POST_COPY, |mut source, _| {
+        let (received, said) = destination_against(POST_COPY, |mut source, _| {
             let (ram, stream, halves) = source.prepares_without(0, 7);
-            // All data channels of the destination break, because of a page outside of RAM.
+            // All data channels break there, because of a page that is none.
             let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
             batch.push_zero(10_000, 1);
             ram[0].send(Item::Pages(batch)).unwrap();
             assert!(ram[0].drained().is_err());
             drop((ram, stream, halves));
-            source.send_switchover(SwitchoverMessage::Commit);
-            // The destination disconnects, so that the source reconnects with new channels, and knows which pages it
-            // lacks.
-            while source.wait_for(|_| true) {}
-            source.reconnect();
-            let wants_more = source.wait_for(is_post_copy_ready);
+            source.say_of_the_switchover(SwitchoverMessage::Commit);
+            // It hangs up, so that the source comes back with new channels, and knows what it lacks.
+            while source.hears(|_| true) {}
+            source.comes_back();
+            let wants_more = source.hears(is_post_copy_ready);
             source.abort = Arc::default();
             let (mut writer, mut reader) =
                 source.session.open_post_copy(&Security::Insecure, &source.address, &source.abort).unwrap();
@@ -769,9 +764,9 @@ fn a_prepared_destination_survives_the_loss_of_its_channels() {
             source.say_of_the_switchover(SwitchoverMessage::Goodbye);
             assert!(runs && wants_more && complete, "{:?}", source.said);
             source.abort.finish();
-            source.messages
+            source.said
         });
         received.unwrap();
-        assert_eq!(failures(&messages), [""; 0]);
+        assert_eq!(failures(&said), [""; 0]);
     });
 }
