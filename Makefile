@@ -32,7 +32,7 @@ check:
 
 ## The benchmarks of the documents, shortened (--quick); `sterna-bench NAME` is the long form.
 bench: setup
-	$(CARGO) build --release -p sterna-cli -p sterna-microvm -p sterna-bench
+	$(CARGO) build --release -p sterna-cli -p sterna-microvm -p sterna-bench --features sterna-cli/model,sterna-microvm/model
 	for name in qemu ram received-bitmap dirty-rate bandwidth compression offload zero-page many-vms device-faults device-state; do \
 		$(CARGO) run --release -p sterna-bench -- $$name --quick || exit 1; done
 

@@ -1,5 +1,6 @@
-//! The user's choice: `--method` and `--level` as a type that is always valid.
+//! The user's choice of a method and its level, as a type that is always valid.
 
+use crate::method::LEFT_OUT;
 use crate::{Adaptive, CodecError, Encoder, Engine, Engines, METHODS, Method};
 use std::fmt;
 use thiserror::Error;
@@ -12,7 +13,7 @@ pub struct MethodChoice {
     level: i32,
 }
 
-/// Why `--method` and `--level` are no valid choice.
+/// Why a method and a level are no valid choice.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ChoiceError {
@@ -20,6 +21,12 @@ pub enum ChoiceError {
     #[error("there is no method '{given}'; there is {}", list_methods())]
     UnknownMethod {
         /// The value that was given.
+        given: String,
+    },
+    /// The method is not in this build.
+    #[error("method {given} is not in this build: it needs the feature `{given}`")]
+    LeftOut {
+        /// The value that was given, which is the feature's name too.
         given: String,
     },
     /// The method has no levels.
@@ -70,10 +77,14 @@ impl MethodChoice {
         }
     }
 
-    /// Parses the values of `--method` and `--level`.
+    /// Parses the names of a method and, if given, of its level.
     pub fn parse(method: &str, level: Option<&str>) -> Result<Self, ChoiceError> {
-        let method =
-            Method::from_name(method).ok_or_else(|| ChoiceError::UnknownMethod { given: method.to_owned() })?;
+        let given = method.to_owned();
+        let method = match Method::from_name(method) {
+            Some(method) => method,
+            None if LEFT_OUT.contains(&method) => return Err(ChoiceError::LeftOut { given }),
+            None => return Err(ChoiceError::UnknownMethod { given }),
+        };
         let Some(given) = level else { return Self::new(method, None) };
         match (given.parse(), method.row().levels) {
             (Ok(level), _) => Self::new(method, Some(level)),
@@ -106,14 +117,12 @@ impl MethodChoice {
     /// Returns the methods from which `auto` chooses, the cheapest first. According to the measurements, each is the
     /// best at some price.
     pub fn auto_candidates(engines: &Engines) -> Vec<Self> {
-        let way = |name, level| Self::parse(name, level).expect("the table has it");
-        let mut ways = vec![way("none", None), way("lz4", None)];
-        let iaa = way("iaa", None);
-        ways.extend((engines.of(iaa) == Engine::Iaa).then_some(iaa));
-        let qatzip = way("qatzip", None);
-        ways.extend(engines.has_hardware(qatzip).then_some(qatzip));
-        ways.extend(["-1", "1", "3", "6"].map(|level| way("zstd", Some(level))));
-        ways
+        // A build may leave methods out.
+        let candidate = |name, level| Self::parse(name, level).ok();
+        let iaa = candidate("iaa", None).filter(|iaa| engines.of(*iaa) == Engine::Iaa);
+        let qatzip = candidate("qatzip", None).filter(|qatzip| engines.has_hardware(*qatzip));
+        let zstd = ["-1", "1", "3", "6"].map(|level| candidate("zstd", Some(level)));
+        [candidate("none", None), candidate("lz4", None), iaa, qatzip].into_iter().chain(zstd).flatten().collect()
     }
 
     /// Returns the level, where the method has levels.

@@ -1,10 +1,25 @@
 //! The table of formats of a packet's payload. To add one, write its encoder and decoder and add its row.
 
-use crate::{CodecError, Decoder, Encoder, deflate, gzip, lz4, none, zstd};
+#[cfg(feature = "zstd")]
+use crate::zstd;
+use crate::{CodecError, Decoder, Encoder, deflate, gzip, lz4, none};
 use std::fmt;
 
-/// All formats, in the order of their numbers.
-pub static FORMATS: [FormatRow; 5] = [NONE, LZ4, ZSTD, DEFLATE, GZIP];
+/// All formats of this build, in the order of their numbers.
+pub static FORMATS: &[FormatRow] = &[
+    NONE,
+    LZ4,
+    #[cfg(feature = "zstd")]
+    ZSTD,
+    DEFLATE,
+    GZIP,
+];
+
+/// The format of `auto` that is the most demanding for the other side.
+#[cfg(not(feature = "zstd"))]
+pub(crate) const AUTO: FormatRow = LZ4;
+#[cfg(feature = "zstd")]
+pub(crate) const AUTO: FormatRow = ZSTD;
 
 pub(crate) const NONE: FormatRow =
     FormatRow { wire: 0, name: "none", what: "the content", encoder: none::encoder, decoder: none::decoder };
@@ -17,6 +32,7 @@ pub(crate) const LZ4: FormatRow = FormatRow {
     decoder: lz4::decoder,
 };
 
+#[cfg(feature = "zstd")]
 pub(crate) const ZSTD: FormatRow = FormatRow {
     wire: 2,
     name: "zstd",

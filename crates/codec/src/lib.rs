@@ -17,10 +17,12 @@ mod libdeflate;
 mod lz4;
 mod method;
 mod none;
+#[cfg(feature = "qatzip")]
 mod qat;
 mod rest;
 pub mod sample;
 pub mod select;
+#[cfg(feature = "zstd")]
 mod zstd;
 
 pub use adaptive::Adaptive;
@@ -29,9 +31,11 @@ pub use engine::{EncoderSource, Engine, Engines};
 pub use format::{FORMATS, Format, FormatRow};
 pub use iaa::Iaa;
 pub use method::{Levels, METHODS, Method, MethodRow};
+#[cfg(feature = "qatzip")]
 pub use qat::{Qat, Qatzip, QatzipRefused};
 
 /// Whether QATzip may do in software what no device does.
+#[cfg(feature = "qatzip")]
 pub use sterna_qatzip::Software as QatzipSoftware;
 
 use sterna_memory::raw::RawPiece;

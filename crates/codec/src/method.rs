@@ -5,7 +5,7 @@ use crate::format::{self, Format, FormatRow};
 use crate::{Engine, MethodChoice};
 use std::fmt;
 
-/// All methods, in the order in which they are listed to users.
+/// All methods of this build, in the order in which they are listed to users.
 pub static METHODS: &[MethodRow] = &[
     MethodRow { name: "none", summary: "pages as they are", format: &format::NONE, levels: None, engine: Engine::Cpu },
     MethodRow {
@@ -15,6 +15,7 @@ pub static METHODS: &[MethodRow] = &[
         levels: None,
         engine: Engine::Cpu,
     },
+    #[cfg(feature = "zstd")]
     MethodRow {
         name: "zstd",
         summary: "Zstandard frame: more CPU, better ratio",
@@ -32,8 +33,7 @@ pub static METHODS: &[MethodRow] = &[
     MethodRow {
         name: "auto",
         summary: "what drains memory fastest now, batch by batch: as it is, LZ4, or zstd at some level",
-        // It writes others too; this one is the most demanding for the other side.
-        format: &format::ZSTD,
+        format: &format::AUTO,
         levels: None,
         engine: Engine::Cpu,
     },
@@ -44,6 +44,7 @@ pub static METHODS: &[MethodRow] = &[
         levels: None,
         engine: Engine::Iaa,
     },
+    #[cfg(feature = "qatzip")]
     MethodRow {
         name: "qatzip",
         summary: "gzip, by Intel QAT where there is one, else by the CPU as zlib",
@@ -51,6 +52,14 @@ pub static METHODS: &[MethodRow] = &[
         levels: Some(Levels { least: 1, most: 9, default: 1 }),
         engine: Engine::Qat,
     },
+];
+
+/// The methods that this build leaves out; each has the name of the feature that adds it.
+pub(crate) const LEFT_OUT: &[&str] = &[
+    #[cfg(not(feature = "zstd"))]
+    "zstd",
+    #[cfg(not(feature = "qatzip"))]
+    "qatzip",
 ];
 
 /// The levels of a method; higher is smaller and slower.

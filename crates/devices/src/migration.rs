@@ -15,5 +15,5 @@ mod vhost_user;
 pub use self::vfio::{VfioDestination, VfioSource};
 pub use self::vhost_user::{VhostUserDestination, VhostUserSource};
 
-/// The most bytes that are read from or written to a device at once.
+/// Maximum bytes that are read from or written to a device at once.
 const CHUNK: usize = 1 << 20;

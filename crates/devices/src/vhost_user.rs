@@ -42,7 +42,7 @@ pub use error::{Error, Step};
 /// (`/proc/sys/fs/pipe-max-size`).
 const PIPE: usize = 1 << 20;
 
-/// The most bytes of a state unless [`BackEnd::with_limit`] sets another limit: 4 GiB.
+/// Maximum bytes of a state unless [`BackEnd::with_limit`] sets another limit: 4 GiB.
 pub const DEFAULT_LIMIT: u64 = 4 << 30;
 
 /// A back-end whose state can be moved. Clones are the same back-end.
@@ -66,13 +66,14 @@ impl BackEnd {
         if !negotiated.contains(VhostUserProtocolFeatures::DEVICE_STATE) {
             return Err(Error::NotNegotiated { back_end: name.into() });
         }
-        // SAFETY: `frontend` is borrowed, so its connection stays open during this call, and the result is a descriptor of our own.
+        // SAFETY: `frontend` is borrowed, so its connection stays open during this call, and the result is a descriptor
+        // of our own.
         let socket = unsafe { BorrowedFd::borrow_raw(frontend.as_raw_fd()) }.try_clone_to_owned();
         let socket = socket.map_err(|source| Error::Io { back_end: name.into(), step: Step::Prepare, source })?;
         Ok(BackEnd { name: name.into(), frontend: frontend.clone(), socket: socket.into(), limit: DEFAULT_LIMIT })
     }
 
-    /// Replaces [`DEFAULT_LIMIT`] as the most bytes of a state, in both directions.
+    /// Replaces [`DEFAULT_LIMIT`] as the maximum bytes of a state, in both directions.
     #[must_use]
     pub fn with_limit(self, limit: u64) -> Self {
         BackEnd { limit, ..self }
@@ -101,7 +102,7 @@ impl BackEnd {
     /// Makes a pipe, reading end first.
     fn pipe(&self) -> Result<(OwnedFd, OwnedFd), Error> {
         let ends = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).map_err(|error| self.io(Step::Prepare, error))?;
-        // Only for speed: a user over its quota of pipe memory gets the kernel's default size.
+        // Only for speed: a user that exceeds the quota of pipe memory gets the kernel's default size.
         let _ = rustix::pipe::fcntl_setpipe_size(&ends.0, PIPE);
         Ok(ends)
     }

@@ -1,8 +1,9 @@
 //! Batches, the unit of work of the pipeline, and their pool.
 //!
 //! A batch is up to one packet of pages of one RAM block: the list of pages, and the content of those that are not
-//! zero, one after the other. An entry of the pipeline takes it from the pool and fills it; each stage hands it to the next;
-//! it returns to the pool when the last stage drops it. Pool and buffers are made at the start: nothing is allocated per batch.
+//! zero, one after the other. An entry of the pipeline takes a batch from the pool and fills it, each stage passes it
+//! to the next, and the batch returns to the pool when the last stage drops it. Pool and buffers are made at the start:
+//! nothing is allocated per batch.
 
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Arc, Condvar, Mutex};
@@ -12,6 +13,9 @@ use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{Run, RunKind};
 
 use crate::window::WindowClosed;
+
+/// Pages of a region of this many bytes travel on one channel, in order.
+pub const REGION: u64 = 2 << 20;
 
 /// A buffer for content that begins with a page. The allocator would place it 16 bytes behind the beginning of one, and there memcpy from
 /// guest memory that is in no cache was 2.6 times slower (8.4 GB/s for 22; Zen 4), a snapshot in the cache an eighth.
@@ -47,7 +51,7 @@ impl DerefMut for AlignedBuffer {
     }
 }
 
-/// Pages of one RAM block on their way.
+/// Pages of one RAM block in the pipeline.
 #[derive(Debug)]
 pub struct Batch {
     /// The index of the RAM block.
@@ -111,7 +115,8 @@ impl Batch {
         self.content.len()
     }
 
-    /// Returns whether pages from `first` on, with `content` bytes, could follow: pages ascend in a batch, and its table has a limit.
+    /// Returns whether pages from `first` on, with `content` bytes, can be added: pages ascend in a batch, and its
+    /// table has a limit.
     pub fn takes(&self, first: u64, content: usize) -> bool {
         self.runs.len() < MAX_RUNS
             && self.filled + content <= self.content.len()
@@ -168,7 +173,7 @@ impl Batch {
 struct Free {
     batches: Vec<Batch>,
     closed: bool,
-    /// Number of threads that wait for a batch: waking costs a system call even where no thread waits.
+    /// Number of threads that wait for a batch: a wake costs a system call even if no thread waits.
     waiting: u32,
 }
 
@@ -277,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn content_begins_at_a_page_and_has_exactly_the_room_asked_for() {
+    fn content_begins_at_a_page_and_has_exactly_the_requested_room() {
         for capacity in [0, 1, 4095, 4096, 4097, 512 << 10] {
             let mut batch = Batch::new(capacity);
             assert_eq!((batch.capacity(), batch.spare_mut().len()), (capacity, capacity));
@@ -300,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_comes_back_empty_and_wakes_who_waits() {
+    fn a_returned_batch_is_empty_and_wakes_a_waiting_thread() {
         let pool = BatchPool::new(1, 4096);
         let mut batch = pool.take(0).unwrap();
         batch.push_zero(1, 1);

@@ -58,6 +58,9 @@ struct Unhandled {
     changed: Condvar,
 }
 
+/// The reason of a lost control channel that the peer closed itself.
+pub(crate) const CLOSED_BY_PEER: &str = "the peer closed the control channel";
+
 #[derive(Debug, Default)]
 struct Counts {
     bytes: usize,
@@ -181,7 +184,7 @@ impl ControlLink {
         cpu_time::spawn(Builder::new().name("control".into()), move || {
             let take = |bytes| unhandled.take(bytes, &closed);
             let reason = match read_messages(&mut reader, &mut messages, take, &mut events) {
-                Ok(()) => "the peer closed the control channel".into(),
+                Ok(()) => CLOSED_BY_PEER.into(),
                 Err(error) => error.to_string(),
             };
             of_reader.set(HeartbeatPhase::Over);

@@ -1,18 +1,19 @@
-//! How much of this side's CPUs the choice of methods may use: what compresses best would else take every core it finds from the guests
-//! beside.
+//! Bounds how much CPU time the choice of methods may use: otherwise the best compression would take every core from
+//! the other guests of this host.
 //!
-//! The CPU time of all sending threads together lies in a bucket that fills as time passes. Who is in debt chooses what costs less, until
-//! it is paid.
+//! All sending threads draw their CPU time from one bucket that fills as time passes. While the bucket is in debt, the
+//! threads choose cheaper methods.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What is saved up at most, and the debt with which nothing is worth its CPU time any more.
+/// Maximum CPU time that is saved up; also the debt at which no method is worth its CPU time.
 const SPAN: Duration = Duration::from_millis(10);
-/// Most that is owed: some batches at the levels that take longest. More would be paid for long after what could not be avoided.
+/// Maximum debt: a few batches at the slowest levels. A larger debt would restrict the choice long after CPU use that
+/// could not be avoided.
 const MAX_DEBT: Duration = Duration::from_millis(30);
 
-/// Shared by the sending threads of one migration.
+/// The allowance that the sending threads of one migration share.
 #[derive(Debug)]
 pub(crate) struct CpuAllowance {
     cores: f64,
@@ -27,13 +28,14 @@ struct Bucket {
 }
 
 impl CpuAllowance {
-    /// So many cores, more than 0.
+    /// Makes an allowance of `cores` CPU cores, more than 0.
     pub(crate) fn new(cores: f64) -> Self {
-        assert!(cores > 0.0, "what may not run at all sends nothing");
+        assert!(cores > 0.0, "threads without CPU time cannot send");
         Self { cores, bucket: Mutex::new(Bucket { level: 0.0, at: Instant::now() }) }
     }
 
-    /// A thread has run for `running` since it last said so; says how far all of them are beyond what they may use: 0 not at all, 1 far.
+    /// Records that a thread has run for `running` since its last call. Returns how far all threads together exceed the
+    /// allowance: from 0, not at all, to 1, far.
     pub(crate) fn used(&self, running: Duration) -> f64 {
         self.bucket.lock().unwrap_or_else(PoisonError::into_inner).used(running, Instant::now(), self.cores)
     }
@@ -56,7 +58,7 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// Runs for `part` of each millisecond, for `times` of them.
+    /// Runs for `part` of each of `times` milliseconds, and returns how far the allowance is exceeded.
     fn beyond(bucket: &mut Bucket, cores: f64, part: f64, times: u32) -> f64 {
         let mut beyond = 0.0;
         for _ in 0..times {
@@ -67,11 +69,11 @@ mod tests {
     }
 
     #[test]
-    fn who_stays_within_it_is_never_beyond_and_who_does_not_soon_is() {
+    fn use_within_the_allowance_never_exceeds_it_and_higher_use_soon_does() {
         let mut bucket = Bucket { level: 0.0, at: Instant::now() };
         assert_eq!(beyond(&mut bucket, 0.5, 0.49, 1000), 0.0);
         assert!(beyond(&mut bucket, 0.5, 0.6, 1000) > 0.99);
-        // Half of what is owed is paid in the time of a core, and all of it is 30 ms at most.
+        // Half of the debt is paid in the time of a core, and the whole debt is at most 30 ms.
         assert!(beyond(&mut bucket, 0.5, 0.0, 39) > 0.99);
         assert_eq!(beyond(&mut bucket, 0.5, 0.0, 22), 0.0);
         let twice = 2.0;
@@ -79,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_stands_still_or_goes_back_pays_nothing() {
+    fn a_clock_that_stops_or_goes_back_adds_nothing() {
         let mut bucket = Bucket { level: 0.0, at: Instant::now() };
         let at = bucket.at;
         assert_eq!(bucket.used(SPAN, at, 4.0), 1.0);

@@ -1,4 +1,5 @@
-//! How much CPU time a migration takes: that of its own threads, since the process may be a monitor whose vCPUs are threads too.
+//! Measures the CPU time of a migration. Only its own threads count, because the process may be a monitor whose vCPUs
+//! are threads too.
 //!
 //! A thread that is started by [`spawn`] counts for the migration of the thread that starts it.
 
@@ -14,21 +15,21 @@ use rustix::thread::{Pid, gettid};
 use crate::off_cpu::thread_time;
 
 thread_local! {
-    /// What the thread counts for.
+    /// The migration for which the thread counts.
     static CURRENT: RefCell<Option<CpuTime>> = const { RefCell::new(None) };
 }
 
-/// The CPU time of one migration's threads. Clones are of the same migration.
+/// The CPU time of one migration's threads. Clones belong to the same migration.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CpuTime(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Of threads that have ended, or do not count any more.
+    /// CPU time of threads that have ended, or do not count any more.
     ended: Duration,
-    /// The threads that count, each with the time that it had run before.
+    /// The threads that count, each with the CPU time that it had used before.
     running: Vec<(Pid, Duration)>,
-    /// What threads that count have run for others.
+    /// CPU time of these threads inside calls that do not count.
     for_others: Duration,
 }
 
@@ -37,12 +38,13 @@ impl CpuTime {
         self.0.lock().expect("counting does not panic")
     }
 
-    /// What the calling thread counts for, if for anything.
+    /// Returns the migration for which the calling thread counts, if any.
     pub(crate) fn current() -> Option<Self> {
         CURRENT.with_borrow(Clone::clone)
     }
 
-    /// Counts what the calling thread runs, and the threads that it starts by [`spawn`], until the returned value is dropped.
+    /// Counts the CPU time of the calling thread, and of threads that it starts by [`spawn`], until the returned value
+    /// is dropped.
     pub(crate) fn count(&self) -> Counted {
         let (thread, before) = (gettid(), thread_time());
         self.state().running.push((thread, before));
@@ -50,7 +52,7 @@ impl CpuTime {
         Counted { time: self.clone(), outer, thread, before, of_this_thread: PhantomData }
     }
 
-    /// Makes a call, on a thread that counts, whose time is not the migration's.
+    /// Makes a call whose CPU time does not count, on a thread that counts.
     pub(crate) fn for_others<R>(&self, call: impl FnOnce() -> R) -> R {
         let before = thread_time();
         let result = call();
@@ -58,18 +60,18 @@ impl CpuTime {
         result
     }
 
-    /// CPU-seconds so far.
+    /// Returns the CPU-seconds so far.
     pub(crate) fn seconds(&self) -> f64 {
         let state = self.state();
-        // No thread leaves the list meanwhile, so that its number is its own.
+        // No thread leaves the list meanwhile, so no thread number is reused.
         let since = |(thread, before): &(Pid, Duration)| time_of(*thread).saturating_sub(*before);
         let all = state.ended + state.running.iter().map(since).sum::<Duration>();
         all.saturating_sub(state.for_others).as_secs_f64()
     }
 }
 
-/// How long a thread of this process has been running on a CPU; 0 where the system does not tell. Source: the first number of
-/// `/proc/PID/task/TID/schedstat`, in nanoseconds (the kernel's sched-stats.rst).
+/// Returns how long a thread of this process has been running on a CPU; 0 if the system does not report it. Source: the
+/// first number of `/proc/PID/task/TID/schedstat`, in nanoseconds (the kernel's sched-stats.rst).
 fn time_of(thread: Pid) -> Duration {
     if thread == gettid() {
         return thread_time();
@@ -79,11 +81,11 @@ fn time_of(thread: Pid) -> Duration {
     Duration::from_nanos(nanoseconds.unwrap_or(0))
 }
 
-/// The thread that has this is counted.
+/// Keeps the calling thread counted until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Counted {
     time: CpuTime,
-    /// What it counted for before.
+    /// The migration for which the thread counted before.
     outer: Option<CpuTime>,
     thread: Pid,
     before: Duration,
@@ -103,7 +105,7 @@ impl Drop for Counted {
 /// Starts a thread that counts for the same migration as the calling one.
 ///
 /// # Errors
-/// The system has no thread.
+/// The system cannot start a thread.
 pub(crate) fn spawn<T: Send + 'static>(
     builder: Builder,
     run: impl FnOnce() -> T + Send + 'static,
@@ -129,9 +131,9 @@ mod tests {
     }
 
     #[test]
-    fn threads_started_by_it_count_and_others_do_not() {
+    fn threads_started_by_a_counted_thread_count_and_others_do_not() {
         let time = CpuTime::default();
-        // In a thread of its own: the test's may have been counted.
+        // In a new thread, because the test's thread may be counted already.
         let counted = time.clone();
         std::thread::spawn(move || {
             work();
@@ -149,13 +151,13 @@ mod tests {
         .join()
         .unwrap();
         let seconds = time.seconds();
-        // Two of the seven, and little besides.
+        // Two of the seven, and little more.
         assert!(seconds >= 2.0 * WORK.as_secs_f64() && seconds < 3.0 * WORK.as_secs_f64(), "{seconds}");
         assert!(time.state().running.is_empty());
     }
 
     #[test]
-    fn a_thread_that_still_runs_counts_with_what_it_has_run_so_far() {
+    fn a_running_thread_counts_with_its_cpu_time_so_far() {
         let time = CpuTime::default();
         let ((worked, has_worked), (end, ends)) = (channel(), channel::<()>());
         let counted = time.clone();
@@ -166,7 +168,7 @@ mod tests {
             ends.recv().unwrap_err();
         });
         has_worked.recv().unwrap();
-        // What the kernel shows of another thread may be a tick old.
+        // The kernel's figure for another thread may be a tick old.
         let seconds = time.seconds();
         assert!(seconds > 0.0, "{seconds}");
         drop(end);

@@ -1,8 +1,8 @@
-//! A directory that is held open: files are made, found and removed in that very directory.
+//! An open directory: files are made, found and removed in exactly that directory.
 //!
 //! The owner of a directory can replace its content between two calls that use the same path. So a path is resolved
-//! once, and all later names are relative to the open directory. A symbolic link in the place of the name itself
-//! is never followed, neither is one that appears later in the path.
+//! once, and all later names are relative to the open directory. The last name of a path is never followed if it is a
+//! symbolic link, nor is a link that appears in the path later.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{DirBuilder, File};
@@ -17,11 +17,11 @@ use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Gid, Mode, OFlags,
 use rustix::io::Errno;
 use socket2::{Domain, SockAddr, Socket, Type};
 
-/// Maximum number of connections that wait to be accepted, where the kernel allows as many (`net.core.somaxconn`).
+/// Maximum number of connections that wait to be accepted, if the kernel allows as many (`net.core.somaxconn`).
 const BACKLOG: i32 = 128;
 /// Access for the owner only: sockets, and files with secrets.
 const OWNER_READS_AND_WRITES: Mode = Mode::RUSR.union(Mode::WUSR);
-/// Where the kernel shows this process's descriptors as links to what they are open on.
+/// The kernel's directory of this process's descriptors, as links to the open files.
 const OWN_DESCRIPTORS: &str = "/proc/self/fd";
 
 /// An open directory.
@@ -31,7 +31,8 @@ pub struct Directory {
     path: PathBuf,
 }
 
-/// Which file it is, whatever its name: device and inode. No other file has the same while this one is open.
+/// Identifies a file independently of its name: device and inode. No other file has the same identity while this one is
+/// open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileIdentity {
     device: u64,
@@ -39,7 +40,7 @@ pub struct FileIdentity {
 }
 
 impl FileIdentity {
-    /// Which file is open.
+    /// Returns the identity of an open file.
     ///
     /// # Errors
     /// Those of fstat(2).
@@ -55,25 +56,25 @@ impl FileIdentity {
 }
 
 impl Directory {
-    /// Opens the directory at `path`, following symbolic links in it as everybody does.
+    /// Opens the directory at `path`, following symbolic links.
     ///
     /// # Errors
-    /// It does not exist, is no directory, or may not be passed through.
+    /// The path does not exist, is not a directory, or may not be searched.
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
         let file = match rustix::fs::open(path, flags | OFlags::RDONLY, Mode::empty()) {
-            // Enough for everything but locking and listing.
+            // Sufficient for everything except locking and listing.
             Err(Errno::ACCESS) => rustix::fs::open(path, flags | OFlags::PATH, Mode::empty()),
             opened => opened,
         };
         Ok(Self { file: file?, path: path.to_owned() })
     }
 
-    /// Opens the directory that a process with the root directory `self` means by the absolute `path`. Links in it cannot
+    /// Opens the directory at the absolute `path` as a process with the root directory `self` sees it. Links cannot
     /// lead out of that root (openat2(2), `RESOLVE_IN_ROOT`, Linux 5.6).
     ///
     /// # Errors
-    /// As [`Directory::open`]; and where the kernel is older.
+    /// Those of [`Directory::open`]; and the kernel is older.
     pub fn open_in_root(&self, path: &Path) -> io::Result<Self> {
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::RDONLY;
         let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
@@ -82,10 +83,10 @@ impl Directory {
         Ok(Self { file, path: shown })
     }
 
-    /// Opens the directory that the file at `path` is in, and gives the file's name in it.
+    /// Opens the directory that contains the file at `path`, and returns it with the file's name.
     ///
     /// # Errors
-    /// As [`Directory::open`]; or `path` names no file.
+    /// Those of [`Directory::open`]; or `path` names no file.
     pub fn parent_of(path: &Path) -> io::Result<(Self, OsString)> {
         let name = path.file_name().ok_or_else(|| invalid("it is not the path of a file"))?;
         let parent = match path.parent() {
@@ -95,11 +96,11 @@ impl Directory {
         Ok((Self::open(parent)?, name.to_owned()))
     }
 
-    /// Opens the directory at `path`, which is made (mode 0700) if it is missing, and checks that it is
+    /// Opens the directory at `path`, makes it (mode 0700) if it is missing, and checks that it is
     /// [private](Self::check_private).
     ///
     /// # Errors
-    /// It cannot be made or opened, or it is not private.
+    /// The directory cannot be made or opened, or it is not private.
     pub fn private(path: &Path) -> io::Result<Self> {
         DirBuilder::new().recursive(true).mode(0o700).create(path)?;
         let directory = Self::open(path)?;
@@ -107,15 +108,15 @@ impl Directory {
         Ok(directory)
     }
 
-    /// The path that it was opened by, for messages.
+    /// Returns the path by which the directory was opened, for messages.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A path to the file `name` in it that is resolved without looking at any name but this one.
+    /// Returns a path to the file `name` in the directory whose resolution reads only this name.
     ///
-    /// The kernel follows `/proc/self/fd/N` to what is open, whatever its path is by now. Without `/proc` (a jail) it is the
-    /// ordinary path. The path is valid in this process, as long as the directory is open.
+    /// The kernel follows `/proc/self/fd/N` to the open directory, whatever its path is by now. Without `/proc` (a
+    /// jail) this is the ordinary path. The path is valid in this process while the directory is open.
     pub fn reach(&self, name: impl AsRef<Path>) -> PathBuf {
         match Path::new(OWN_DESCRIPTORS).exists() {
             true => Path::new(OWN_DESCRIPTORS).join(self.file.as_raw_fd().to_string()).join(name),
@@ -126,16 +127,16 @@ impl Directory {
     /// Fails unless the directory belongs to this process's user and no other user may change its content.
     ///
     /// # Errors
-    /// `PermissionDenied` with what is wrong and what to do.
+    /// `PermissionDenied`, whose text says what is wrong and what to do.
     pub fn check_private(&self) -> io::Result<()> {
         self.check(&[rustix::process::geteuid().as_raw()], false)
     }
 
-    /// Fails unless it belongs to one of `owners` (user numbers) and others can remove or replace only what is their own: not
-    /// writable for others, or with the sticky bit, as `/tmp` has it.
+    /// Fails unless the directory belongs to one of `owners` (user numbers) and other users can remove or replace only
+    /// their own files: it is not writable for others, or has the sticky bit, as `/tmp` does.
     ///
     /// # Errors
-    /// `PermissionDenied` with what is wrong and what to do.
+    /// `PermissionDenied`, whose text says what is wrong and what to do.
     pub fn check_shared(&self, owners: &[u32]) -> io::Result<()> {
         self.check(owners, true)
     }
@@ -161,7 +162,7 @@ impl Directory {
         Ok(())
     }
 
-    /// Its owner's user number.
+    /// Returns the owner's user number.
     ///
     /// # Errors
     /// Those of fstat(2).
@@ -173,7 +174,7 @@ impl Directory {
         Ok(rustix::fs::fstat(&self.file)?)
     }
 
-    /// Which directory it is.
+    /// Returns the directory's identity.
     ///
     /// # Errors
     /// Those of fstat(2).
@@ -181,10 +182,10 @@ impl Directory {
         Ok(FileIdentity::of(&self.stat()?))
     }
 
-    /// Which file `name` is now, without following a symbolic link.
+    /// Returns the identity of the file `name`, without following a symbolic link.
     ///
     /// # Errors
-    /// There is none.
+    /// There is no such file.
     pub fn identity_of(&self, name: impl AsRef<OsStr>) -> io::Result<FileIdentity> {
         Ok(FileIdentity::of(&self.stat_of(name.as_ref())?))
     }
@@ -193,7 +194,7 @@ impl Directory {
         Ok(rustix::fs::statat(&self.file, name, AtFlags::SYMLINK_NOFOLLOW)?)
     }
 
-    /// Whether `name` is a socket.
+    /// Returns whether `name` is a socket.
     ///
     /// # Errors
     /// There is nothing of this name.
@@ -201,16 +202,16 @@ impl Directory {
         Ok(file_type(&self.stat_of(name.as_ref())?) == FileType::Socket)
     }
 
-    /// Makes an empty directory in it (mode 0700) and opens that.
+    /// Makes an empty subdirectory (mode 0700) and opens it.
     ///
     /// # Errors
-    /// There is something of this name, or it was replaced by another while it was opened.
+    /// The name exists already, or the new directory was replaced by another while it was opened.
     pub fn make(&self, name: impl AsRef<OsStr>) -> io::Result<Self> {
         let name = name.as_ref();
         rustix::fs::mkdirat(&self.file, name, Mode::RWXU)?;
         let made = self.subdirectory(name)?;
-        // Where the parent directory belongs to another user, a different directory may be in its place by now. One that belongs to this
-        // user and is empty serves as well.
+        // If the parent directory belongs to another user, a different directory may have replaced the new one. Any
+        // empty directory of this user serves as well.
         made.check_private()?;
         if !made.names()?.is_empty() {
             return Err(io::Error::other("a directory that was just made is not empty"));
@@ -218,20 +219,20 @@ impl Directory {
         Ok(made)
     }
 
-    /// Opens a directory in it, which is not a symbolic link.
+    /// Opens a subdirectory, without following a symbolic link.
     ///
     /// # Errors
-    /// There is none of this name, or it may not be read.
+    /// There is no directory of this name, or it may not be read.
     pub fn subdirectory(&self, name: impl AsRef<OsStr>) -> io::Result<Self> {
         let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::RDONLY;
         let file = rustix::fs::openat(&self.file, name.as_ref(), flags, Mode::empty())?;
         Ok(Self { file, path: self.path.join(name.as_ref()) })
     }
 
-    /// The names of what is in it.
+    /// Returns the names in the directory.
     ///
     /// # Errors
-    /// It may not be read.
+    /// The directory may not be read.
     pub fn names(&self) -> io::Result<Vec<OsString>> {
         use std::os::unix::ffi::OsStrExt;
         let mut names = Vec::new();
@@ -254,16 +255,17 @@ impl Directory {
         Ok(rustix::fs::openat(&self.file, name.as_ref(), flags, Mode::from_raw_mode(mode))?.into())
     }
 
-    /// Opens a file of this process's user for locking it; it is made (mode 0600) if it is missing.
+    /// Opens a file of this process's user, for locking, and makes it (mode 0600) if it is missing.
     ///
     /// # Errors
-    /// It cannot be made or opened.
+    /// The file cannot be made or opened.
     pub fn lock_file(&self, name: impl AsRef<OsStr>) -> io::Result<File> {
         let flags = OFlags::CREATE | OFlags::NOFOLLOW | OFlags::WRONLY | OFlags::CLOEXEC;
         Ok(rustix::fs::openat(&self.file, name.as_ref(), flags, OWNER_READS_AND_WRITES)?.into())
     }
 
-    /// Where the symbolic link `name` leads and the user number of its owner; none where it is something else or nothing.
+    /// Returns the target of the symbolic link `name` and the user number of its owner; `None` if there is no such name
+    /// or it is not a link.
     ///
     /// # Errors
     /// Those of readlink(2).
@@ -282,7 +284,7 @@ impl Directory {
         Ok(Some((PathBuf::from(OsString::from_vec(target.into_bytes())), stat.st_uid)))
     }
 
-    /// Gives a file in it another name, also in place of one that exists.
+    /// Renames a file in the directory, replacing an existing one.
     ///
     /// # Errors
     /// Those of rename(2).
@@ -290,7 +292,7 @@ impl Directory {
         Ok(rustix::fs::renameat(&self.file, from.as_ref(), &self.file, to.as_ref())?)
     }
 
-    /// Removes a name in it that is not a directory's.
+    /// Removes a name in the directory that is not a directory.
     ///
     /// # Errors
     /// Those of unlink(2).
@@ -298,7 +300,7 @@ impl Directory {
         Ok(rustix::fs::unlinkat(&self.file, name.as_ref(), AtFlags::empty())?)
     }
 
-    /// Removes an empty directory in it.
+    /// Removes an empty subdirectory.
     ///
     /// # Errors
     /// Those of rmdir(2).
@@ -306,24 +308,25 @@ impl Directory {
         Ok(rustix::fs::unlinkat(&self.file, name.as_ref(), AtFlags::REMOVEDIR)?)
     }
 
-    /// Gives the directory itself to another user and group. What this process has to do in it comes before.
+    /// Changes the owner and group of the directory itself. Afterwards this process may be unable to change its
+    /// content.
     ///
     /// # Errors
     /// Those of fchown(2).
-    pub fn give(&self, user: u32, group: u32) -> io::Result<()> {
+    pub fn change_owner(&self, user: u32, group: u32) -> io::Result<()> {
         Ok(rustix::fs::fchown(&self.file, Some(Uid::from_raw(user)), Some(Gid::from_raw(group)))?)
     }
 
-    /// Gives a file in it to another user and group; a symbolic link itself, not its target.
+    /// Changes the owner and group of a file in the directory; of a symbolic link itself, not of its target.
     ///
     /// # Errors
     /// Those of chown(2).
-    pub fn give_file(&self, name: impl AsRef<OsStr>, user: u32, group: u32) -> io::Result<()> {
+    pub fn change_file_owner(&self, name: impl AsRef<OsStr>, user: u32, group: u32) -> io::Result<()> {
         let (user, group) = (Some(Uid::from_raw(user)), Some(Gid::from_raw(group)));
         Ok(rustix::fs::chownat(&self.file, name.as_ref(), user, group, AtFlags::SYMLINK_NOFOLLOW)?)
     }
 
-    /// Lets all users pass through the directory to names that they know; only the owner may list or change it.
+    /// Lets all users reach names that they know through the directory; only the owner may list or change it.
     ///
     /// # Errors
     /// Those of fchmod(2).
@@ -331,11 +334,11 @@ impl Directory {
         Ok(rustix::fs::fchmod(&self.file, Mode::RWXU | Mode::XGRP | Mode::XOTH)?)
     }
 
-    /// Locks it unless another process has; until the directory is closed. Returns whether it is locked now. Everybody who
-    /// may read a directory may lock it.
+    /// Locks the directory until it is closed, unless another process holds the lock. Returns whether it is locked now.
+    /// Every user who may read a directory may lock it.
     ///
     /// # Errors
-    /// It could only be opened without permission to read.
+    /// The directory was opened without permission to read.
     pub fn try_lock(&self) -> io::Result<bool> {
         match rustix::fs::flock(&self.file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(true),
@@ -344,25 +347,25 @@ impl Directory {
         }
     }
 
-    /// Listens on a new socket in it, mode 0600 from its first moment.
+    /// Listens on a new socket in the directory, which has mode 0600 from the start.
     ///
     /// # Errors
-    /// `AddrInUse` where there is something of this name.
+    /// `AddrInUse` if the name exists already.
     pub fn listen(&self, name: impl AsRef<OsStr>) -> io::Result<UnixListener> {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-        // Linux gives the file the mode of the socket, less the umask (`unix_bind_bsd` in net/unix/af_unix.c); a `chmod`
-        // after binding could hit another file.
+        // Linux gives the file the mode of the socket, less the umask (`unix_bind_bsd` in net/unix/af_unix.c); a
+        // `chmod` after binding could hit another file.
         rustix::fs::fchmod(&socket, OWNER_READS_AND_WRITES)?;
         socket.bind(&SockAddr::unix(self.reach(name.as_ref()))?)?;
         socket.listen(BACKLOG)?;
         Ok(socket.into())
     }
 
-    /// Connects to a socket in it, waiting at most `limit` for a listener that has too many to accept. A symbolic link is
-    /// refused.
+    /// Connects to a socket in the directory, waiting at most `limit` while the listener's backlog is full. A symbolic
+    /// link is refused.
     ///
     /// # Errors
-    /// `NotFound`, `ConnectionRefused` where no process listens, `WouldBlock` after `limit`.
+    /// `NotFound`, `ConnectionRefused` if no process listens, `WouldBlock` after `limit`.
     pub fn connect(&self, name: impl AsRef<OsStr>, limit: Duration) -> io::Result<UnixStream> {
         let found = self.find(name.as_ref())?;
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
@@ -377,14 +380,14 @@ impl Directory {
         Ok(socket.into())
     }
 
-    /// Whether `name` is a socket that no process has open any more.
+    /// Returns whether `name` is a socket that no process has open any more.
     ///
-    /// It is asked as a datagram socket: who listens there notices nothing, because the kernel refuses the type, with another
-    /// error than for a socket that no process has any more (unix(7): `EPROTOTYPE`, `ECONNREFUSED`).
+    /// The test connects a datagram socket. A listener does not notice it, because the kernel refuses the type, and
+    /// with another error than for a stale socket (unix(7): `EPROTOTYPE`, `ECONNREFUSED`).
     ///
     /// # Errors
-    /// There is nothing of this name, it is not a socket, or this user may not connect to it.
-    pub fn is_left_socket(&self, name: impl AsRef<OsStr>) -> io::Result<bool> {
+    /// The name does not exist, is not a socket, or this user may not connect to it.
+    pub fn is_stale_socket(&self, name: impl AsRef<OsStr>) -> io::Result<bool> {
         let found = self.find(name.as_ref())?;
         let probe = Socket::new(Domain::UNIX, Type::DGRAM, None)?;
         probe.set_nonblocking(true)?;
@@ -395,7 +398,7 @@ impl Directory {
         }
     }
 
-    /// Holds the socket of this name, so that it cannot be exchanged for a link before it is connected to.
+    /// Opens the socket file of this name, so that it cannot be replaced by a link before the connection is made.
     fn find(&self, name: &OsStr) -> io::Result<Found> {
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&self.file, name, flags, Mode::empty())?;
@@ -413,7 +416,7 @@ impl AsFd for Directory {
     }
 }
 
-/// A socket's file, held by a descriptor that can do nothing but name it.
+/// A socket's file, open by a descriptor that can only name it (`O_PATH`).
 struct Found {
     file: OwnedFd,
     path: PathBuf,
@@ -436,7 +439,7 @@ fn invalid(why: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, why)
 }
 
-/// Opens the file at `path` for reading where it is not a symbolic link.
+/// Opens the file at `path` for reading, unless it is a symbolic link.
 ///
 /// # Errors
 /// Those of open(2); `ELOOP` for a symbolic link.
@@ -457,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_done_in_it_stays_in_it_although_its_path_leads_elsewhere_by_now() {
+    fn files_stay_in_the_open_directory_after_its_path_was_replaced() {
         let scratch = tempfile::tempdir().unwrap();
         let (path, victim) = (scratch.path().join("given"), scratch.path().join("victim"));
         fs::create_dir(&path).unwrap();
@@ -479,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_in_the_place_of_a_name_is_not_followed() {
+    fn a_name_that_is_a_link_is_not_followed() {
         let scratch = tempfile::tempdir().unwrap();
         let directory = Directory::open(scratch.path()).unwrap();
         let _listener = directory.listen("socket").unwrap();
@@ -491,9 +494,11 @@ mod tests {
         directory.create_new("link", 0o600).unwrap_err();
         directory.lock_file("link").unwrap_err();
         directory.subdirectory("link").unwrap_err();
-        directory.is_left_socket("link").unwrap_err();
-        // The link's owner changes, if at all, and never its target's.
-        directory.give_file("link", rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw()).unwrap();
+        directory.is_stale_socket("link").unwrap_err();
+        // At most the link's owner changes, never its target's.
+        directory
+            .change_file_owner("link", rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw())
+            .unwrap();
     }
 
     #[test]
@@ -535,14 +540,14 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_in_use_is_told_from_one_that_was_left_and_is_not_disturbed() {
+    fn a_socket_in_use_is_distinguished_from_a_stale_one_and_not_disturbed() {
         let scratch = tempfile::tempdir().unwrap();
         let directory = Directory::open(scratch.path()).unwrap();
         let listener = directory.listen("socket").unwrap();
-        assert!(!directory.is_left_socket("socket").unwrap());
+        assert!(!directory.is_stale_socket("socket").unwrap());
         listener.set_nonblocking(true).unwrap();
-        assert_eq!(listener.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "nobody has connected");
+        assert_eq!(listener.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "no client has connected");
         drop(listener);
-        assert!(directory.is_left_socket("socket").unwrap());
+        assert!(directory.is_stale_socket("socket").unwrap());
     }
 }

@@ -12,16 +12,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use sterna_memory::PAGE_SIZE;
-use sterna_memory::bitmap::AtomicPageBitmap;
-use sterna_memory::ram::{GuestRam, RamBlock};
+use sterna_memory::ram::GuestRam;
 use sterna_wire::packet::{Run, RunKind};
 
-use crate::batch::{BatchPool, PooledBatch};
-use crate::send::{GuestPages, Item, SendChannel, SendMode};
+use crate::batch::{BatchPool, PooledBatch, REGION};
+use crate::item::{GuestPages, Item, Overtaken, SendMode};
+use crate::send::SendChannel;
 use crate::window::{Window, WindowClosed};
-
-/// Pages of a region of this many bytes travel on one channel.
-pub const REGION: u64 = 2 << 20;
 
 /// The part of the pipeline that all entries of one migration share.
 #[derive(Debug)]
@@ -64,7 +61,7 @@ impl Entry {
         Self { pipeline, open }
     }
 
-    /// The pipeline behind.
+    /// Returns the pipeline behind this entry.
     pub fn pipeline(&self) -> &Arc<Pipeline> {
         &self.pipeline
     }
@@ -168,51 +165,7 @@ impl Entry {
             self.flush_channel(channel)?;
             self.open[channel] = Some(self.pipeline.pool.take(block)?);
         }
-        Ok(self.open[channel].as_mut().expect("just put there"))
-    }
-}
-
-/// Pages that were sent on another channel while they wait in a channel's queue, from where they need not be sent any more.
-#[derive(Debug)]
-pub struct Overtaken {
-    /// By block: the pages, and how many of them make up a page of the backing, which are sent together or not at all.
-    blocks: Vec<(AtomicPageBitmap, u64)>,
-}
-
-impl Overtaken {
-    /// Makes an empty set of pages of `ram`.
-    pub fn none_of(ram: &GuestRam) -> Self {
-        let block = |block: &RamBlock| (AtomicPageBitmap::new(block.pages()), (block.page_size() / PAGE_SIZE) as u64);
-        Self { blocks: ram.blocks().iter().map(block).collect() }
-    }
-
-    /// Adds the pages of `run` in `block`, whole pages of its backing.
-    pub fn add(&self, block: u16, run: Range<u64>) {
-        self.blocks[usize::from(block)].0.set(run);
-    }
-
-    /// Removes all pages: those that were sent on the other channel may have been lost there.
-    pub fn forget(&self) {
-        self.blocks.iter().for_each(|(pages, _)| pages.clear(0..pages.pages()));
-    }
-
-    /// Adds to `left` the pages of `runs` in `block` that are still to be sent. While another thread adds a page of the backing, its first
-    /// page, which is added first, decides for all.
-    pub(crate) fn leave(&self, block: u16, runs: &[Run], left: &mut Vec<Run>) {
-        let (overtaken, unit) = &self.blocks[usize::from(block)];
-        for run in runs {
-            let mut at = run.first;
-            while at < run.end() {
-                let count = (unit - at % unit).min(run.end() - at) as u32;
-                if !overtaken.contains(at) {
-                    match left.last_mut().filter(|last| last.end() == at && last.count + count <= Run::MAX_COUNT) {
-                        Some(last) => last.count += count,
-                        None => left.push(Run { first: at, count, ..*run }),
-                    }
-                }
-                at += u64::from(count);
-            }
-        }
+        Ok(self.open[channel].as_mut().expect("a batch was put there above"))
     }
 }
 
@@ -247,12 +200,12 @@ impl PageSearch {
         Self { pipeline, ram, open, batch_pages, handed_over: 0, overtaken: None }
     }
 
-    /// From now on leaves out pages that are in `overtaken` when their turn comes.
-    pub fn may_be_overtaken(&mut self, overtaken: &Arc<Overtaken>) {
+    /// Has the channels leave out, from now on, pages that are in `overtaken` when they would be read.
+    pub fn leave_out(&mut self, overtaken: &Arc<Overtaken>) {
         self.overtaken = Some(Arc::clone(overtaken));
     }
 
-    /// The pipeline behind.
+    /// Returns the pipeline behind this entry.
     pub fn pipeline(&self) -> &Arc<Pipeline> {
         &self.pipeline
     }
@@ -292,7 +245,7 @@ impl PageSearch {
                 self.flush_channel(channel)?;
                 self.open[channel] = Some((action, self.pipeline.pool.take(block)?));
             }
-            let (_, batch) = self.open[channel].as_mut().expect("just put there");
+            let (_, batch) = self.open[channel].as_mut().expect("a batch was put there above");
             let end = region_end.min(run.end);
             match action {
                 PageAction::Send(_) => {
@@ -320,8 +273,8 @@ impl PageSearch {
 
     fn flush_channel(&mut self, channel: usize) -> Result<(), WindowClosed> {
         let item = match self.open[channel].take() {
-            Some((PageAction::Send(way), pages)) => {
-                Item::Guest(GuestPages { ram: self.ram.clone(), pages, overtaken: self.overtaken.clone(), way })
+            Some((PageAction::Send(mode), pages)) => {
+                Item::Guest(GuestPages { ram: self.ram.clone(), pages, overtaken: self.overtaken.clone(), mode })
             }
             Some((PageAction::Discard, batch)) => Item::Discard(batch),
             None => return Ok(()),

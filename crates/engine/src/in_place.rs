@@ -17,9 +17,9 @@ use crate::transport::Writer;
 /// Parts given to the kernel with one system call.
 const PARTS: usize = 64;
 
-/// Says which of the pages of `runs` are zero, in the runs of `batch`, which gets no content. Of the zero pages, those of `ratio` count as
+/// Records in the runs of `batch` which of the pages of `runs` are zero. The batch gets no content. Of the zero pages, those of `ratio` count as
 /// normal.
-pub(crate) fn look(ram: &GuestRam, runs: &[Run], batch: &mut Batch, ratio: &mut NormalPageRatio) {
+pub(crate) fn find_zero_pages(ram: &GuestRam, runs: &[Run], batch: &mut Batch, ratio: &mut NormalPageRatio) {
     let block = &ram.blocks()[usize::from(batch.block)];
     let mut normal = 0;
     for page in runs.iter().flat_map(|run| run.first..run.end()) {

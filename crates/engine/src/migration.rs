@@ -1,19 +1,28 @@
 //! How an embedded migration ended badly: on which side, in which phase, why, and where the guest is.
 
+use std::error::Error;
 use std::fmt;
+use std::io;
+use std::sync::Arc;
 
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::place::PlaceError;
 use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_wire::control::{Block, DeviceChannels, Machine};
+use sterna_wire::handshake::Refusal;
 use sterna_wire::packet::BlockShape;
 
-use crate::report::{ReceiveReport, Report};
+use crate::monitor::MonitorError;
+use crate::record_file::RecordFileError;
+use crate::report::{Outcome, ReceiveReport, Report};
+use crate::transport::TransportError;
+use crate::vmm::VmmError;
 
 /// State of the monitor as a byte stream, version 1 of the records in `state`.
 pub(crate) const GUEST_STATE: &str = "guest-state-1";
 
-/// The capability to let the guest go on at the destination before all of its RAM is there, version 1.
-pub(crate) const POST_COPY: &str = "post-copy-1";
+/// The capability to let the guest go on at the destination before all of its RAM is there, version 2.
+pub(crate) const POST_COPY: &str = "post-copy-2";
 
 /// The capability to refuse a packet whose content did not arrive as it was read, and to retransmit its pages, version 1.
 pub const RETRANSMIT: &str = "send-again-1";
@@ -109,8 +118,102 @@ impl fmt::Display for GuestState {
     }
 }
 
+/// The kind of a failure: what a program branches on. For people there is [`MigrationError::reason`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The migration was cancelled.
+    Cancelled,
+    /// A setting is out of its range, does not fit the others, or asks for what this host does not have. Nothing was begun.
+    Settings,
+    /// Guest RAM or its dirty log cannot be used.
+    Memory,
+    /// A method of the monitor has failed; the error's source is the method's error. Or a device whose state is sent separately.
+    Monitor,
+    /// The migration's record could not be read or written.
+    Record,
+    /// No connection could be made, or the address cannot be listened on.
+    Network,
+    /// At the source: the destination was reached and has refused the migration, before anything was done. It may take another one.
+    Refused,
+    /// The connection was lost, and the sides did not find each other again in time.
+    ConnectionLost,
+    /// A time limit has passed.
+    TimeLimit,
+    /// The rounds did not converge, and the settings end the migration then.
+    NotConverging,
+    /// The other side has failed, and has sent the reason.
+    OtherSide,
+    /// None of these.
+    Other,
+}
+
+/// A reason, its kind, and the error behind it where there is one.
+#[derive(Debug)]
+pub(crate) struct Cause {
+    pub(crate) kind: ErrorKind,
+    pub(crate) reason: String,
+    pub(crate) source: Option<Arc<dyn Error + Send + Sync>>,
+}
+
+impl Cause {
+    /// Makes a cause of a kind, without an error behind it.
+    pub(crate) fn new(kind: ErrorKind, reason: impl fmt::Display) -> Self {
+        Self { kind, reason: reason.to_string(), source: None }
+    }
+
+    /// Makes a cause of an error.
+    pub(crate) fn of(kind: ErrorKind, error: impl Error + Send + Sync + 'static) -> Self {
+        Self { kind, reason: error.to_string(), source: Some(Arc::new(error)) }
+    }
+}
+
+impl From<String> for Cause {
+    /// Before a migration has begun, what is wrong in words is wrong with the settings of the two sides.
+    fn from(reason: String) -> Self {
+        Self::new(ErrorKind::Settings, reason)
+    }
+}
+
+impl From<VmmError> for Cause {
+    fn from(error: VmmError) -> Self {
+        Self { kind: ErrorKind::Monitor, reason: error.to_string(), source: Some(error.into()) }
+    }
+}
+
+impl From<TransportError> for Cause {
+    fn from(error: TransportError) -> Self {
+        Self::of(ErrorKind::Network, error)
+    }
+}
+
+impl From<RecordFileError> for Cause {
+    fn from(error: RecordFileError) -> Self {
+        Self::of(ErrorKind::Record, error)
+    }
+}
+
+impl From<PlaceError> for Cause {
+    fn from(error: PlaceError) -> Self {
+        Self::of(ErrorKind::Memory, error)
+    }
+}
+
+impl From<Refusal> for Cause {
+    fn from(error: Refusal) -> Self {
+        Self::of(ErrorKind::Settings, error)
+    }
+}
+
+impl From<io::Error> for Cause {
+    fn from(error: io::Error) -> Self {
+        Self::of(ErrorKind::Other, error)
+    }
+}
+
 /// Why a migration failed.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct MigrationError {
     /// The side that returns the error.
     pub side: Side,
@@ -118,41 +221,76 @@ pub struct MigrationError {
     pub phase: Phase,
     /// Where the guest is.
     pub guest: GuestState,
-    /// Whether the migration was cancelled.
-    pub cancelled: bool,
-    /// At the source: the destination was reached and has refused the migration, before anything was done.
-    pub refused: bool,
+    /// The kind of the failure.
+    pub kind: ErrorKind,
     /// What happened.
     pub reason: String,
     /// At the source: the report of what was done until then, if anything was.
     pub report: Option<Box<Report>>,
     /// At the destination: the report of what was done until then, if anything was.
     pub received: Option<Box<ReceiveReport>>,
+    /// The error behind the reason, where it was one of this process.
+    source: Option<Arc<dyn Error + Send + Sync>>,
 }
 
 impl MigrationError {
+    /// Makes an error without a report, for an embedder's own tests of how its program answers failures.
+    pub fn new(side: Side, phase: Phase, guest: GuestState, kind: ErrorKind, reason: impl Into<String>) -> Self {
+        let reason = reason.into();
+        Self { side, phase, guest, kind, reason, report: None, received: None, source: None }
+    }
+
     /// Makes an error of the source, before anything was done.
-    pub(crate) fn untouched(reason: impl fmt::Display) -> Self {
-        Self::of(Side::Source, GuestState::Untouched, reason)
+    pub(crate) fn untouched(cause: impl Into<Cause>) -> Self {
+        Self::before(Side::Source, cause.into())
     }
 
     /// Makes an error of the destination, before anything was done.
-    pub(crate) fn not_accepted(reason: impl fmt::Display) -> Self {
-        Self::of(Side::Destination, GuestState::Untouched, reason)
+    pub(crate) fn not_accepted(cause: impl Into<Cause>) -> Self {
+        Self::before(Side::Destination, cause.into())
     }
 
-    fn of(side: Side, guest: GuestState, reason: impl fmt::Display) -> Self {
-        Self {
-            side,
-            phase: Phase::SettingUp,
-            guest,
-            cancelled: false,
-            refused: false,
-            reason: reason.to_string(),
-            report: None,
-            received: None,
-        }
+    fn before(side: Side, Cause { kind, reason, source }: Cause) -> Self {
+        Self { source, ..Self::new(side, Phase::SettingUp, GuestState::Untouched, kind, reason) }
     }
+
+    /// Makes the error of a migration that was begun, for `reason`. The monitor's `failures` are errors of its methods.
+    pub(crate) fn ended(
+        (side, phase, guest): (Side, Phase, GuestState),
+        outcome: Outcome,
+        reason: String,
+        failures: &[MonitorError],
+    ) -> Self {
+        let behind = failures.iter().find(|failure| reason.contains(&failure.to_string()));
+        let kind = match outcome {
+            Outcome::Cancelled => ErrorKind::Cancelled,
+            _ if behind.is_some() => ErrorKind::Monitor,
+            _ => kind_of(&reason),
+        };
+        let source = behind.filter(|_| kind == ErrorKind::Monitor).map(|failure| Arc::clone(&failure.0));
+        Self { source, ..Self::new(side, phase, guest, kind, reason) }
+    }
+}
+
+/// Words by which the kind of a reason is known. Reasons travel through the switchover's state machines, and from host to host, as text;
+/// only Sterna's own part of a reason has these words.
+const WORDS: [(&str, ErrorKind); 11] = [
+    ("the destination failed: ", ErrorKind::OtherSide),
+    ("the source failed: ", ErrorKind::OtherSide),
+    ("record could not be written", ErrorKind::Record),
+    ("saving the state of device ", ErrorKind::Monitor),
+    ("loading the state of device ", ErrorKind::Monitor),
+    ("the dirty log ", ErrorKind::Memory),
+    ("given up after ", ErrorKind::NotConverging),
+    ("was lost: ", ErrorKind::ConnectionLost),
+    ("did not confirm it in time", ErrorKind::ConnectionLost),
+    ("took too long", ErrorKind::TimeLimit),
+    ("for too long", ErrorKind::TimeLimit),
+];
+
+/// Returns the kind of a reason that has passed through a state machine.
+fn kind_of(reason: &str) -> ErrorKind {
+    WORDS.iter().find(|(words, _)| reason.contains(words)).map_or(ErrorKind::Other, |(_, kind)| *kind)
 }
 
 impl fmt::Display for MigrationError {
@@ -165,7 +303,11 @@ impl fmt::Display for MigrationError {
     }
 }
 
-impl std::error::Error for MigrationError {}
+impl Error for MigrationError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.source.as_deref().map(|source| source as _)
+    }
+}
 
 /// Returns the description of the virtual machine that each side sends or checks.
 pub(crate) fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
@@ -240,9 +382,36 @@ mod tests {
 
     #[test]
     fn the_text_of_an_error_names_side_phase_reason_and_where_the_guest_is() {
-        let error =
-            MigrationError { phase: Phase::Rounds, guest: GuestState::RunsAtSource, ..MigrationError::untouched("x") };
+        let error = MigrationError::new(Side::Source, Phase::Rounds, GuestState::RunsAtSource, ErrorKind::Other, "x");
         let expected = "migration failed at the source while sending memory: x (the guest runs on at the source)";
         assert_eq!(error.to_string(), expected);
+    }
+
+    #[test]
+    fn an_error_of_the_monitor_is_the_source_of_the_migrations_error() {
+        let disk = || MonitorError::from(VmmError::from("the disk is full"));
+        let ended = |outcome, reason: &str| {
+            let place = (Side::Source, Phase::SwitchingOver, GuestState::RunsAtSource);
+            MigrationError::ended(place, outcome, reason.to_owned(), &[disk()])
+        };
+        let monitor = ended(Outcome::Failed, "the state could not be saved: the disk is full");
+        assert_eq!(
+            (monitor.kind, monitor.source().unwrap().to_string()),
+            (ErrorKind::Monitor, "the disk is full".into())
+        );
+        for (outcome, reason, kind) in [
+            (Outcome::Cancelled, "cancelled", ErrorKind::Cancelled),
+            (Outcome::Failed, "the destination failed: its disk took too long", ErrorKind::OtherSide),
+            (Outcome::Failed, "loading took too long; waiting for gpu/0", ErrorKind::TimeLimit),
+            (Outcome::Failed, "channel ram-0: the destination was lost: reset by peer", ErrorKind::ConnectionLost),
+            (Outcome::Failed, "given up after 4 rounds: the guest writes faster", ErrorKind::NotConverging),
+            (Outcome::Failed, "the dirty log failed: no memory", ErrorKind::Memory),
+            (Outcome::Failed, "saving the state of device gpu/0 failed: it hangs", ErrorKind::Monitor),
+            (Outcome::Unconfirmed, "the guest runs here, but the record could not be written: full", ErrorKind::Record),
+            (Outcome::Failed, "something else", ErrorKind::Other),
+        ] {
+            let error = ended(outcome, reason);
+            assert_eq!((error.kind, error.source().is_some()), (kind, false), "{reason}");
+        }
     }
 }

@@ -5,8 +5,11 @@
 //! failure, and the error that `run` returns names where the guest is.
 
 use std::any::Any;
+use std::error::Error;
+use std::fmt;
 use std::io::{Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
@@ -15,6 +18,9 @@ use sterna_wire::switchover::{Moment, Step};
 use crate::cpu_time::CpuTime;
 use crate::report::{Observer, Progress, ReceiveProgress};
 use crate::vmm::{AfterMove, DestinationVmm, SourceVmm, VmmError};
+
+/// The most errors of the monitor that are kept.
+const MAX_FAILURES: usize = 16;
 
 /// Makes a call. Returns the text of a panic in it as the error.
 fn caught<R>(call: impl FnOnce() -> R) -> Result<R, String> {
@@ -37,17 +43,56 @@ pub(crate) fn panic_text(panic: Box<dyn Any + Send>) -> String {
     }
 }
 
+/// An error of a method of the monitor, which the migration's error will name as its source.
+#[derive(Clone, Debug)]
+pub(crate) struct MonitorError(pub(crate) Arc<dyn Error + Send + Sync>);
+
+impl From<VmmError> for MonitorError {
+    fn from(error: VmmError) -> Self {
+        Self(error.into())
+    }
+}
+
+impl fmt::Display for MonitorError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl Error for MonitorError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.0.source()
+    }
+}
+
 /// The monitor at one side. The CPU time of its methods does not count for the migration.
 struct Monitor<'a, V: ?Sized> {
     vmm: &'a mut V,
     cpu: CpuTime,
+    /// The errors that its methods have returned; each ends the migration or a part of it, so there are few.
+    failures: Vec<MonitorError>,
 }
 
 impl<V: ?Sized> Monitor<'_, V> {
     fn call<R>(&mut self, method: &str, call: impl FnOnce(&mut V) -> R) -> Result<R, VmmError> {
         let vmm = &mut *self.vmm;
         let result = self.cpu.for_others(|| caught(|| call(vmm)));
-        result.map_err(|text| format!("the monitor panicked in {method}: {text}").into())
+        result.map_err(|text| self.failed(format!("the monitor panicked in {method}: {text}").into()))
+    }
+
+    /// As [`Monitor::call`], of a method that may fail.
+    fn attempt<R>(&mut self, method: &str, call: impl FnOnce(&mut V) -> Result<R, VmmError>) -> Result<R, VmmError> {
+        self.call(method, call)?.map_err(|error| self.failed(error))
+    }
+
+    /// Keeps the error.
+    fn failed(&mut self, error: VmmError) -> VmmError {
+        let error = MonitorError::from(error);
+        // Throttling may fail again and again.
+        if self.failures.len() < MAX_FAILURES {
+            self.failures.push(error.clone());
+        }
+        error.into()
     }
 }
 
@@ -61,7 +106,7 @@ impl<'a> SourceMonitor<'a> {
     /// # Errors
     /// The monitor's `name` has panicked.
     pub(crate) fn new(vmm: &'a mut dyn SourceVmm, cpu: &CpuTime) -> Result<Self, VmmError> {
-        let mut monitor = Monitor { vmm, cpu: cpu.clone() };
+        let mut monitor = Monitor { vmm, cpu: cpu.clone(), failures: Vec::new() };
         let name = monitor.call("name", |vmm| vmm.name())?;
         Ok(Self { monitor, name })
     }
@@ -70,12 +115,17 @@ impl<'a> SourceMonitor<'a> {
         self.name.clone()
     }
 
+    /// Returns the errors of its methods so far.
+    pub(crate) fn failures(&self) -> &[MonitorError] {
+        &self.monitor.failures
+    }
+
     pub(crate) fn machine_type(&mut self) -> Result<String, VmmError> {
         self.monitor.call("machine_type", |vmm| vmm.machine_type())
     }
 
     pub(crate) fn settle_io(&mut self) -> Result<(), VmmError> {
-        self.monitor.call("settle_io", |vmm| vmm.settle_io())?
+        self.monitor.attempt("settle_io", |vmm| vmm.settle_io())
     }
 
     pub(crate) fn has_ended(&mut self) -> bool {
@@ -88,31 +138,31 @@ impl<'a> SourceMonitor<'a> {
     }
 
     pub(crate) fn moved(&mut self) -> Result<AfterMove, VmmError> {
-        self.monitor.call("moved", |vmm| vmm.moved())?
+        self.monitor.attempt("moved", |vmm| vmm.moved())
     }
 
     pub(crate) fn may_pause(&mut self) -> Result<(), VmmError> {
-        self.monitor.call("may_pause", |vmm| vmm.may_pause())?
+        self.monitor.attempt("may_pause", |vmm| vmm.may_pause())
     }
 
     pub(crate) fn confirm_paused(&mut self) -> Result<(), VmmError> {
-        self.monitor.call("confirm_paused", |vmm| vmm.confirm_paused())?
+        self.monitor.attempt("confirm_paused", |vmm| vmm.confirm_paused())
     }
 
     pub(crate) fn pause(&mut self) -> Result<(), VmmError> {
-        self.monitor.call("pause", |vmm| vmm.pause())?
+        self.monitor.attempt("pause", |vmm| vmm.pause())
     }
 
     pub(crate) fn resume(&mut self) -> Result<(), VmmError> {
-        self.monitor.call("resume", |vmm| vmm.resume())?
+        self.monitor.attempt("resume", |vmm| vmm.resume())
     }
 
     pub(crate) fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
-        self.monitor.call("save", |vmm| vmm.save(state))?
+        self.monitor.attempt("save", |vmm| vmm.save(state))
     }
 
     pub(crate) fn save_ahead(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
-        self.monitor.call("save_ahead", |vmm| vmm.save_ahead(state))?
+        self.monitor.attempt("save_ahead", |vmm| vmm.save_ahead(state))
     }
 
     pub(crate) fn state_size(&mut self) -> Result<u64, VmmError> {
@@ -120,7 +170,7 @@ impl<'a> SourceMonitor<'a> {
     }
 
     pub(crate) fn throttle(&mut self, percent: u8) -> Result<(), VmmError> {
-        self.monitor.call("throttle", |vmm| vmm.throttle(percent))?
+        self.monitor.attempt("throttle", |vmm| vmm.throttle(percent))
     }
 
     pub(crate) fn post_copy_refusal(&mut self) -> Result<Option<String>, VmmError> {
@@ -138,13 +188,18 @@ impl<'a> DestinationMonitor<'a> {
     /// # Errors
     /// The monitor's `name` has panicked.
     pub(crate) fn new(vmm: &'a mut dyn DestinationVmm, cpu: &CpuTime) -> Result<Self, VmmError> {
-        let mut monitor = Monitor { vmm, cpu: cpu.clone() };
+        let mut monitor = Monitor { vmm, cpu: cpu.clone(), failures: Vec::new() };
         let name = monitor.call("name", |vmm| vmm.name())?;
         Ok(Self { monitor, name })
     }
 
     pub(crate) fn name(&self) -> String {
         self.name.clone()
+    }
+
+    /// Returns the errors of its methods so far.
+    pub(crate) fn failures(&self) -> &[MonitorError] {
+        &self.monitor.failures
     }
 
     pub(crate) fn has_ended(&mut self) -> bool {
@@ -157,19 +212,19 @@ impl<'a> DestinationMonitor<'a> {
     }
 
     pub(crate) fn discard(&mut self) -> Result<(), VmmError> {
-        self.monitor.call("discard", |vmm| vmm.discard())?
+        self.monitor.attempt("discard", |vmm| vmm.discard())
     }
 
     pub(crate) fn load_ahead(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
-        self.monitor.call("load_ahead", |vmm| vmm.load_ahead(state))?
+        self.monitor.attempt("load_ahead", |vmm| vmm.load_ahead(state))
     }
 
     pub(crate) fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
-        self.monitor.call("load", |vmm| vmm.load(state))?
+        self.monitor.attempt("load", |vmm| vmm.load(state))
     }
 
     pub(crate) fn resume(&mut self) -> Result<(), VmmError> {
-        self.monitor.call("resume", |vmm| vmm.resume())?
+        self.monitor.attempt("resume", |vmm| vmm.resume())
     }
 
     pub(crate) fn post_copy_refusal(&mut self) -> Result<Option<String>, VmmError> {

@@ -1,7 +1,8 @@
 //! Ends a driver's call of its monitor from outside.
 //!
-//! A driver inside such a call handles no events. A lost peer, a cancellation or a deadline must end the call all the same: each raises
-//! the alarm itself, which closes the channels that the monitor writes to or reads from, and the call fails.
+//! A driver inside such a call handles no events, but a lost peer, a cancellation or a deadline must still end the
+//! call. Each of them raises the alarm itself; the alarm closes the channels that the monitor writes to or reads from,
+//! and the call fails.
 
 use std::fmt::Display;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -11,10 +12,10 @@ use std::time::Instant;
 
 use crate::abort::Abort;
 
-/// When a call must have ended, and the reason of the alarm where it has not.
+/// The time by which a call must have ended, and the reason of the alarm if it has not.
 pub(crate) type Deadline = (Instant, Box<dyn FnOnce() -> String + Send>);
 
-/// Whether a driver is inside such a call. Clones belong to the same driver.
+/// Records whether a driver is inside a call of its monitor. Clones belong to the same driver.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Occupied(Arc<Mutex<State>>);
 
@@ -27,7 +28,8 @@ struct State {
 }
 
 impl Occupied {
-    /// Begins a call, which lasts until the returned value is dropped. Raises `abort` if the call has not ended at `deadline`.
+    /// Begins a call, which lasts until the returned value is dropped. Raises `abort` if the call has not ended at
+    /// `deadline`.
     pub(crate) fn enter(&self, abort: &Arc<Abort>, deadline: Option<Deadline>) -> Inside<'_> {
         let mut state = self.state();
         // The driver has not handled the event yet.
@@ -55,7 +57,7 @@ impl Occupied {
         self.end(&reason.to_string(), false);
     }
 
-    /// As [`Occupied::raise`], because the peer was lost.
+    /// Ends the current call, and every later one, because the peer was lost.
     pub(crate) fn lost(&self, reason: impl Display) {
         self.end(&reason.to_string(), true);
     }
@@ -81,7 +83,7 @@ fn raise(abort: &Abort, reason: &str, lost: bool) {
     };
 }
 
-/// The driver is inside a call of its monitor.
+/// A call of the monitor by the driver; dropping this ends it.
 #[derive(Debug)]
 pub(crate) struct Inside<'a> {
     occupied: &'a Occupied,

@@ -1,6 +1,6 @@
-//! What a thread's waiting is made of. Of the time that a call takes, the part in which the thread was neither running nor waiting for a
-//! CPU is what it waited for the call's subject: bytes, room, a peer. On a busy machine the two waits look alike from outside, and who
-//! takes the one for the other blames a network for what the neighbours do.
+//! Separates a thread's waits. A thread inside a call is running, is waiting for a CPU, or is waiting for the call's
+//! subject: bytes, room, a peer. On a busy machine the two waits look alike from outside; mistaking one for the other
+//! blames the network for other programs on the host.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -8,17 +8,18 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Counts for the thread that made it; no other thread may use it.
+/// Counts the waits of the thread that made it; no other thread may use it.
 #[derive(Debug)]
 pub(crate) struct OffCpu {
-    /// `/proc/thread-self/schedstat`: three numbers, the second of which is how long the thread has waited for a CPU, in nanoseconds
-    /// (the kernel's sched-stats.rst). Where it is missing, such waits count as others.
+    /// `/proc/thread-self/schedstat`: three numbers, the second of which is how long the thread has waited for a CPU,
+    /// in nanoseconds (the kernel's sched-stats.rst). If the file is missing, waits for a CPU count as waits for the
+    /// call's subject.
     schedstat: Option<File>,
     /// Time off the CPU in the calls since the last [`OffCpu::take`].
     off: Duration,
-    /// How long the thread had waited for a CPU by the last [`OffCpu::take`].
+    /// How long the thread had waited for a CPU at the last [`OffCpu::take`].
     delay: Duration,
-    /// How long the thread had been running by the last [`OffCpu::running`].
+    /// How long the thread had been running at the last [`OffCpu::running`].
     running: Duration,
 }
 
@@ -41,7 +42,7 @@ impl OffCpu {
         Begun { at: Instant::now(), running: thread_time() }
     }
 
-    /// Ends a call. Returns how long the thread was running in it.
+    /// Ends a call. Returns how long the thread was running during the call.
     pub(crate) fn end(&mut self, begun: Begun) -> Duration {
         let running = thread_time().saturating_sub(begun.running);
         self.off += begun.at.elapsed().saturating_sub(running);
@@ -54,7 +55,7 @@ impl OffCpu {
         running.saturating_sub(std::mem::replace(&mut self.running, running))
     }
 
-    /// Returns how long the thread has waited in the calls since the last time, other than for a CPU.
+    /// Returns how long the thread has waited for the subjects of its calls, since the last call of this function.
     pub(crate) fn take(&mut self) -> Duration {
         let delay = self.schedstat.as_ref().and_then(run_delay).unwrap_or_default();
         let delayed = delay.saturating_sub(std::mem::replace(&mut self.delay, delay));
@@ -82,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_waited_for_counts_and_what_is_computed_does_not() {
+    fn waiting_counts_and_computing_does_not() {
         let mut off_cpu = OffCpu::new();
         let begun = OffCpu::begin();
         let mut running = Duration::ZERO;

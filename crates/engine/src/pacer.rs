@@ -1,24 +1,24 @@
 //! The bandwidth limit, shared by all channels of a migration.
 //!
-//! The bytes of all channels lie one behind the other on a line, and a point moves along it with the limit's speed. A thread that
-//! sends reserves the next piece of the line and waits until the point reaches the start of the piece. So the sum keeps to the
-//! limit however many channels there are, and channels that reserve equal pieces get equal shares, in the order of their
-//! requests. The arithmetic (`Line`) gets the time as an argument, so it is tested without waiting.
+//! The bytes of all channels form one line, and a point moves along the line at the limit's rate. A sending thread
+//! reserves the next piece of the line and waits until the point reaches the start of the piece. So the sum keeps to
+//! the limit for any number of channels, and channels that reserve equal pieces get equal shares, in the order of their
+//! requests. The arithmetic (`Line`) receives the time as an argument, so its tests do not wait.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum delay that is caught up: it covers threads that wake late. The bytes that are caught up add to those of a second, so together
-/// with a piece they must stay below a twentieth of a second.
+/// Maximum delay that later sends make up for: it covers threads that wake late. These bytes add to those of a second,
+/// so together with a piece they must stay below a twentieth of a second.
 const CATCH_UP: Duration = Duration::from_millis(30);
-/// Number of pieces into which the bytes of a second are cut.
+/// Number of pieces into which the bytes of a second are divided.
 const PIECES_PER_SECOND: u64 = 400;
 /// Maximum bytes of a piece.
 const MAX_PIECE: u64 = 256 << 10;
-/// Minimum bytes of a piece: fewer are not worth a system call.
+/// Minimum bytes of a piece: a system call is too expensive for fewer.
 const MIN_PIECE: u64 = 4 << 10;
 
-/// Keeps all its callers, together, to a number of bytes per second. Shared with [`std::sync::Arc`].
+/// Limits all its callers together to a number of bytes per second. Shared by [`std::sync::Arc`].
 #[derive(Debug)]
 pub struct Pacer {
     started: Instant,
@@ -27,7 +27,7 @@ pub struct Pacer {
 }
 
 impl Pacer {
-    /// Makes a pacer with a limit; with none, or 0 (as QEMU's `max-bandwidth`), no thread waits.
+    /// Makes a pacer with a limit in bytes per second; with `None` or 0 (as QEMU's `max-bandwidth`), no thread waits.
     pub fn new(bytes_per_second: Option<u64>) -> Self {
         Self { started: Instant::now(), line: Mutex::new(Line::new(bytes_per_second)), changed: Condvar::new() }
     }
@@ -52,25 +52,26 @@ impl Pacer {
         }
     }
 
-    /// Counts `bytes` that are sent without waiting: other threads wait the longer.
+    /// Counts `bytes` that are sent without waiting; other threads wait longer instead.
     pub fn charge(&self, bytes: usize) {
         // The position of these bytes does not matter.
         let _ = self.lock().reserve(self.started.elapsed(), bytes as u64);
     }
 
-    /// Returns how long the network will be busy with the bytes that are reserved, and the time that can be made up for besides; none
-    /// without a limit.
+    /// Returns how long the network will be busy with the reserved bytes, plus the delay that can be made up for;
+    /// `None` without a limit.
     pub fn left(&self) -> Option<Duration> {
         let line = self.lock();
         line.rate.map(|rate| line.left(self.started.elapsed(), rate))
     }
 
-    /// Returns for how long, all together, no thread used the limit, beyond what can be made up for.
+    /// Returns the total time for which no thread used the limit, beyond the delay that can be made up for.
     pub fn unused(&self) -> Duration {
         self.lock().unused
     }
 
-    /// Changes the limit, also for threads that wait; removing it ends all waits (as a cancelled migration must).
+    /// Changes the limit, also for waiting threads. Removing the limit ends all waits (a cancelled migration needs
+    /// this).
     pub fn set_limit(&self, bytes_per_second: Option<u64>) {
         self.lock().set_rate(self.started.elapsed(), bytes_per_second);
         self.changed.notify_all();
@@ -96,12 +97,12 @@ impl Pacer {
 #[derive(Debug)]
 struct Line {
     rate: Option<u64>,
-    /// The position of the point at `since`; from then on it has moved with `rate`.
+    /// The position of the point at `since`; from then on it has moved at `rate`.
     from: u64,
     since: Duration,
     /// The end of the last reserved piece.
     reserved: u64,
-    /// The time of all parts of the line that no thread has reserved in time.
+    /// The time of all parts of the line that no thread reserved in time.
     unused: Duration,
 }
 
@@ -131,7 +132,7 @@ impl Line {
         Some(place)
     }
 
-    /// Returns how long until the point reaches `place`.
+    /// Returns the time until the point reaches `place`.
     fn wait(&self, now: Duration, place: u64) -> Duration {
         let Some(rate) = self.rate else {
             return Duration::ZERO;
@@ -139,14 +140,14 @@ impl Line {
         time_of(place.saturating_sub(self.point(now, rate)), rate)
     }
 
-    /// Returns how long until time is lost for good where no thread reserves more.
+    /// Returns how long no thread needs to reserve anything before time is lost for good.
     fn left(&self, now: Duration, rate: u64) -> Duration {
         let until = self.reserved.saturating_add(bytes_in(CATCH_UP, rate));
         time_of(until.saturating_sub(self.point(now, rate)), rate)
     }
 
     fn set_rate(&mut self, now: Duration, rate: Option<u64>) {
-        // Without a limit nothing was reserved, so the point begins at the end.
+        // Without a limit nothing was reserved, so the point starts at the end.
         self.from = self.rate.map_or(self.reserved, |rate| self.point(now, rate));
         self.since = now;
         self.rate = rate.filter(|rate| *rate > 0);
@@ -157,7 +158,7 @@ fn piece(rate: u64) -> u64 {
     (rate / PIECES_PER_SECOND).clamp(MIN_PIECE, MAX_PIECE)
 }
 
-/// Returns the time of `bytes`, rounded up: else a thread that waits for so long would wake a moment early.
+/// Returns the time of `bytes`, rounded up: otherwise a thread that waits for this time would wake a moment early.
 fn time_of(bytes: u64, rate: u64) -> Duration {
     let nanoseconds = (u128::from(bytes) * 1_000_000_000).div_ceil(rate.into());
     Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
@@ -173,8 +174,8 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Runs senders that always want more, and returns (time, sender, bytes) for each piece sent. `wakes`: when a sender goes on whose
-    /// wait has ended.
+    /// Runs senders that always have more to send, and returns (time, sender, bytes) for each piece sent. `wakes`
+    /// returns when a sender continues whose wait has ended.
     fn simulate(
         rate: u64,
         piece: u64,
@@ -184,7 +185,8 @@ mod tests {
     ) -> Vec<(Duration, usize, u64)> {
         let mut line = Line::new(Some(rate));
         let mut sent = Vec::new();
-        // (the time at which it goes on, sender) for each; each reserves its next piece when the one before has been sent.
+        // (the time at which a sender continues, sender); each reserves its next piece when the previous one has been
+        // sent.
         let mut waiting: Vec<_> = (0..senders)
             .map(|sender| {
                 let place = line.reserve(Duration::ZERO, piece).unwrap();
@@ -214,7 +216,7 @@ mod tests {
             for senders in [1, 3, 8] {
                 for late in [Duration::ZERO, Duration::from_micros(100), Duration::from_millis(3)] {
                     let piece = piece(rate);
-                    // A sender that wakes later than a piece lasts needs other senders; a lone one cannot keep up.
+                    // A single sender that wakes later than a piece lasts cannot keep up; it needs other senders.
                     if late.as_secs_f64() * rate as f64 > (piece * senders as u64) as f64 {
                         continue;
                     }
@@ -231,11 +233,11 @@ mod tests {
     }
 
     #[test]
-    fn standstills_of_all_channels_are_made_up_for_within_five_percent_of_every_second() {
+    fn pauses_of_all_channels_are_made_up_for_within_five_percent_of_every_second() {
         let stall = CATCH_UP - Duration::from_millis(1);
         for rate in [1 << 20, 20_000_000, 500_000_000] {
             for senders in [1, 2, 4] {
-                // Nobody wakes in the first part of each tenth of a second.
+                // No sender wakes in the first part of each tenth of a second.
                 let wakes = |due: Duration| due.max(SECOND * (due.as_millis() / 100) as u32 / 10 + stall);
                 let sent = simulate(rate, piece(rate), senders, wakes, SECOND * 6);
                 for step in 200..900 {
@@ -278,7 +280,7 @@ mod tests {
         let ms = Duration::from_millis;
         line.reserve(ms(0), 10_000);
         assert_eq!(line.left(ms(0), RATE), ms(10) + CATCH_UP);
-        // Nothing was reserved for 20 ms, which is made up for, and then for 40, of which ten are lost.
+        // Nothing is reserved for 20 ms, which is made up for, and then for 40 ms, of which 10 ms are lost.
         line.reserve(ms(30), 1000);
         assert_eq!((line.unused, line.left(ms(30), RATE)), (Duration::ZERO, ms(11)));
         line.reserve(ms(51), 10_000);
@@ -291,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_limit_holds_for_those_who_wait() {
+    fn a_new_limit_applies_to_waiting_senders() {
         let mut line = Line::new(Some(1000));
         line.reserve(Duration::ZERO, 10_000);
         let place = line.reserve(Duration::ZERO, 10_000).unwrap();
@@ -319,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn no_limit_and_zero_mean_that_nobody_waits() {
+    fn without_a_limit_or_with_zero_no_thread_waits() {
         for limit in [None, Some(0)] {
             let pacer = Pacer::new(limit);
             pacer.pace(usize::MAX);
@@ -329,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn removing_the_limit_lets_those_who_wait_go() {
+    fn removing_the_limit_ends_all_waits() {
         let pacer = Pacer::new(Some(1));
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| {

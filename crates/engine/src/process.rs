@@ -1,4 +1,5 @@
-//! Reads facts about a process from `/proc` and the clock: its identity across reuse of its number, its CPU time, its page faults.
+//! Reads facts about a process from `/proc` and the clock: its identity across reuse of its number, its CPU time, its
+//! page faults.
 
 use rustix::time::{ClockId, clock_gettime};
 use sterna_wire::switchover::ProcessIdentity;
@@ -13,7 +14,7 @@ pub fn identity(pid: u32) -> Option<ProcessIdentity> {
     (!matches!(state, "Z" | "X")).then_some(ProcessIdentity { pid, start_ticks })
 }
 
-/// Returns whether this very process still lives.
+/// Returns whether the process with this identity still lives.
 pub fn lives(process: ProcessIdentity) -> bool {
     identity(process.pid) == Some(process)
 }
@@ -24,7 +25,8 @@ pub fn own_cpu_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// Returns the minor and major page faults of a process so far; 0 when it is gone. Fields 10 and 12 of `/proc/PID/stat`.
+/// Returns the minor and major page faults of a process so far; 0 when it is gone. Fields 10 and 12 of
+/// `/proc/PID/stat`.
 pub fn faults(pid: u32) -> u64 {
     let stat = stat(pid).unwrap_or_default();
     [10, 12].iter().filter_map(|number| field(&stat, *number)?.parse::<u64>().ok()).sum()
@@ -34,8 +36,8 @@ fn stat(pid: u32) -> Option<String> {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()
 }
 
-/// Returns field `number` of a stat line, from 3 on, numbered as in proc(5). The name in field 2 may contain anything, so
-/// counting starts behind its last bracket.
+/// Returns field `number` of a stat line, from 3 on, numbered as in proc(5). The name in field 2 may contain any
+/// characters, so counting starts behind the last bracket.
 fn field(stat: &str, number: usize) -> Option<&str> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(number - 3)
 }

@@ -51,11 +51,11 @@ impl Reading {
     }
 
     /// As [`Reading::read`], but only finds the zero pages: the others will be sent directly from guest RAM.
-    pub(crate) fn look(&mut self, ram: &GuestRam, runs: &[Run]) {
+    pub(crate) fn find_zero_pages(&mut self, ram: &GuestRam, runs: &[Run]) {
         if self.in_place.is_none() {
             self.in_place = Some(ram.clone());
         }
-        in_place::look(ram, runs, &mut self.batch, &mut self.ratio);
+        in_place::find_zero_pages(ram, runs, &mut self.batch, &mut self.ratio);
     }
 
     /// Returns the block from which the batch's pages are sent directly, if they are.
@@ -80,7 +80,7 @@ impl Reading {
     }
 
     /// Adds `runs`, which [`Reading::takes`], with their kinds and without content, which is elsewhere.
-    pub(crate) fn know(&mut self, runs: &[Run]) {
+    pub(crate) fn add(&mut self, runs: &[Run]) {
         let mut normal = 0;
         for run in runs {
             match run.kind {

@@ -5,126 +5,28 @@
 //! there and compared afterwards. Otherwise it is received into a buffer that stays in the cache, and placed after it
 //! was compared. No memory is reserved for a length that was not bounded.
 
+mod sink;
+
 use std::io::{Read, Write};
-use std::ops::Deref;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use arrayvec::ArrayVec;
 use sterna_codec::{CodecError, Decoder, Format};
-use sterna_memory::raw::RawPiece;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::PageDeltas;
 use sterna_wire::device::Piece;
 use sterna_wire::packet::{
-    Ack, BlockShape, DeviceLabel, MAX_TABLE, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PacketKind, PageRequest,
-    PageTable, Refusal, Run, RunKind,
+    Ack, DeviceLabel, MAX_TABLE, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PacketKind, PageRequest, PageTable,
+    Refusal, Run, RunKind,
 };
 use sterna_wire::sequence::{OutOfSequence, ReceiveSequence};
 
+pub use self::sink::{
+    ChannelSink, Content, DeviceBufferSink, DevicePieceSink, MAX_PLACES, OpaqueSink, PageSink, Places, SinkError,
+    StreamSink,
+};
 use crate::off_cpu::OffCpu;
 use crate::transport::{Reader, Writer};
-
-/// Why a sink could not handle a packet.
-pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
-
-/// Maximum number of pieces of guest RAM that the content of one packet is written to directly. With more, smaller pieces, one read
-/// into a buffer is faster than many into memory.
-pub const MAX_PLACES: usize = 16;
-
-/// The content of a packet, in the buffer of the thread that has received it.
-#[derive(Debug)]
-pub struct Content<'a> {
-    /// The buffer that begins with the content. A sink that moves the buffer out must leave another one of the same length.
-    pub buffer: &'a mut Vec<u8>,
-    /// Length of the content in bytes.
-    pub length: usize,
-}
-
-impl Deref for Content<'_> {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        &self.buffer[..self.length]
-    }
-}
-
-/// Pieces of guest RAM.
-pub type Places<'a> = ArrayVec<RawPiece<'a>, MAX_PLACES>;
-
-/// Handles the packets of one channel. Called by that channel's thread only, in the order of arrival. A sink implements the
-/// methods for the packets that belong on its channel; every other packet is refused, which ends the migration.
-pub trait Sink: Send {
-    /// Returns the RAM blocks, by index. Called before the first page only.
-    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
-        misplaced("pages")
-    }
-
-    /// Returns the guest RAM of the normal runs, one piece for each, so that the content can be written directly
-    /// there; handles the zero runs itself. None: the content is passed to [`Sink::pages`]. Called for packets with at
-    /// most [`MAX_PLACES`] normal runs.
-    ///
-    /// The content is checked only after it was written. If it is damaged it is refused ([`Sink::refuse`]), or the channel fails, and
-    /// with it the migration.
-    fn places(&mut self, _block: u16, _runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
-        Ok(None)
-    }
-
-    /// Called when the memory that [`Sink::places`] returned is written.
-    fn placed(&mut self) {}
-
-    /// Places pages of `block`; `content` holds those of the normal runs.
-    fn pages(&mut self, _block: u16, _runs: &[Run], _content: &[u8]) -> Result<(), SinkError> {
-        misplaced("pages")
-    }
-
-    /// Refuses a packet with these pages of `block`: its content is not what the source read from the guest, and may have been written
-    /// to the memory that [`Sink::places`] returned. True: the zero runs are handled, and the normal pages count as missing until they
-    /// were retransmitted. False: the channel fails.
-    fn refuse(&mut self, _block: u16, _runs: &[Run]) -> Result<bool, SinkError> {
-        Ok(false)
-    }
-
-    /// Applies deltas to these pages of `block`. False: the results are not the source's pages, so the packet is damaged.
-    fn deltas(&mut self, _block: u16, _runs: &[Run], _deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
-        misplaced("deltas")
-    }
-
-    /// Discards the earlier content of these pages of `block`.
-    fn discard(&mut self, _block: u16, _runs: &[Run]) -> Result<(), SinkError> {
-        misplaced("discards")
-    }
-
-    /// Called when all pages of `generation` that take this channel have been handed to [`Sink::pages`].
-    fn generation_end(&mut self, _generation: u64) -> Result<(), SinkError> {
-        misplaced("the end of a generation")
-    }
-
-    /// Handles a record of the virtual machine's own stream.
-    fn stream(&mut self, _record: u16, _content: &[u8]) -> Result<(), SinkError> {
-        misplaced("a stream record")
-    }
-
-    /// Handles a piece of the state of device `device`, with its place among the device's pieces.
-    fn device(&mut self, _device: u16, _place: u64, _piece: Piece<Content<'_>>) -> Result<(), SinkError> {
-        misplaced("device state")
-    }
-
-    /// Handles a buffer of device state, as a QEMU sends it.
-    fn device_state(&mut self, _device: DeviceLabel<'_>, _content: &[u8]) -> Result<(), SinkError> {
-        misplaced("device state")
-    }
-
-    /// Handles bytes of an opaque connection; none: the peer has closed its writing half.
-    fn opaque(&mut self, _content: &[u8]) -> Result<(), SinkError> {
-        misplaced("opaque bytes")
-    }
-}
-
-fn misplaced<T>(what: &str) -> Result<T, SinkError> {
-    Err(format!("{what} on a channel that is not for it").into())
-}
 
 /// Maximum number of packets of full size that one acknowledgement covers.
 const MAX_WITHHELD: u64 = 8;
@@ -220,7 +122,7 @@ pub struct PacketRules {
 pub fn receive_packets(
     reader: &mut Reader,
     acknowledgements: Option<&mut Writer>,
-    sink: &mut dyn Sink,
+    sink: &mut ChannelSink,
     rules: PacketRules,
     counters: &ReceiveCounters,
 ) -> Result<(), ReceiveError> {
@@ -252,7 +154,7 @@ struct Receiving<'a> {
 }
 
 impl Receiving<'_> {
-    fn run(&mut self, mut acknowledgements: Option<&mut Writer>, sink: &mut dyn Sink) -> Result<(), ReceiveError> {
+    fn run(&mut self, mut acknowledgements: Option<&mut Writer>, sink: &mut ChannelSink) -> Result<(), ReceiveError> {
         let mut sequence = ReceiveSequence::default();
         let mut blocks = None;
         let mut pages = PageTable::new();
@@ -275,15 +177,19 @@ impl Receiving<'_> {
             if matches!(header.kind, PacketKind::Pages | PacketKind::Deltas | PacketKind::Discard) {
                 let blocks = match &blocks {
                     Some(blocks) => blocks,
-                    None => blocks.insert(sink.blocks().map_err(|error| refused(&header, error))?),
+                    None => {
+                        let shapes = sink.pages(header.kind).and_then(|sink| sink.blocks());
+                        blocks.insert(shapes.map_err(|error| refused(&header, error))?)
+                    }
                 };
                 pages.read(&header, table, blocks)?;
             }
             match header.kind {
                 PacketKind::Pages | PacketKind::Deltas => {
-                    match (self.pages(&header, pages.runs(), sink), &mut acknowledgements) {
+                    let page_sink = sink.pages(header.kind).map_err(|error| refused(&header, error))?;
+                    match (self.pages(&header, pages.runs(), page_sink), &mut acknowledgements) {
                         (Err(damage), Some(writer)) if damage.is_damage() => {
-                            let refuses = sink.refuse(header.subject, pages.runs());
+                            let refuses = page_sink.refuse(header.subject, pages.runs());
                             if !refuses.map_err(|error| refused(&header, error))? {
                                 return Err(damage);
                             }
@@ -337,7 +243,7 @@ impl Receiving<'_> {
     }
 
     /// Places pages: directly in guest RAM if that is a few pieces of memory, else through a buffer.
-    fn pages(&mut self, header: &PacketHeader, runs: &[Run], sink: &mut dyn Sink) -> Result<(), ReceiveError> {
+    fn pages(&mut self, header: &PacketHeader, runs: &[Run], sink: &mut dyn PageSink) -> Result<(), ReceiveError> {
         if header.kind == PacketKind::Deltas {
             let content = self.read_content(header)?;
             let deltas = PageDeltas::new(&content, runs.iter().map(|run| u64::from(run.count)).sum());
@@ -360,7 +266,7 @@ impl Receiving<'_> {
         &mut self,
         header: &PacketHeader,
         runs: &[Run],
-        sink: &mut dyn Sink,
+        sink: &mut dyn PageSink,
     ) -> Result<bool, ReceiveError> {
         let places = sink.places(header.subject, runs).map_err(|error| refused(header, error))?;
         let Some(mut places) = places else { return Ok(false) };
@@ -373,7 +279,7 @@ impl Receiving<'_> {
                 self.reader.read_exact(&mut self.payload[..header.payload_length as usize])?;
                 self.waits.end(begun);
                 let checks = self.rules.checksums;
-                self.decode(header, |decoder, payload| {
+                self.decoders.decode(header, &self.payload, self.counters, |decoder, payload| {
                     decoder.decode_into(payload, place.reborrow())?;
                     Ok(checks.then(|| place.crc32c(0)))
                 })?;
@@ -404,29 +310,34 @@ impl Receiving<'_> {
         header: &PacketHeader,
         table: &[u8],
         runs: &[Run],
-        sink: &mut dyn Sink,
+        sink: &mut ChannelSink,
     ) -> Result<(), ReceiveError> {
         let content = self.read_content(header)?;
-        let taken = match header.kind {
+        let (kind, subject, place) = (header.kind, header.subject, header.detail);
+        let mut piece = |piece| sink.device_pieces(kind).and_then(|sink| sink.piece(subject, place, piece));
+        let handled = match kind {
             PacketKind::Pages | PacketKind::Deltas => unreachable!("handled apart"),
-            PacketKind::Discard if content.is_empty() => sink.discard(header.subject, runs),
+            PacketKind::DeviceBuffer => piece(Piece::Bytes(content)),
+            PacketKind::DeviceAhead if content.is_empty() => piece(Piece::Ahead),
+            PacketKind::DeviceEnd if content.is_empty() => piece(Piece::End),
+            PacketKind::Discard if content.is_empty() => sink.pages(kind).and_then(|sink| sink.discard(subject, runs)),
             PacketKind::Discard => return Err(PacketError::Table("discards with content").into()),
-            PacketKind::GenerationEnd => sink.generation_end(header.detail),
-            PacketKind::Stream => sink.stream(header.subject, &content),
-            PacketKind::DeviceState => sink.device_state(DeviceLabel::decode(table)?, &content),
-            PacketKind::DeviceBuffer => sink.device(header.subject, header.detail, Piece::Bytes(content)),
-            PacketKind::DeviceAhead if content.is_empty() => sink.device(header.subject, header.detail, Piece::Ahead),
-            PacketKind::DeviceEnd if content.is_empty() => sink.device(header.subject, header.detail, Piece::End),
+            PacketKind::GenerationEnd => sink.pages(kind).and_then(|sink| sink.generation_end(header.detail)),
+            PacketKind::Stream => sink.stream(kind).and_then(|sink| sink.stream(subject, &content)),
+            PacketKind::DeviceState => {
+                let label = DeviceLabel::decode(table)?;
+                sink.device_buffers(kind).and_then(|sink| sink.buffer(label, &content))
+            }
             PacketKind::DeviceAhead | PacketKind::DeviceEnd => {
                 return Err(PacketError::Table("a mark in a device's state with content").into());
             }
             PacketKind::Opaque if content.is_empty() => {
                 return Err(PacketError::Table("an opaque packet without content").into());
             }
-            PacketKind::Opaque => sink.opaque(&content),
-            PacketKind::OpaqueEnd => sink.opaque(&[]),
+            PacketKind::Opaque => sink.opaque(kind).and_then(|sink| sink.opaque(&content)),
+            PacketKind::OpaqueEnd => sink.opaque(kind).and_then(|sink| sink.opaque(&[])),
         };
-        taken.map_err(|error| refused(header, error))
+        handled.map_err(|error| refused(header, error))
     }
 
     /// The content of a packet, decoded and checked.
@@ -436,42 +347,17 @@ impl Receiving<'_> {
         self.reader.read_exact(&mut self.payload[..length])?;
         self.waits.end(begun);
         if header.method != 0 {
-            let mut content = std::mem::take(&mut self.content);
-            let (place, checks) = (&mut content[..header.content_length as usize], self.rules.checksums);
-            let decoded = self.decode(header, |decoder, payload| {
+            let (place, checks) = (&mut self.content[..header.content_length as usize], self.rules.checksums);
+            self.decoders.decode(header, &self.payload, self.counters, |decoder, payload| {
                 decoder.decode(payload, place)?;
                 Ok(checks.then(|| crc32c(place)))
-            });
-            self.content = content;
-            decoded?;
+            })?;
             return Ok(Content { buffer: &mut self.content, length: header.content_length as usize });
         }
         if self.rules.checksums && crc32c(&self.payload[..length]) != header.content_checksum {
             return Err(ReceiveError::Content(header.sequence));
         }
         Ok(Content { buffer: &mut self.payload, length })
-    }
-
-    /// Decodes the payload, and decodes once more if the content is not what the source read: right then means that this
-    /// side's first decoding erred; wrong again, that the source's encoding did.
-    fn decode(
-        &mut self,
-        header: &PacketHeader,
-        mut decode: impl FnMut(&mut dyn Decoder, &[u8]) -> Result<Option<u32>, CodecError>,
-    ) -> Result<(), ReceiveError> {
-        let failed = |error| ReceiveError::Decode { sequence: header.sequence, error };
-        let payload = &self.payload[..header.payload_length as usize];
-        let format = Format::from_wire(header.method);
-        let format = format.ok_or(ReceiveError::Method { sequence: header.sequence, method: header.method })?;
-        let decoder = self.decoders.of(format).map_err(failed)?;
-        for attempt in 0..2 {
-            let checksum = decode(decoder, payload).map_err(failed)?;
-            if checksum.is_none_or(|checksum| checksum == header.content_checksum) {
-                self.counters.decoded_again.fetch_add(attempt, Ordering::Relaxed);
-                return Ok(());
-            }
-        }
-        Err(ReceiveError::Content(header.sequence))
     }
 }
 
@@ -494,6 +380,30 @@ fn refused(header: &PacketHeader, error: SinkError) -> ReceiveError {
 struct Decoders(Vec<(Format, Box<dyn Decoder>)>);
 
 impl Decoders {
+    /// Decodes the payload of a packet, at the beginning of `payload`, and decodes once more if the content is not what the source read:
+    /// right then means that this side's first decoding erred; wrong again, that the source's encoding did.
+    fn decode(
+        &mut self,
+        header: &PacketHeader,
+        payload: &[u8],
+        counters: &ReceiveCounters,
+        mut decode: impl FnMut(&mut dyn Decoder, &[u8]) -> Result<Option<u32>, CodecError>,
+    ) -> Result<(), ReceiveError> {
+        let failed = |error| ReceiveError::Decode { sequence: header.sequence, error };
+        let payload = &payload[..header.payload_length as usize];
+        let format = Format::from_wire(header.method);
+        let format = format.ok_or(ReceiveError::Method { sequence: header.sequence, method: header.method })?;
+        let decoder = self.of(format).map_err(failed)?;
+        for attempt in 0..2 {
+            let checksum = decode(decoder, payload).map_err(failed)?;
+            if checksum.is_none_or(|checksum| checksum == header.content_checksum) {
+                counters.decoded_again.fetch_add(attempt, Ordering::Relaxed);
+                return Ok(());
+            }
+        }
+        Err(ReceiveError::Content(header.sequence))
+    }
+
     fn of(&mut self, format: Format) -> Result<&mut dyn Decoder, CodecError> {
         let position = match self.0.iter().position(|(known, _)| *known == format) {
             Some(position) => position,

@@ -4,8 +4,9 @@
 //! file beside it. The lock is held from before the record is read or created until the process ends, so that
 //! `sterna recover` and a living `sterna send` never act for the same side at once.
 //!
-//! A user who can change a record decides which of two guests runs, and what `recover` connects to. So a directory is used only where it
-//! belongs to this process's user and no other user may write to it, and no file in it is opened through a symbolic link.
+//! A user who can change a record decides which of two guests runs, and what `recover` connects to. So a directory is
+//! used only where it belongs to this process's user and no other user may write to it, and no file in it is opened
+//! through a symbolic link.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -22,10 +23,11 @@ use crate::directory::{Directory, open_without_link};
 /// Maximum bytes of a record: a longer file is not a record.
 const MAX_LENGTH: u64 = 64 << 10;
 
-/// How long settled records are kept, in milliseconds: a week.
-const KEPT_MS: u64 = 7 * 24 * 3600 * 1000;
+/// Time for which settled records are kept, in milliseconds: a week.
+const RETENTION_MS: u64 = 7 * 24 * 3600 * 1000;
 
-/// Which side of a migration a record is of. Both may lie in one directory when a guest moves within a host.
+/// The side of a migration to which a record belongs. Both records may be in one directory when a guest moves within a
+/// host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The source.
@@ -42,7 +44,7 @@ impl Side {
         }
     }
 
-    /// The side that a state belongs to.
+    /// Returns the side to which a state belongs.
     pub const fn of(state: RecordState) -> Self {
         match state {
             RecordState::Source(_) => Self::Source,
@@ -65,7 +67,7 @@ pub enum RecordFileError {
         /// The system's error.
         source: io::Error,
     },
-    /// Others could read or change the records.
+    /// Other users could read or change the records.
     #[error("the state directory {dir} cannot be trusted: {why}", dir = dir.display())]
     Untrusted {
         /// The directory.
@@ -84,10 +86,10 @@ pub enum RecordFileError {
     Missing {
         /// The migration.
         id: MigrationId,
-        /// Where it was looked for.
+        /// The directory that was searched.
         dir: PathBuf,
     },
-    /// Its content is not a record.
+    /// The file's content is not a record.
     #[error("{path}: {source}")]
     Content {
         /// The file.
@@ -107,7 +109,7 @@ pub struct RecordFile {
 }
 
 impl RecordFile {
-    /// Locks the place for a new record in `dir`, which is made if it is missing. Nothing is written yet.
+    /// Locks the path of a new record in `dir`, which is made if it is missing. Nothing is written yet.
     pub fn create(dir: &Path, record: Record) -> Result<Self, RecordFileError> {
         make(dir)?;
         remove_old(dir, now_ms());
@@ -128,22 +130,22 @@ impl RecordFile {
         Ok(Self { path, record, written: true, _lock: lock })
     }
 
-    /// The record as it was last written, or will be written first.
+    /// Returns the record as it was last written, or as it will be written first.
     pub fn record(&self) -> &Record {
         &self.record
     }
 
-    /// Whether the record has been written at all.
+    /// Returns whether the record has ever been written.
     pub fn written(&self) -> bool {
         self.written
     }
 
-    /// Changes the record that will be written next.
+    /// Changes the record for the next write.
     pub fn amend(&mut self, change: impl FnOnce(&mut Record)) {
         change(&mut self.record);
     }
 
-    /// Writes the record in a new state, durably: after this returned, a power cut does not undo it.
+    /// Writes the record in a new state, durably: once this function has returned, a power cut does not undo the write.
     pub fn write(&mut self, state: RecordState) -> Result<(), RecordFileError> {
         let record = self.record.advanced(state, std::process::id(), now_ms());
         let content = |source| RecordFileError::Content { path: self.path.clone(), source };
@@ -161,11 +163,11 @@ impl RecordFile {
 pub fn prepare(dir: &Path) -> Result<(), RecordFileError> {
     let open = make(dir)?;
     let probe = format!(".probe-{}", std::process::id());
-    // A process with the same number that was killed may have left one.
+    // A killed process with the same number may have left a probe.
     let _ = open.remove(&probe);
     let written =
         open.create_new(&probe, 0o600).and_then(|mut file| file.write_all(b"probe").and_then(|()| file.sync_all()));
-    // Nothing is left of it where it could not be made.
+    // If the probe could not be made, there is nothing to remove.
     let _ = open.remove(&probe);
     written.map_err(|source| failed("write to the state directory", dir, source))
 }
@@ -184,16 +186,16 @@ fn trust(dir: &Path) -> Result<(), RecordFileError> {
     checked.map_err(|why| RecordFileError::Untrusted { dir: dir.to_owned(), why })
 }
 
-/// Removes records that were settled long ago, and files that crashes have left. Until then the other side may still ask for
-/// the outcome.
+/// Removes records that were settled long ago, and files that crashes have left. Before that time the other side may
+/// still request the outcome.
 fn remove_old(dir: &Path, now_ms: u64) {
     let Ok(entries) = fs::read_dir(dir) else { return };
     for path in entries.flatten().map(|entry| entry.path()) {
         match path.extension().and_then(|extension| extension.to_str()) {
             Some("json") => {
-                let old = |record: &Record| is_over(record) && record.updated_ms + KEPT_MS < now_ms;
+                let old = |record: &Record| is_over(record) && record.updated_ms + RETENTION_MS < now_ms;
                 if read(&path).is_ok_and(|record| old(&record)) {
-                    // Fails where another process removes it at the same time.
+                    // Fails if another process removes the file at the same time.
                     let _ = fs::remove_file(&path);
                     let _ = fs::remove_file(path.with_extension("lock"));
                 }
@@ -206,12 +208,12 @@ fn remove_old(dir: &Path, now_ms: u64) {
     }
 }
 
-/// Returns whether the record is not needed any more. That of an aborted destination is needed as long as its QEMU lives, which must still
-/// be ended. If another process has QEMU's number by now, the record is only kept for longer.
+/// Returns whether the record is not needed any more. An aborted destination's record is needed while its QEMU lives,
+/// which must still be ended. If another process has QEMU's number by now, the record is merely kept longer.
 fn is_over(record: &Record) -> bool {
     let gone = |qemu: ProcessIdentity| !Path::new("/proc").join(qemu.pid.to_string()).exists();
     let aborted = record.state == RecordState::Destination(DestinationState::Aborted);
-    record.state.settled() || aborted && record.qemu.is_some_and(gone)
+    record.state.settled() || aborted && record.monitor_process.is_some_and(gone)
 }
 
 /// Returns whether an auxiliary file belongs to a record that does not exist, was made long ago and is not in use.
@@ -222,13 +224,13 @@ fn is_leftover(path: &Path, now_ms: u64) -> bool {
     });
     let made = fs::metadata(path).and_then(|file| file.modified()).ok();
     let made_ms = made.and_then(|made| made.duration_since(UNIX_EPOCH).ok()).map(|since| since.as_millis() as u64);
-    ours && made_ms.is_some_and(|made_ms| made_ms + KEPT_MS < now_ms)
+    ours && made_ms.is_some_and(|made_ms| made_ms + RETENTION_MS < now_ms)
         && !path.with_extension("json").exists()
         && File::open(path).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok())
 }
 
-/// Returns the records of `dir` that are not settled yet. Records that cannot be read are left out: `recover` reports what is wrong with
-/// them.
+/// Returns the records of `dir` that are not settled yet. Unreadable records are omitted: `recover` reports what is
+/// wrong with them.
 ///
 /// # Errors
 /// The directory exists, and other users could change its content.
@@ -313,8 +315,8 @@ mod tests {
             fenced_peer: false,
             peer: "dst:4920".into(),
             mode: sterna_wire::control::Mode::Owner,
-            qmp: "src.qmp".into(),
-            qemu: None,
+            monitor_socket: "src.qmp".into(),
+            monitor_process: None,
             settings_before: None,
             completion_permitted: false,
             pausing: false,
@@ -354,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_or_damaged_record_is_said_so_and_a_leftover_is_not_taken_for_it() {
+    fn a_missing_or_damaged_record_is_an_error_and_a_leftover_is_not_read_in_its_place() {
         let dir = tempfile::tempdir().unwrap();
         let id = MigrationId::from_bytes([1; 16]);
         assert!(matches!(RecordFile::open(dir.path(), id, Side::Source), Err(RecordFileError::Missing { .. })));
@@ -371,13 +373,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut file = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
         file.write(RecordState::Source(SourceState::Committed)).unwrap();
-        remove_old(dir.path(), now_ms() + 2 * KEPT_MS);
+        remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
         assert!(file.path.exists());
 
         file.write(RecordState::Source(SourceState::Finished)).unwrap();
         remove_old(dir.path(), now_ms());
         assert!(file.path.exists());
-        remove_old(dir.path(), now_ms() + 2 * KEPT_MS);
+        remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
         assert!(!file.path.exists());
     }
 
@@ -388,24 +390,24 @@ mod tests {
         child.wait().unwrap();
         let qemu = |pid| Some(ProcessIdentity { pid, start_ticks: 1 });
         for (qemu, kept) in [(qemu(child.id()), false), (qemu(std::process::id()), true), (None, true)] {
-            let record = Record { qemu, ..record(SourceState::Started) };
+            let record = Record { monitor_process: qemu, ..record(SourceState::Started) };
             let started = Record { state: RecordState::Destination(DestinationState::Started), ..record };
             let mut file = RecordFile::create(dir.path(), started).unwrap();
             file.write(RecordState::Destination(DestinationState::Prepared)).unwrap();
-            remove_old(dir.path(), now_ms() + 2 * KEPT_MS);
+            remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
             assert!(file.path.exists(), "not settled");
             file.write(RecordState::Destination(DestinationState::Aborted)).unwrap();
             remove_old(dir.path(), now_ms());
             assert!(file.path.exists(), "not old");
-            remove_old(dir.path(), now_ms() + 2 * KEPT_MS);
+            remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
             assert_eq!(file.path.exists(), kept, "{qemu:?}");
         }
     }
 
     #[test]
-    fn what_crashes_left_is_removed_and_what_is_in_use_or_not_ours_stays() {
+    fn leftovers_of_crashes_are_removed_and_files_in_use_or_of_others_stay() {
         let dir = tempfile::tempdir().unwrap();
-        let later = now_ms() + 2 * KEPT_MS;
+        let later = now_ms() + 2 * RETENTION_MS;
         let name = |end: &str| dir.path().join(format!("{}{end}", MigrationId::from_bytes([9; 16])));
         let left = [name(".source.lock"), name(".destination.lock"), name(".source.new")];
         let not_ours = [dir.path().join("my.lock"), name(".other.lock"), dir.path().join("notes.new")];
@@ -422,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_directory_that_cannot_be_written_to_is_known_beforehand() {
+    fn a_state_directory_that_cannot_be_written_to_is_refused_beforehand() {
         let dir = tempfile::tempdir().unwrap();
         let made = dir.path().join("a/b");
         prepare(&made).unwrap();
@@ -433,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_directory_that_others_can_change_is_refused_whatever_it_is_used_for() {
+    fn a_state_directory_that_others_can_change_is_refused_for_every_use() {
         let dir = tempfile::tempdir().unwrap();
         let mut file = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
         file.write(RecordState::Source(SourceState::Committed)).unwrap();
@@ -469,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_in_the_place_of_the_probe_or_of_a_record_is_not_followed() {
+    fn a_probe_or_record_that_is_a_link_is_not_followed() {
         let dir = tempfile::tempdir().unwrap();
         let victim = tempfile::NamedTempFile::new().unwrap();
         fs::write(victim.path(), "precious").unwrap();

@@ -4,14 +4,11 @@
 //! record is received when the monitor reads it and not before, so a state of any size takes one packet of memory here.
 
 use std::io::{self, Read, Write};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use sterna_wire::device;
-
-use crate::device_state::load::{LoadingDevices, arrived};
-use crate::receive::{Content, Sink, SinkError};
-use crate::send::{Item, SendChannel};
+use crate::item::Item;
+use crate::receive::{SinkError, StreamSink};
+use crate::send::SendChannel;
 
 /// Which of the two streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,8 +90,6 @@ pub(crate) struct StateSink<F> {
     last: Feed,
     /// Called when the first record of a part has arrived.
     begun: F,
-    /// The devices, where their state arrives on this channel too.
-    devices: Option<Arc<LoadingDevices>>,
 }
 
 /// The sending end to the reader of one part.
@@ -114,10 +109,7 @@ pub(crate) struct StateReader {
 }
 
 /// Returns the sink, and the readers of the state that is sent ahead and of the final state.
-pub(crate) fn state_sink<F: FnMut(Part) + Send>(
-    begun: F,
-    devices: Option<Arc<LoadingDevices>>,
-) -> (StateSink<F>, StateReader, StateReader) {
+pub(crate) fn state_sink<F: FnMut(Part) + Send>(begun: F) -> (StateSink<F>, StateReader, StateReader) {
     let feed = || {
         // One piece may wait while another is being read.
         let (sender, pieces) = sync_channel(1);
@@ -125,10 +117,10 @@ pub(crate) fn state_sink<F: FnMut(Part) + Send>(
         (Feed { pieces: Some(sender), begun: false }, reader)
     };
     let ((ahead, read_ahead), (last, read_last)) = (feed(), feed());
-    (StateSink { ahead, last, begun, devices }, read_ahead, read_last)
+    (StateSink { ahead, last, begun }, read_ahead, read_last)
 }
 
-impl<F: FnMut(Part) + Send> Sink for StateSink<F> {
+impl<F: FnMut(Part) + Send> StreamSink for StateSink<F> {
     fn stream(&mut self, record: u16, content: &[u8]) -> Result<(), SinkError> {
         let parts = [Part::Ahead, Part::Final];
         let part = parts.into_iter().find(|part| [part.records().0, part.records().1].contains(&record));
@@ -145,10 +137,6 @@ impl<F: FnMut(Part) + Send> Sink for StateSink<F> {
             feed.pieces = None;
         }
         Ok(())
-    }
-
-    fn device(&mut self, device: u16, place: u64, piece: device::Piece<Content<'_>>) -> Result<(), SinkError> {
-        arrived(self.devices.as_deref(), device, place, piece)
     }
 }
 
@@ -191,7 +179,7 @@ mod tests {
     #[test]
     fn the_two_parts_are_read_apart_and_to_their_ends() {
         let mut begun = Vec::new();
-        let (mut sink, mut ahead, mut last) = state_sink(|part| begun.push(part), None);
+        let (mut sink, mut ahead, mut last) = state_sink(|part| begun.push(part));
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 let records: [(u16, &[u8]); 6] = [(1, b"a"), (1, b"head"), (3, b"la"), (2, b""), (3, b"st"), (4, b"")];
@@ -210,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_state_that_breaks_off_is_an_error_and_not_an_end() {
-        let (mut sink, _ahead, mut last) = state_sink(|_| {}, None);
+        let (mut sink, _ahead, mut last) = state_sink(|_| {});
         std::thread::scope(|scope| {
             scope.spawn(move || sink.stream(3, b"half").unwrap());
             let error = last.read_to_end(&mut Vec::new()).unwrap_err();
@@ -220,7 +208,7 @@ mod tests {
 
     #[test]
     fn a_reader_that_is_gone_ends_the_channel() {
-        let (mut sink, ahead, last) = state_sink(|_| {}, None);
+        let (mut sink, ahead, last) = state_sink(|_| {});
         drop((ahead, last));
         assert!(sink.stream(3, b"x").is_err());
     }

@@ -11,6 +11,7 @@ pub type VmmError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The state of the source's monitor once its guest runs at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum AfterMove {
     /// The monitor lives, with a stopped copy of the guest that must never run again.
     Kept,

@@ -98,6 +98,14 @@ impl Carried {
     }
 }
 
+impl std::ops::AddAssign for Carried {
+    fn add_assign(&mut self, more: Self) {
+        self.normal_pages += more.normal_pages;
+        self.zero_pages += more.zero_pages;
+        self.bytes += more.bytes;
+    }
+}
+
 /// What was acknowledged so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Delivered {
@@ -147,10 +155,7 @@ impl State {
 
     fn deliver(&mut self, carried: &Carried, packets: u64, now: Instant) {
         if carried.pages() > 0 {
-            let sum = &mut self.delivered.carried;
-            sum.normal_pages += carried.normal_pages;
-            sum.zero_pages += carried.zero_pages;
-            sum.bytes += carried.bytes;
+            self.delivered.carried += *carried;
             self.delivered.packets += packets;
             self.delivered.last = Some(now);
             if self.first_delivered.last.is_none() {
@@ -251,8 +256,8 @@ impl Window {
         Ok(true)
     }
 
-    /// Frees `bytes`, which were acknowledged with the pages `carried`, in so many packets that have pages.
-    pub fn leave(&self, bytes: u64, carried: &Carried, packets: u64) {
+    /// Frees `bytes`, which were acknowledged with the pages `carried`, in `packets` packets that have pages.
+    pub fn acknowledge(&self, bytes: u64, carried: &Carried, packets: u64) {
         let mut state = self.lock();
         let now = Instant::now();
         state.deliver(carried, packets, now);
@@ -285,7 +290,7 @@ impl Window {
     }
 
     /// Counts pages with content as delivered that were not sent, because the destination has them already.
-    pub fn was_there(&self, normal_pages: u64) {
+    pub fn count_unsent(&self, normal_pages: u64) {
         let carried = Carried { normal_pages, ..Carried::default() };
         self.lock().deliver(&carried, 0, Instant::now());
     }
@@ -297,7 +302,7 @@ impl Window {
     }
 
     /// Releases `bytes` that have entered and were not needed. They do not count as delivered.
-    pub fn give_back(&self, bytes: u64) {
+    pub fn release(&self, bytes: u64) {
         let mut state = self.lock();
         state.in_flight = state.in_flight.saturating_sub(bytes);
         self.wake(state);
@@ -456,7 +461,7 @@ mod tests {
         window.enter(4 << 20).unwrap();
         std::thread::scope(|scope| {
             let third = scope.spawn(|| window.enter(4 << 20));
-            window.leave(4 << 20, &Carried::default(), 1);
+            window.acknowledge(4 << 20, &Carried::default(), 1);
             assert_eq!(third.join().unwrap(), Ok(()));
         });
         assert_eq!(window.in_flight(), 8 << 20);
@@ -468,13 +473,13 @@ mod tests {
         window.enter(8192).unwrap();
         assert_eq!(window.delivered(), <(Delivered, Delivered)>::default());
         let carried = Carried { normal_pages: 2, zero_pages: 0, bytes: 8300 };
-        window.leave(8192, &carried, 1);
+        window.acknowledge(8192, &carried, 1);
         let (first, so_far) = window.delivered();
         assert_eq!((first.carried, first.packets, so_far), (carried, 1, first));
-        window.leave(0, &Carried { normal_pages: 0, zero_pages: 7, bytes: 90 }, 1);
-        window.was_there(3);
+        window.acknowledge(0, &Carried { normal_pages: 0, zero_pages: 7, bytes: 90 }, 1);
+        window.count_unsent(3);
         // A packet without pages says nothing of how fast pages go.
-        window.leave(0, &Carried { bytes: 90, ..Carried::default() }, 0);
+        window.acknowledge(0, &Carried { bytes: 90, ..Carried::default() }, 0);
         let (still_first, all) = window.delivered();
         assert_eq!(still_first, first);
         assert_eq!((all.carried, all.packets), (Carried { normal_pages: 5, zero_pages: 7, bytes: 8390 }, 2));

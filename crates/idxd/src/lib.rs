@@ -51,3 +51,8 @@ pub use sysfs::{
     Mode, OperationSet, QueueInfo, QueueType, Reason, Remark, USUAL_BATCH, USUAL_TRANSFER, Unusable, discover,
     usual_threshold,
 };
+
+/// The example of the README is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

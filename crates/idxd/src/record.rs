@@ -95,8 +95,8 @@ pub(crate) fn read<const WORDS: usize, const BYTES: usize>(words: &[AtomicU64; W
 pub struct Completion {
     /// The status.
     pub status: Status,
-    /// The operation's result: compare 0 equal, 1 different; create delta 0, 1 or 2; memmove 1 if it ran backwards; batch 1 if
-    /// a member failed (devices with batch continuation). Without meaning for other operations.
+    /// The operation's result: compare 0 equal, 1 different; create delta 0, 1 or 2; memmove 1 if it ran backwards;
+    /// batch 1 if a member failed (devices with batch continuation). Without meaning for other operations.
     pub result: u8,
     /// Progress. Zero on full success, except: compare with result 1, where it is the offset of the first difference
     /// (compare pattern: at most that), create delta with result 2, and a batch, where it is the number of descriptors
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_nothing_until_its_status_is_written() {
+    fn a_record_has_no_completion_until_its_status_is_written() {
         let record = CompletionRecord::new();
         assert_eq!(record.poll(), None);
         record.words[3].store(u64::MAX, Ordering::Relaxed);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_lie_where_the_specification_has_them() {
+    fn fields_are_at_the_offsets_of_the_specification() {
         let completion = Completion::from_bytes(&record(0x05, 1, 77, 0xdead_b000, 0x0123_4567_89ab_cdef));
         assert_eq!(completion.status, Status::BatchMemberFailed);
         assert_eq!((completion.result, completion.descriptors_completed()), (1, 77));

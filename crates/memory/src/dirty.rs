@@ -24,7 +24,7 @@
 //! a writer at its page fault. A device or a system call that has *pinned* the page before takes no fault when it
 //! writes: a read by `O_DIRECT` (a disk with `cache=none`), an io_uring with registered buffers, process_vm_writev(2).
 //! The pinning was the fault, so the `collect` after it names the page and protects it again. If the page is read now,
-//! its old content is sent; then the data arrives, and no later `collect` names the page (`tests/dirty_under_way.rs`
+//! its old content is sent; then the data arrives, and no later `collect` names the page (`tests/memory/dirty_in_flight.rs`
 //! shows it). A reader that waits between `collect` and reading, until all I/O in flight has ended, reads the data. I/O
 //! that begins after the `collect` faults again, and the next one names it. A writer that keeps pages pinned for longer
 //! (device DMA, VFIO, permanently registered buffers) must report its writes, after each write.

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-use crate::engine::Kind;
+use crate::kind::Kind;
 
 /// One device selector of an `--accel` list.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,10 +8,6 @@ use std::thread::JoinHandle;
 use crate::core::Core;
 use crate::time::{NEVER, Nanos};
 
-/// How much later than predicted the backstop looks at a channel: its owner is expected to look first. Without the
-/// delay the backstop would wake for every batch of a caller that waits for each.
-pub(crate) const LATER: Nanos = 500_000;
-
 /// A running backstop.
 #[derive(Debug)]
 pub(crate) struct Backstop {
@@ -52,7 +48,7 @@ fn look(core: &Core) -> (u64, Nanos) {
     (heard, next)
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "accel"))]
 mod tests {
     use std::ptr::NonNull;
     use std::sync::OnceLock;
@@ -62,6 +58,7 @@ mod tests {
     use sterna_test_kit::portal::OnDemandDevice;
 
     use super::*;
+    use crate::core::LATER;
     use crate::{Bell, Offload, Operation, Region, Settings, Time};
 
     /// A clock that wakes sleepers late; meanwhile the backstop looks, and the first batch completes.

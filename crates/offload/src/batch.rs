@@ -9,8 +9,8 @@ use std::sync::Arc;
 use sterna_memory::PAGE_SIZE;
 use thiserror::Error;
 
-use crate::channel::Pools;
 use crate::operation::Operation;
+use crate::pools::{ByNode, Pools};
 use crate::region::Range;
 use crate::request::{Answer, Item, Request};
 use crate::state::State;
@@ -69,7 +69,21 @@ impl Debug for Batch {
 }
 
 impl Batch {
-    pub(crate) fn new(mut request: Box<Request>, pools: Arc<Pools>) -> Self {
+    /// Returns an empty batch from the pool.
+    pub(crate) fn empty(operation: Operation, pools: &Arc<Pools>) -> Self {
+        let mut request = pools.take(operation.has_buffer());
+        request.reset(operation);
+        Self::new(request, Arc::clone(pools))
+    }
+
+    /// Returns the batch of a request that no device has any more.
+    pub(crate) fn reopened(mut request: Box<Request>, pools: &ByNode) -> Self {
+        request.leave();
+        let pools = Arc::clone(pools.of(request.node()));
+        Self::new(request, pools)
+    }
+
+    fn new(mut request: Box<Request>, pools: Arc<Pools>) -> Self {
         if request.state() != State::Filling {
             request.go(State::Filling);
         }

@@ -6,32 +6,38 @@ use std::sync::{Arc, Mutex};
 
 use sterna_memory::checksum::crc32c;
 
-use crate::backstop::LATER;
 use crate::batch::Batch;
-use crate::channel::{Done, Outcome, Pools, Producer, Reason, Shared, TicketId};
-use crate::engine::device::{Closers, Common};
-use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run, cpu};
+use crate::common::{Closers, Common};
+use crate::completion::{Done, Producer, Reason, TicketId};
+use crate::engine::{Begun, Engine, Progress, cpu};
+use crate::kind::{Cause, Kind};
 use crate::lease::Leases;
 use crate::operation::Operation;
+use crate::pools::ByNode;
 use crate::report::{Requests, Statistics};
 use crate::request::{Answer, Request};
 use crate::settings::{Recheck, Settings};
 use crate::state::State;
+use crate::submitter::Submitter;
 use crate::sync::lock_std;
 use crate::table::{Id, Slots, Step};
 use crate::time::{Bell, NEVER, Nanos};
+use crate::work::{Outcome, Run};
+
+/// How much later than predicted the backstop looks at a channel: its owner is expected to look first. Without the
+/// delay the backstop would wake for every batch of a caller that waits for each.
+pub(crate) const LATER: Nanos = 500_000;
 
 /// The state that all channels share.
 pub(crate) struct Core {
     pub(crate) settings: Settings,
-    /// By node; the first also for nodes without one.
-    pub(crate) pools: Vec<Arc<Pools>>,
+    pub(crate) pools: ByNode,
     /// The accelerators, in order of preference. If there are none, the CPU does everything.
     pub(crate) engines: Vec<Arc<dyn Engine>>,
     pub(crate) leases: Arc<Leases>,
     pub(crate) statistics: Arc<Statistics>,
     pub(crate) closing: AtomicBool,
-    pub(crate) channels: Mutex<Vec<Arc<Shared>>>,
+    pub(crate) channels: Mutex<Vec<Arc<Submitter>>>,
     /// What the backstop sleeps on, and until when it sleeps.
     pub(crate) bell: Bell,
     pub(crate) until: AtomicU64,
@@ -68,18 +74,12 @@ impl Core {
         })
     }
 
-    /// Returns the requests of `node`.
-    pub(crate) fn pools(&self, node: Option<u32>) -> &Arc<Pools> {
-        let of_node = self.pools.iter().find(|pools| node.is_some() && pools.shape().node == node);
-        of_node.unwrap_or(&self.pools[0])
-    }
-
     fn now(&self) -> Nanos {
         self.settings.time.now()
     }
 
     /// Submits a batch.
-    pub(crate) fn submit(&self, channel: &Shared, mut batch: Batch) -> Result<Id, (Reason, Batch)> {
+    pub(crate) fn submit(&self, channel: &Submitter, mut batch: Batch) -> Result<Id, (Reason, Batch)> {
         if batch.is_empty() {
             return Err((Reason::Empty, batch));
         }
@@ -118,7 +118,7 @@ impl Core {
     }
 
     /// Gives a queued request to the first engine that accepts it, or leaves it to the CPU.
-    fn begin(&self, request: &mut Request, channel: &Shared, now: Nanos) -> Step {
+    fn begin(&self, request: &mut Request, channel: &Submitter, now: Nanos) -> Step {
         let operation = request.operation;
         for (number, engine) in self.engines.iter().enumerate().filter(|(_, engine)| engine.does(operation)) {
             let counters = self.statistics.of(operation, engine.kind());
@@ -154,7 +154,7 @@ impl Core {
     }
 
     /// Looks at all requests of `channel` in progress, and records when to look again.
-    pub(crate) fn harvest(&self, channel: &Shared, slots: &mut Slots<Box<Request>>, now: Nanos) -> usize {
+    pub(crate) fn harvest(&self, channel: &Submitter, slots: &mut Slots<Box<Request>>, now: Nanos) -> usize {
         let (mut due, mut last_due);
         let closing = self.closing.load(Ordering::Acquire);
         let completions = &channel.completions;
@@ -187,7 +187,7 @@ impl Core {
                 }
                 step
             };
-            delivered += slots.harvest(look, |request| self.put_away(request));
+            delivered += slots.harvest(look, |request| self.pools.put_away(request));
             // A request has completed after the waiting ones were looked at: look at them again.
             if !waits || completions.load(Relaxed) == before {
                 break;
@@ -214,7 +214,7 @@ impl Core {
     /// Returns a copy of a request that a device may still write, for its caller.
     fn replace(&self, lost: &Request) -> Box<Request> {
         // Only for a broken device, and only here, a request may have to be allocated.
-        let mut fresh = self.pools(lost.node()).take(lost.buffer.is_some());
+        let mut fresh = self.pools.of(lost.node()).take(lost.buffer.is_some());
         fresh.go(State::Filling);
         lost.copy_into(&mut fresh);
         fresh.unanswered();
@@ -231,7 +231,7 @@ impl Core {
     }
 
     /// Looks at a channel and takes the oldest completion if `take` is set. The backstop takes none.
-    pub(crate) fn look(&self, channel: &Shared, take: bool) -> Option<(Id, Box<Request>)> {
+    pub(crate) fn look(&self, channel: &Submitter, take: bool) -> Option<(Id, Box<Request>)> {
         let mut slots = channel.table.lock();
         let now = self.now();
         // With completions at hand no record has to be read: they are collected in bulk.
@@ -247,9 +247,8 @@ impl Core {
         if outcome == Outcome::Done {
             self.finish(&mut request);
         }
-        request.leave();
         let maker = (outcome == Outcome::Done && !request.work.by_cpu).then(|| self.maker(&request));
-        Done { ticket: TicketId(id), batch: self.open(request), outcome, maker }
+        Done { ticket: TicketId(id), batch: Batch::reopened(request, &self.pools), outcome, maker }
     }
 
     fn finish(&self, request: &mut Request) {
@@ -386,23 +385,6 @@ impl Core {
         self.engines.iter().filter(|engine| engine.second_looks(now)).count() > 0
     }
 
-    /// Returns a detached request, which no device has, to its pool.
-    pub(crate) fn put_away(&self, mut request: Box<Request>) {
-        request.leave();
-        if request.state() == State::Queued {
-            request.go(State::Done);
-        }
-        request.go(State::Free);
-        self.pools(request.node()).put(request);
-    }
-
-    /// Returns a request as its caller's batch.
-    pub(crate) fn open(&self, mut request: Box<Request>) -> Batch {
-        request.leave();
-        let pools = Arc::clone(self.pools(request.node()));
-        Batch::new(request, pools)
-    }
-
     /// Returns whether no device has any request.
     pub(crate) fn idle(&self) -> bool {
         lock_std(&self.channels).iter().all(|channel| channel.table.lock().active() == 0)
@@ -442,18 +424,14 @@ impl Core {
     }
 
     /// Removes a channel that has no requests any more.
-    pub(crate) fn forget(&self, channel: &Arc<Shared>) {
+    pub(crate) fn forget(&self, channel: &Arc<Submitter>) {
         lock_std(&self.channels).retain(|other| !Arc::ptr_eq(other, channel));
     }
 
     /// Returns the number of requests by state.
     pub(crate) fn requests(&self) -> Requests {
-        let mut requests = Requests::default();
-        for pools in &self.pools {
-            let (made, free) = pools.counts();
-            requests.made += made;
-            requests.free += free;
-        }
+        let (made, free) = self.pools.counts();
+        let mut requests = Requests { made, free, ..Requests::default() };
         requests.quarantined = self.engines.iter().map(|engine| engine.quarantined()).sum();
         requests
     }

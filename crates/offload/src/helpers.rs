@@ -1,12 +1,13 @@
 //! Blocking calls: one batch, submitted and waited for.
 
 use crate::batch::{Batch, PushError};
-use crate::channel::{Done, Outcome, Reason};
+use crate::completion::{Done, Reason};
 use crate::offload::Offload;
 use crate::operation::Operation;
 use crate::region::Range;
 use crate::sync::lock_std;
 use crate::time::NEVER;
+use crate::work::Outcome;
 
 use thiserror::Error;
 

@@ -1,6 +1,6 @@
 //! Every order of events of the queue modules, by loom:
 //!
-//!     RUSTFLAGS="--cfg loom" cargo test -p sterna-offload --no-default-features --release --lib loom_tests
+//!     RUSTFLAGS="--cfg loom" cargo test -p sterna-offload --release --lib loom_tests
 //!
 //! A request is represented by a number, with a flag for its completion by the device.
 

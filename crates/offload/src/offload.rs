@@ -1,66 +1,37 @@
 //! The offload of a process: started once, shared by all channels.
 
-use std::fmt::Write as _;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use thiserror::Error;
-
+#[cfg(feature = "accel")]
 use sterna_idxd::WorkQueue;
 
 use crate::accelerators::Accelerators;
-use crate::backstop::{Backstop, LATER};
-use crate::channel::{Channel, Pools, Producer, Shared};
-use crate::core::Core;
-use crate::engine::device::{Closers, Common, Device};
-use crate::engine::dsa::Dsa;
-use crate::engine::iaa::Iaa;
-use crate::engine::parts::Accelerator;
-use crate::engine::{Engine, Kind};
+use crate::backstop::Backstop;
+use crate::channel::Channel;
+use crate::common::{Closers, Common};
+use crate::completion::Producer;
+use crate::core::{Core, LATER};
 use crate::guest::Guest;
 use crate::lease::Leases;
+use crate::pools::ByNode;
 use crate::region::{Region, RegionBusy};
 use crate::report::OffloadReport;
-use crate::request::Shape;
 use crate::settings::Settings;
-use crate::start::{self, Opened};
+use crate::start::{self, Opened, StartError};
+use crate::submitter::Submitter;
 use crate::sync::lock_std;
 use crate::time::Nanos;
+#[cfg(feature = "accel")]
 use crate::trace::Trace;
+use crate::work::Shape;
 
 /// The largest batch that can be set, in pages: the most descriptors that a device accepts in one batch.
 const MAX_PAGES: usize = 1024;
 
 /// How long a shutdown waits for devices out of service to be closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Why offload could not be started. Nothing was touched.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum StartError {
-    /// A setting is out of its range.
-    #[error("offload: {name} is {given}, which is not within {range}")]
-    Setting {
-        /// The setting.
-        name: &'static str,
-        /// Its value.
-        given: usize,
-        /// The values that are allowed.
-        range: &'static str,
-    },
-    /// An accelerator requested by name does not exist or cannot be used.
-    #[error("--accel {selector}: {why}")]
-    Missing {
-        /// The selector, as in `--accel`.
-        selector: String,
-        /// The reason, and what would help.
-        why: String,
-    },
-    /// A thread could not be started.
-    #[error("offload: no thread for the backstop: {0}")]
-    Thread(std::io::Error),
-}
 
 /// Offload of a process.
 #[derive(Debug)]
@@ -87,55 +58,25 @@ impl Offload {
     ///
     /// # Errors
     /// A setting is out of its range.
+    #[cfg(feature = "accel")]
     pub fn over(queues: Vec<Arc<WorkQueue>>, settings: &Settings) -> Result<Arc<Self>, StartError> {
         checked(settings)?;
         Self::running(Opened { queues, not_used: Vec::new() }, settings)
     }
 
     fn running(opened: Opened, settings: &Settings) -> Result<Arc<Self>, StartError> {
-        let mut summary = start::summary(&opened);
-        if let Some(trace) = &settings.trace {
-            opened.queues.iter().for_each(|queue| trace.queue(queue.info()));
-        }
-        let mut devices: Vec<Vec<Arc<WorkQueue>>> = Vec::new();
-        for queue in opened.queues {
-            let same = |device: &&mut Vec<Arc<WorkQueue>>| device[0].info().device.name == queue.info().device.name;
-            match devices.iter_mut().find(same) {
-                Some(device) => device.push(queue),
-                None => devices.push(vec![queue]),
-            }
-        }
-        let mut nodes: Vec<_> = devices.iter().map(|device| device[0].info().device.numa_node).collect();
-        nodes.sort_unstable();
-        nodes.dedup();
-        if nodes.is_empty() {
-            nodes.push(None);
-        }
-        let shape = |node| Shape { pages: settings.batch_pages, device: !devices.is_empty(), node };
+        let mut summary = opened.summary();
+        let nodes = opened.nodes();
+        let device = !nodes.is_empty();
+        let nodes = if device { nodes } else { vec![None] };
         let common = Common {
             settings: settings.clone(),
             statistics: Arc::default(),
             leases: Arc::default(),
-            pools: nodes.into_iter().map(|node| Pools::new(shape(node))).collect(),
+            pools: ByNode::new(nodes.into_iter().map(|node| Shape { pages: settings.batch_pages, device, node })),
             closers: Closers::new(settings.threads),
         };
-        let devices: Vec<_> = devices
-            .into_iter()
-            .enumerate()
-            .map(|(number, queues)| Device::new(number as u64, queues, &common))
-            .collect();
-        for (device, shared) in devices.iter().map(|device| (&device.name, &device.shared)) {
-            let _ = write!(summary, "; {device} is shared {}", shared.replace('\n', " "));
-        }
-        let of = |kind| -> Vec<_> { devices.iter().filter(|device| device.kind == kind).cloned().collect() };
-        let mut engines: Vec<Arc<dyn Engine>> = Vec::new();
-        let (dsa, iaa) = (of(Kind::Dsa), of(Kind::Iaa));
-        if !dsa.is_empty() {
-            engines.push(Arc::new(Accelerator::new(Dsa, dsa)));
-        }
-        if !iaa.is_empty() {
-            engines.push(Arc::new(Accelerator::new(Iaa::new(), iaa)));
-        }
+        let engines = opened.into_engines(&common, &mut summary);
         let threads = settings.threads && !engines.is_empty();
         let core = Core::new(common, engines);
         let backstop = match threads {
@@ -145,7 +86,7 @@ impl Offload {
         Ok(Arc::new(Self { core, summary, backstop: Mutex::new(backstop), helpers: Mutex::new(Vec::new()) }))
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, feature = "accel"))]
     pub(crate) fn core(&self) -> Arc<Core> {
         Arc::clone(&self.core)
     }
@@ -163,11 +104,13 @@ impl Offload {
     /// Returns a channel for one submitter of `guest`, which [`Self::guest`] of this offload must have made.
     pub fn channel_for(&self, guest: &Arc<Guest>) -> Channel {
         let number = self.core.channel_number.fetch_add(1, Ordering::Relaxed);
-        let shared = Shared::new(Arc::clone(&self.core), Arc::clone(guest), number);
-        lock_std(&self.core.channels).push(Arc::clone(&shared));
-        Channel::new(shared, Arc::clone(self.core.pools(None)))
+        let in_flight = self.core.settings.in_flight;
+        let submitter = Submitter::new(in_flight, self.core.pools.clone(), Arc::clone(guest), number);
+        lock_std(&self.core.channels).push(Arc::clone(&submitter));
+        Channel::new(Arc::clone(&self.core), submitter)
     }
 
+    #[cfg(feature = "accel")]
     pub(crate) fn trace(&self) -> Option<&Trace> {
         self.core.settings.trace.as_deref()
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use serde::Serialize;
 
-use crate::engine::{Cause, Kind};
+use crate::kind::{Cause, Kind};
 use crate::operation::Operation;
 use crate::sync::lock_std;
 

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use crate::arena::Slab;
-use crate::engine::Work;
 use crate::operation::Operation;
 use crate::region::Region;
 use crate::state::State;
 use crate::time::Nanos;
+use crate::work::{Shape, Work};
 
 /// Bytes of the buffer per page of a batch beyond the page itself: the growth of an incompressible page in deflate, the
 /// smallest space for a delta record, and alignment.
@@ -81,24 +81,6 @@ pub(crate) struct Request {
 // them.
 unsafe impl Send for Request {}
 
-/// The sizes of the requests of a pool.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Shape {
-    /// The most pages, and the most items, of a batch.
-    pub(crate) pages: usize,
-    /// Whether an accelerator may process the request: then it has descriptors and records.
-    pub(crate) device: bool,
-    /// The NUMA node of its memory.
-    pub(crate) node: Option<u32>,
-}
-
-impl Shape {
-    /// Returns the most bytes of a batch.
-    pub(crate) fn bytes(self) -> usize {
-        self.pages * sterna_memory::PAGE_SIZE
-    }
-}
-
 impl Request {
     /// Makes a request with or without a buffer of its own.
     pub(crate) fn new(shape: Shape, buffer: bool) -> Self {
@@ -124,6 +106,7 @@ impl Request {
     }
 
     /// Returns how many bytes of the request's own memory a device may write.
+    #[cfg(feature = "accel")]
     pub(crate) fn device_bytes(&self) -> u64 {
         (self.work.bytes() + self.buffer.as_ref().map_or(0, |slab| slab.bytes())) as u64
     }
@@ -242,6 +225,7 @@ impl Request {
     }
 }
 
+#[cfg(feature = "accel")]
 impl Drop for Request {
     /// Leaks the memory that a device may still write. A request is dropped in that state only by a panic between
     /// submission and completion.

@@ -4,11 +4,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+#[cfg(feature = "accel")]
 use sterna_idxd::{Directories, Opening};
 
 use crate::share::ledger::LedgerFile;
 use crate::share::{DelayBased, Fair, Ledger, Share};
 use crate::time::{SystemTime, Time};
+#[cfg(feature = "accel")]
 use crate::trace::Trace;
 
 /// How many of the pages that a device reports as zero the CPU reads again.
@@ -54,10 +56,13 @@ pub struct Settings {
     /// How guests share a device: [`Shares::fair`] by default.
     pub shares: Shares,
     /// Records everything that goes to devices and comes back, for `sterna accel capture`.
+    #[cfg(feature = "accel")]
     pub trace: Option<Arc<Trace>>,
     /// The directories in which devices are looked for.
+    #[cfg(feature = "accel")]
     pub directories: Directories,
     /// How queues are opened.
+    #[cfg(feature = "accel")]
     pub opening: Opening,
 }
 
@@ -133,8 +138,11 @@ impl Default for Settings {
             threads: true,
             time: Arc::new(SystemTime),
             shares: Shares::default(),
+            #[cfg(feature = "accel")]
             trace: None,
+            #[cfg(feature = "accel")]
             directories: Directories::default(),
+            #[cfg(feature = "accel")]
             opening: Opening::default(),
         }
     }

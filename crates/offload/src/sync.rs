@@ -1,10 +1,10 @@
 //! The synchronisation primitives of the queue modules: the standard library's, or loom's under `--cfg loom`, which
 //! then tries every order of events (`loom_tests.rs`).
 
-#[cfg(not(loom))]
+#[cfg(not(all(test, loom)))]
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
 
-#[cfg(loom)]
+#[cfg(all(test, loom))]
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
 
 /// Locks `mutex`, poisoned or not. A panic in one thread must not lose other threads' batches: every critical section

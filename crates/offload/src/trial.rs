@@ -13,15 +13,15 @@ use crate::accelerators::Accelerators;
 use crate::arena::Slab;
 use crate::batch::{Batch, Delta};
 use crate::deflate::Inflater;
-use crate::engine::{Cause, Kind};
 use crate::helpers::CallError;
-use crate::offload::{Offload, StartError};
+use crate::kind::{Cause, Kind};
+use crate::offload::Offload;
 use crate::operation::Operation;
 use crate::region::{Range, Region};
 use crate::report::TakenOut;
 use crate::request::Answer;
 use crate::settings::Settings;
-use crate::start::{self, Opened};
+use crate::start::{self, Opened, StartError};
 
 /// Pages of the memory that the trial works on, half of them for each range of a pair.
 const PAGES: usize = 64;
@@ -111,7 +111,7 @@ impl Trials {
 
     /// Returns one line: the opened queues, and why others are not.
     pub fn summary(&self) -> String {
-        start::summary(&self.opened)
+        self.opened.summary()
     }
 
     /// Returns how many queues are opened.

@@ -63,3 +63,8 @@ pub use memory::{Buffer, Bytes};
 pub use pool::{Channel, Completion, Job, Options, Pool, Reason, Refused, Statistics, StillBusy, Work};
 pub use presence::may_have_hardware;
 pub use session::{By, Done, LARGEST_JOB, Params, Session, Software};
+
+/// The example of the README is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -18,12 +18,12 @@ use crate::switchover::SwitchoverMessage;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
-    /// Sterna drives both QEMUs, receives the guest through the source's own migration stream, and decides the
+    /// Sterna drives both monitors (QEMUs), receives the guest through the source's own migration stream, and decides the
     /// switchover.
     Owner,
-    /// Sterna drives both QEMUs, reads guest RAM from outside, and decides the switchover.
+    /// Sterna drives both monitors (QEMUs), reads guest RAM from outside, and decides the switchover.
     Direct,
-    /// Another program drives the QEMUs; Sterna relays, and guarantees nothing about the switchover.
+    /// Another program drives the monitors (QEMUs); Sterna relays, and guarantees nothing about the switchover.
     Proxy,
     /// Sterna is part of the virtual machine monitors themselves.
     Embedded,
@@ -266,14 +266,8 @@ pub enum ControlMessage {
         /// The device's number.
         device: u16,
     },
-    /// Source: the guest will resume at the destination before all of its RAM has arrived. Every page sent so far is
-    /// placed.
-    PostCopy,
-    /// Destination: missing pages are watched; discards and the post-copy channel may be sent. After a lost connection:
-    /// all data channels of this incarnation may be opened.
-    PostCopyReady,
-    /// Destination: no page is missing any more.
-    PostCopyDone(PostCopyFigures),
+    /// Destination: figures of post-copy for the report, sent before [`SwitchoverMessage::Running`].
+    PostCopyFigures(PostCopyFigures),
     /// Destination: figures for the report.
     Figures(DestinationFigures),
     /// Either: a failure, with its description. The switchover messages determine the guest's fate.
@@ -281,8 +275,6 @@ pub enum ControlMessage {
         /// What failed, for a person.
         reason: String,
     },
-    /// Source: it knows the result of the migration and closes the connection; it needs no further message.
-    Goodbye,
     /// Either: a sign of life, sent when there is no other message.
     Heartbeat,
 }

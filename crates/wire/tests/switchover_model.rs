@@ -1,5 +1,5 @@
 //! Explores the switchover exhaustively: the production machines of both sides, driven as the gateway drives them in stream mode
-//! and as the library drives a QEMU from outside in direct mode, between a model of two QEMUs, two disks, a network and an operator, with every crash, loss and failure at every step.
+//! as the library drives a QEMU from outside in direct mode, and in post-copy, between a model of two QEMUs, two disks, a network and an operator, with every crash, loss and failure at every step.
 //!
 //! What must hold is in `properties.rs`. That the check can fail at all is shown by `Mutant`: drivers that are wrong in one
 //! plausible way each, every one of which must be caught.
@@ -11,7 +11,7 @@ mod properties;
 #[path = "switchover_model/world.rs"]
 mod world;
 
-use properties::{DIRECT_MUTANTS, MUTANTS, Mutant};
+use properties::{DIRECT_MUTANTS, MUTANTS, Mutant, POST_COPY_MUTANTS};
 use stateright::{Checker, HasDiscoveries, Model};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
@@ -53,8 +53,17 @@ fn threads() -> usize {
 
 /// Every step of `budget`'s worth of trouble; returns the crash points passed.
 fn explore(name: &str, mode: Mode, budget: Budget) -> HashSet<CrashPoint> {
+    explore_world(name, World::new(mode, budget, Mutant::None))
+}
+
+/// As [`explore`], where so many pages are missing when the guest is started.
+fn explore_post_copy(name: &str, pages: u8, budget: Budget) -> HashSet<CrashPoint> {
+    explore_world(name, World { pages, ..World::new(Mode::PostCopy, budget, Mutant::None) })
+}
+
+fn explore_world(name: &str, world: World) -> HashSet<CrashPoint> {
     let begun = Instant::now();
-    let checker = World::new(mode, budget, Mutant::None).checker().threads(threads()).spawn_bfs().join();
+    let checker = world.checker().threads(threads()).spawn_bfs().join();
     println!(
         "{name}: {} states, {} steps, longest history {}, {:.1} s",
         checker.unique_state_count(),
@@ -88,6 +97,21 @@ fn any_two_troubles_directly() {
 }
 
 #[test]
+fn any_two_troubles_in_post_copy() {
+    let budget = Budget { total: 2, qemu_failures: 0, strangers: 0, silent_devices: 0, ..ANY };
+    let passed = explore_post_copy("any two troubles, in post-copy", 1, budget);
+    for point in CrashPoint::POST_COPY {
+        assert!(passed.contains(point), "the model never comes past {point}");
+    }
+}
+
+#[test]
+fn crashes_and_lost_connections_in_post_copy() {
+    explore_post_copy("two, with two pages, in post-copy", 2, Budget { total: 2, ..CRASHES_AND_LOSSES });
+    explore_post_copy("three, with one page, in post-copy", 1, Budget { total: 3, ..CRASHES_AND_LOSSES });
+}
+
+#[test]
 fn four_troubles() {
     explore(
         "four troubles",
@@ -102,7 +126,9 @@ fn four_troubles() {
 fn every_history_ends() {
     let direct = [Budget { total: 3, ..CRASHES_AND_LOSSES }, Budget { total: 1, strangers: 0, ..ANY }];
     let stream = [CRASHES_AND_LOSSES, Budget { total: 2, ..ANY }];
-    for (mode, budgets) in [(Mode::Stream, stream), (Mode::Direct, direct)] {
+    let post_copy = [Budget { total: 2, ..CRASHES_AND_LOSSES }, Budget { total: 1, strangers: 0, ..ANY }];
+    let modes = [(Mode::Stream, stream), (Mode::Direct, direct), (Mode::PostCopy, post_copy)];
+    for (mode, budgets) in modes {
         for only in budgets {
             let states = without_circles(&World::new(mode, only.clone(), Mutant::None));
             println!("{mode:?}: {states} states and no circle: {only:?}");
@@ -152,11 +178,17 @@ fn without_circles(world: &World) -> usize {
 fn wrong_drivers_are_caught() {
     let budget = Budget { total: 2, crashes: 1, qemu_deaths: 0, hosts: 0, cancels: 0, stale_recovers: 0, ..ANY };
     let direct = DIRECT_MUTANTS.iter().map(|mutant| (Mode::Direct, mutant));
-    for (mode, &(mutant, property)) in MUTANTS.iter().map(|mutant| (Mode::Stream, mutant)).chain(direct) {
+    let post_copy = POST_COPY_MUTANTS.iter().map(|mutant| (Mode::PostCopy, mutant));
+    let stream = MUTANTS.iter().map(|mutant| (Mode::Stream, mutant));
+    for (mode, &(mutant, property)) in stream.chain(direct).chain(post_copy) {
         let begun = Instant::now();
         let caught = HasDiscoveries::AnyOf(BTreeSet::from([property]));
-        // Without a lock nothing else need go wrong, and there is much more to explore.
-        let total = if mutant == Mutant::NoLock { 0 } else { budget.total };
+        let total = match mode {
+            // Without a lock nothing else need go wrong, and there is much more to explore.
+            _ if mutant == Mutant::NoLock => 0,
+            Mode::PostCopy => 1,
+            Mode::Stream | Mode::Direct => budget.total,
+        };
         let checker = World::new(mode, Budget { total, ..budget.clone() }, mutant)
             .checker()
             .threads(threads())

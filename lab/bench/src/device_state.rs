@@ -217,7 +217,7 @@ impl Bench<'_> {
             .device_channels(setting.channels)
             // Whatever the prediction says of the state, the guest is to be stopped at once.
             .downtime(Duration::from_secs(60))
-            .time_limits(TimeLimits { step: Duration::from_secs(300), ..TimeLimits::default() });
+            .time_limits(TimeLimits::default().step(Duration::from_secs(300)));
         for number in 0..setting.devices {
             let stall = if number == 0 { setting.stall } else { Duration::ZERO };
             source = source.device(devices::id(number), self.memories.giver(number, setting.bytes, setting.pace));

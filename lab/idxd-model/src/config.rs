@@ -50,7 +50,7 @@ pub enum Mode {
     /// By `ENQCMD`, which reports whether there was room.
     #[default]
     Shared,
-    /// By `MOVDIR64B`, which reports nothing: the one client counts.
+    /// By `MOVDIR64B`, which reports nothing: the only client counts the entries.
     Dedicated,
 }
 
@@ -58,7 +58,7 @@ pub enum Mode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemoryKind {
-    /// This process's, through its real page tables.
+    /// The memory of this process, through its real page tables.
     #[default]
     Process,
 }
@@ -70,13 +70,13 @@ pub struct ModelConfig {
     /// Determines every order and every random event.
     pub seed: u64,
     /// Whether completions wait until the time given by [`Timing`] has really passed. If off, they come as fast as
-    /// possible, in the timing's order.
+    /// possible, in the order that the timing gives.
     pub paced: bool,
     /// The memory.
     pub memory: MemoryKind,
     /// The devices.
     pub devices: Vec<DeviceConfig>,
-    /// Faults, on every device whose name they do not exclude.
+    /// Faults, each on all devices or on the one that it names.
     pub faults: Vec<Script>,
 }
 
@@ -102,7 +102,7 @@ pub struct DeviceConfig {
     pub max_batch_size: u32,
     /// Largest transfer that any queue can be given, bytes.
     pub max_transfer_size: u64,
-    /// Page request service: whether the device can ask for a page to be made present.
+    /// Page request service: whether the device can request that a page be made present.
     pub page_requests: bool,
     /// Event log of version 2 devices: completion records that fault are copied by the kernel later.
     pub event_log: bool,
@@ -118,9 +118,9 @@ pub struct DeviceConfig {
     pub reorder: bool,
     /// *Compare Pattern* reports its difference rounded down to a multiple of this; 1 is exact.
     pub pattern_granule: u32,
-    /// Its speed; without it [`Timing::of`] its kind.
+    /// The device's speed; the default is [`Timing::of`] its kind.
     pub timing: Option<Timing>,
-    /// Its queues.
+    /// The device's queues.
     pub queues: Vec<QueueConfig>,
 }
 
@@ -160,7 +160,7 @@ pub struct QueueConfig {
     pub mode: Mode,
     /// Entries.
     pub size: u32,
-    /// Shared: `ENQCMD` through an unprivileged portal is retried from this occupancy on. 0 is the size.
+    /// Shared: from this occupancy on, `ENQCMD` through an unprivileged portal returns retry. 0 means the size.
     pub threshold: u32,
     /// 1 (lowest) to 15.
     pub priority: u32,
@@ -183,9 +183,9 @@ pub struct QueueConfig {
     /// `user`, `kernel`.
     #[serde(rename = "type")]
     pub owner: String,
-    /// The administrator's name for it.
+    /// The name that the administrator gave the queue.
     pub label: String,
-    /// The kernel driver that it is bound to.
+    /// The kernel driver to which the queue is bound.
     pub driver_name: String,
 }
 
@@ -242,12 +242,12 @@ pub enum ConfigError {
         /// Why.
         error: std::io::Error,
     },
-    /// The kernel or the device would refuse it.
+    /// The kernel or the device would refuse the configuration.
     #[error("{what}: {why}")]
     Refused {
         /// Device or queue.
         what: String,
-        /// The rule it breaks.
+        /// The rule that is broken.
         why: String,
     },
 }
@@ -267,8 +267,8 @@ impl ModelConfig {
     /// Checks what concerns more than one device: names, and faults.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         let refuse = |what: String, why: String| Err(ConfigError::Refused { what, why });
-        if self.devices.len() > DEVICES {
-            return refuse("devices".into(), format!("{} of them: at most {DEVICES}", self.devices.len()));
+        if self.devices.len() > MAX_DEVICES {
+            return refuse("devices".into(), format!("{} of them: at most {MAX_DEVICES}", self.devices.len()));
         }
         for (index, device) in self.devices.iter().enumerate() {
             if self.devices[..index].iter().any(|other| other.name == device.name) {
@@ -283,7 +283,7 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// A fault that never happens would make its user believe that it is harmless.
+    /// A fault that never occurs would make its user believe that it is harmless.
     fn check_script(&self, script: &Script) -> Result<(), String> {
         let one_of = |names: Vec<&str>| if names.is_empty() { "none".into() } else { names.join(", ") };
         let here = |device: &&DeviceConfig| script.device.as_ref().is_none_or(|name| *name == device.name);
@@ -307,8 +307,8 @@ impl ModelConfig {
             return Err(format!("per_mille is {share}: 0 to 1000"));
         }
         match script.what {
-            What::Late { delay_ns } | What::LateData { delay_ns } if delay_ns > LATEST => {
-                Err(format!("delay_ns is {delay_ns}: at most {LATEST}"))
+            What::Late { delay_ns } | What::LateData { delay_ns } if delay_ns > MAX_DELAY => {
+                Err(format!("delay_ns is {delay_ns}: at most {MAX_DELAY}"))
             }
             What::Slow { factor } if !(1..=1_000_000).contains(&factor) => {
                 Err(format!("factor is {factor}: 1 to 1000000"))
@@ -323,16 +323,16 @@ impl ModelConfig {
     }
 }
 
-/// More groups than any device has.
-const GROUPS: u32 = 64;
-/// More devices than any host has.
-const DEVICES: usize = 64;
-/// The highest number of a queue: the register that counts them has eight bits (DSA 9.2.3).
-const LAST_QUEUE: u32 = 254;
-/// The longest configurable duration, ns; for times per byte, ps.
-const LONGEST: u64 = 1_000_000_000;
-/// The longest configurable delay, ns.
-const LATEST: u64 = 1_000_000_000_000;
+/// Maximum number of groups: more than any device has.
+const MAX_GROUPS: u32 = 64;
+/// Maximum number of devices: more than any host has.
+const MAX_DEVICES: usize = 64;
+/// Maximum number of a queue: the register that counts them has eight bits (DSA 9.2.3).
+const MAX_QUEUE_NUMBER: u32 = 254;
+/// Maximum configurable duration, ns; for times per byte, ps.
+const MAX_DURATION: u64 = 1_000_000_000;
+/// Maximum configurable delay, ns.
+const MAX_DELAY: u64 = 1_000_000_000_000;
 
 /// Parses a number in the kernel's spelling in names: `+1` and `01` would be second names of the same number.
 fn number(digits: &str) -> Option<u32> {
@@ -362,8 +362,8 @@ impl DeviceConfig {
         if !(1..=64).contains(&self.engines) {
             return refuse(&self.name, format!("{} engines: there are 1 to 64", self.engines));
         }
-        if let Some(group) = self.engine_groups.iter().find(|group| **group >= GROUPS) {
-            return refuse(&self.name, format!("an engine is in group {group}: there are 0 to {}", GROUPS - 1));
+        if let Some(group) = self.engine_groups.iter().find(|group| **group >= MAX_GROUPS) {
+            return refuse(&self.name, format!("an engine is in group {group}: there are 0 to {}", MAX_GROUPS - 1));
         }
         if self.engine_groups.len() > self.engines as usize {
             let (groups, engines) = (self.engine_groups.len(), self.engines);
@@ -372,7 +372,8 @@ impl DeviceConfig {
         if !(-1..=4095).contains(&self.numa_node) {
             return refuse(&self.name, format!("numa_node {}: -1 (none) to 4095", self.numa_node));
         }
-        // Registers VERSION (9.2.1) and WQCAP (9.2.3): 16 bits, the upper eight of a version being 1 or more; and 16 bits.
+        // Registers VERSION (9.2.1) and WQCAP (9.2.3): 16 bits, the upper eight of a version being 1 or more; and 16
+        // bits.
         if !(0x100..=0xffff).contains(&self.version) {
             return refuse(&self.name, format!("version {:#x}: 0x100 to 0xffff", self.version));
         }
@@ -401,8 +402,8 @@ impl DeviceConfig {
         for (index, queue) in self.queues.iter().enumerate() {
             let name = queue.name.as_str();
             let index_of = name.strip_prefix(&format!("wq{of}.")).and_then(number);
-            if index_of.is_none_or(|index| index > LAST_QUEUE) {
-                return refuse(name, format!("a queue of {} is called wq{of}. and 0 to {LAST_QUEUE}", self.name));
+            if index_of.is_none_or(|index| index > MAX_QUEUE_NUMBER) {
+                return refuse(name, format!("a queue of {} is called wq{of}. and 0 to {MAX_QUEUE_NUMBER}", self.name));
             }
             if self.queues[..index].iter().any(|other| other.name == queue.name) {
                 return refuse(name, "there are two of that name".into());
@@ -456,12 +457,14 @@ fn out_of_range(timing: &Timing) -> Option<String> {
         ("enqcmd_ns", timing.enqcmd_ns),
         ("movdir64b_ns", timing.movdir64b_ns),
     ];
-    if let Some((name, value)) = figures.into_iter().find(|(_, value)| *value > LONGEST) {
-        return Some(format!("{name} {value}: at most {LONGEST}"));
+    if let Some((name, value)) = figures.into_iter().find(|(_, value)| *value > MAX_DURATION) {
+        return Some(format!("{name} {value}: at most {MAX_DURATION}"));
     }
-    let unfit = |class: &&(u32, u64, u64)| class.1 > class.2 || class.2 > LONGEST;
+    let unfit = |class: &&(u32, u64, u64)| class.1 > class.2 || class.2 > MAX_DURATION;
     timing.page_requests.classes.iter().find(unfit).map(|(_, least, most)| {
-        format!("page requests of {least} to {most} ns: the first is no more than the second, both at most {LONGEST}")
+        format!(
+            "page requests of {least} to {most} ns: the first is no more than the second, both at most {MAX_DURATION}"
+        )
     })
 }
 
@@ -491,7 +494,7 @@ mod saved {
         dev: String,
     }
 
-    /// Fields that are not the model's are ignored.
+    /// Fields that do not concern the model are ignored.
     #[derive(Deserialize)]
     struct Queue {
         dev: String,

@@ -2,7 +2,7 @@
 //! and comments between the elements. `accel-config`'s own example files have such commas.
 
 /// Returns `text` with trailing commas and comments blanked out, so that a JSON parser reads it. Every other byte keeps
-/// its position, and so the line and column of an error. The parser itself refuses what json-c refuses (`[,]`,
+/// its position, so errors have the right line and column. The parser itself refuses what json-c refuses (`[,]`,
 /// `[1,,]`).
 pub(crate) fn to_json(text: &str) -> String {
     let mut bytes = text.as_bytes().to_vec();
@@ -36,8 +36,8 @@ pub(crate) fn to_json(text: &str) -> String {
     String::from_utf8(bytes).expect("only whole characters were replaced")
 }
 
-/// Returns the bytes of the comment at the start of `text`, up to the end of its line or behind its `*/`; none if that
-/// is missing.
+/// Returns the length in bytes of the comment at the start of `text`, up to the end of its line or behind its `*/`;
+/// `None` if the `*/` is missing.
 fn end_of_comment(text: &[u8]) -> Option<usize> {
     if text[1] == b'/' {
         return Some(text.iter().position(|byte| *byte == b'\n').unwrap_or(text.len()));
@@ -45,7 +45,7 @@ fn end_of_comment(text: &[u8]) -> Option<usize> {
     text[2..].windows(2).position(|pair| pair == b"*/").map(|length| length + 4)
 }
 
-/// Returns the bytes of the string at the start of `text`, including both quotes.
+/// Returns the length in bytes of the string at the start of `text`, including both quotes.
 fn length_of_string(text: &[u8]) -> usize {
     let mut escaped = false;
     let end = text[1..].iter().position(|byte| {

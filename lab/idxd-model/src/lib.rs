@@ -1,9 +1,8 @@
-//! Intel DSA and IAA devices in software, at the level of 64-byte descriptors: drivers are tested against them where
-//! there is no device.
+//! Intel DSA and IAA devices in software, at the level of 64-byte descriptors, for testing drivers without a device.
 //!
-//! No code is shared with the driver (`sterna-idxd`), not even a constant: the model decodes with its own [`table`] of
-//! the specification, so an error in the driver's definitions meets a device without that error. Both tables are
-//! checked against the kernel's header. `docs/accelerators-conformance.md` lists the test for each section.
+//! The model shares no code with the driver (`sterna-idxd`), not even a constant. It decodes with its own [`table`] of
+//! the specification, so an error in the driver's definitions is noticed. Both tables are checked against the kernel's
+//! header. `docs/accelerators-conformance.md` lists the test for each section.
 //!
 //! | module | contents |
 //! |---|---|
@@ -18,8 +17,8 @@
 //!
 //! There are three modes, with the same state machine:
 //!
-//! * [`Model::start`]: real time, engines are threads. Completions come as fast as they can or, `paced`, after the time that
-//!   [`core::Timing`] gives.
+//! * [`Model::start`]: real time, engines are threads. Completions come as fast as they can or, `paced`, after the time
+//!   that [`core::Timing`] gives.
 //! * [`Model::manual`]: nothing happens except by [`Model::step`]; timing and seed determine the order. For randomised
 //!   tests: about 10 ms for 64 batches of 16 pages.
 //! * [`core::Device`] with [`core::Payload::Timed`]: virtual time without memory, for simulators.
@@ -57,3 +56,8 @@ pub use config::{ConfigError, DeviceConfig, Kind, Mode, ModelConfig, QueueConfig
 pub use memory::{AddressSpace, ProcessMemory};
 pub use model::{Counters, Model, ModelQueue};
 pub use tree::Tree;
+
+/// The example of the README is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

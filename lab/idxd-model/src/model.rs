@@ -1,4 +1,4 @@
-//! Devices and the memory they reach: in real time, with a thread per engine, or stepped by the caller.
+//! Devices and the memory that they access: in real time, with a thread per engine, or stepped by the caller.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -12,8 +12,8 @@ use crate::ops::Scratch;
 use crate::table::dsa::{self, code};
 use crate::table::iaa;
 
-/// A set of devices and the memory they reach. Dropping it stops and joins all threads; its queues then accept nothing
-/// more.
+/// A set of devices and the memory that they access. Dropping it stops and joins all threads; afterwards its queues
+/// accept nothing.
 #[derive(Debug)]
 pub struct Model {
     shared: Arc<Shared>,
@@ -75,7 +75,7 @@ pub struct Counters {
     pub page_requests: u64,
     /// Time of the page requests of descriptors and of batches' lists, by the timing, ns. It is part of `device_ns`.
     pub page_request_ns: u64,
-    /// The longest of them, ns.
+    /// The longest page request, ns.
     pub longest_page_request_ns: u64,
     /// How often `ENQCMD` returned retry.
     pub retries: u64,
@@ -85,7 +85,7 @@ pub struct Counters {
     pub software_errors: u64,
     /// Completion records that the kernel copied from the event log.
     pub event_log_records: u64,
-    /// Completion records that cannot be seen by software.
+    /// Completion records that were never written.
     pub lost_records: u64,
     /// Pages whose translation was not cached.
     pub translation_misses: u64,
@@ -102,7 +102,7 @@ impl Model {
         Model::start_on(config, memory)
     }
 
-    /// As [`Self::start`], on another memory.
+    /// Starts devices as [`Self::start`] does, on another memory.
     pub fn start_on(config: ModelConfig, memory: Arc<dyn AddressSpace>) -> Result<Arc<Model>, ConfigError> {
         let paced = config.paced;
         let shared = Shared::new(config, memory, Clock::Real(Instant::now()), paced)?;
@@ -128,25 +128,25 @@ impl Model {
         Ok(Arc::new(model))
     }
 
-    /// Makes devices that do nothing until [`Model::step`] is called: no threads, a clock that only moves with the
-    /// steps, and one order per seed. The timing always determines the order here.
+    /// Makes devices that do nothing until [`Model::step`] is called: no threads, a clock that only the steps move, and
+    /// one order per seed. The timing always determines the order.
     pub fn manual(config: ModelConfig) -> Result<Arc<Model>, ConfigError> {
         let memory = memory_of(&config)?;
         Model::manual_on(config, memory)
     }
 
-    /// As [`Self::manual`], on another memory.
+    /// Makes devices as [`Self::manual`] does, on another memory.
     pub fn manual_on(config: ModelConfig, memory: Arc<dyn AddressSpace>) -> Result<Arc<Model>, ConfigError> {
         let shared = Shared::new(config, memory, Clock::Manual(AtomicU64::new(0)), true)?;
         Ok(Arc::new(Model { shared, threads: Mutex::default() }))
     }
 
-    /// Manual only: makes the next event of a device happen, however far in time it is. Returns false if there is none.
+    /// Manual only: handles the next event of a device, however far in the future. Returns `false` if there is none.
     pub fn step(&self) -> bool {
         self.shared.step_until(Nanos::MAX)
     }
 
-    /// Manual only: lets this much time pass, with all events that are due in it.
+    /// Manual only: advances the clock by this time, and handles all events that become due.
     pub fn advance(&self, ns: Nanos) {
         let until = self.shared.clock.now() + ns;
         while self.shared.step_until(until) {}
@@ -184,7 +184,7 @@ impl Model {
         &self.shared.config
     }
 
-    /// Adds a fault from now on.
+    /// Adds a fault.
     pub fn inject(&self, script: &Script) {
         for cell in &self.shared.cells {
             cell.device.lock().unwrap().add_script(script.clone());
@@ -285,7 +285,7 @@ impl Drop for Model {
         }
         crate::tree::forget(&self.shared);
         for thread in self.threads.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).drain(..) {
-            // A panic of an engine has been printed; it must not become a second one here.
+            // A panic of an engine has been printed already; it must not cause a second one here.
             let _ = thread.join();
         }
     }
@@ -366,7 +366,7 @@ impl Shared {
         }
     }
 
-    /// Makes the first event happen that is due by then. Returns false if there is none.
+    /// Handles the first event that is due by the given time. Returns `false` if there is none.
     fn step_until(&self, until: Nanos) -> bool {
         assert!(matches!(self.clock, Clock::Manual(_)), "only a manual model is stepped");
         loop {
@@ -388,7 +388,7 @@ impl Shared {
                     return true;
                 }
                 Step::Completed(_) => return true,
-                // The event needed nothing from outside; the next may.
+                // The event required no action of the owner; the next may.
                 Step::Idle { .. } => {}
             }
         }
@@ -396,22 +396,22 @@ impl Shared {
 }
 
 impl ModelQueue {
-    /// Returns its name, such as `wq0.0`.
+    /// Returns the queue's name, such as `wq0.0`.
     pub fn name(&self) -> &str {
         &self.config().name
     }
 
-    /// Returns its configuration.
+    /// Returns the queue's configuration.
     pub fn config(&self) -> &QueueConfig {
         &self.device().queues[self.queue]
     }
 
-    /// Returns its device's configuration.
+    /// Returns the configuration of the queue's device.
     pub fn device(&self) -> &DeviceConfig {
         &self.shared.config.devices[self.device]
     }
 
-    /// Returns its device's timing.
+    /// Returns the timing of the queue's device.
     pub fn timing(&self) -> Timing {
         self.device().timing.clone().unwrap_or_else(|| Timing::of(self.device().kind))
     }
@@ -447,8 +447,8 @@ impl ModelQueue {
     ///
     /// # Panics
     ///
-    /// If the first four bytes are not zero: the instruction raises a general protection fault then, because PASID and Priv
-    /// come from the processor.
+    /// If the first four bytes are not zero: the instruction raises a general protection fault then, because PASID and
+    /// Priv come from the processor.
     pub fn enqcmd(&self, bytes: &[u8; 64]) -> bool {
         assert!(enqcmd_permits(bytes), "ENQCMD with PASID or Priv set is a general protection fault: {bytes:02x?}");
         self.submit(Posting::NonPosted, bytes) == Submitted::Accepted
@@ -513,7 +513,7 @@ impl ModelQueue {
         self.lock().in_flight(self.queue) as u32
     }
 
-    /// Returns whether it accepts descriptors.
+    /// Returns whether the queue accepts descriptors.
     pub fn is_enabled(&self) -> bool {
         !self.shared.stopped.load(Ordering::SeqCst) && self.lock().is_enabled(self.queue)
     }

@@ -1,8 +1,8 @@
 //! A directory that imitates the kernel's: sysfs attributes of devices, queues, engines and groups, and device files
 //! that can be mapped. Drivers use it in place of `/sys/bus/dsa/devices` and `/dev`.
 //!
-//! A device file is empty, so nothing can be stored to a mapping of it; [`crate::trap`] makes it a portal. A `write`
-//! has no effect.
+//! A device file is empty, so a store to a mapping of it faults; [`crate::trap`] makes it a portal. A `write` has no
+//! effect.
 
 use std::fs;
 use std::io;
@@ -161,7 +161,7 @@ fn write_device(sysfs: &Path, device: &DeviceConfig) -> io::Result<()> {
     Ok(())
 }
 
-/// On the bus all of them are side by side.
+/// Links a directory into the bus, where all devices and queues are side by side.
 fn link(sysfs: &Path, device: &str, name: &str) -> io::Result<()> {
     let at = sysfs.join(name);
     match fs::remove_file(&at) {
@@ -205,13 +205,14 @@ fn write_queue(directory: &Path, device: &DeviceConfig, queue: &QueueConfig, min
     attributes(&directory.join(&queue.name), &values)
 }
 
-/// The kernel shows every queue that the hardware has, in use or not: eight on every device so far.
+/// Returns the number of queues: the kernel shows every queue of the hardware, in use or not, eight on every device so
+/// far.
 fn work_queues(device: &DeviceConfig) -> u32 {
     let index = |queue: &QueueConfig| queue.name.rsplit('.').next().and_then(|digits| digits.parse::<u32>().ok());
     device.queues.iter().filter_map(index).map(|index| index + 1).max().unwrap_or(0).max(8)
 }
 
-/// A queue that nobody has configured, as `idxd_wq_disable_cleanup` and `idxd_setup_wqs` of the kernel leave it.
+/// Writes a queue that is not configured, as the kernel's `idxd_wq_disable_cleanup` and `idxd_setup_wqs` leave it.
 fn write_spare_queue(directory: &Path, device: &DeviceConfig, name: &str) -> io::Result<()> {
     let mut values = vec![
         ("block_on_fault", "0".into()),
@@ -239,8 +240,8 @@ fn write_spare_queue(directory: &Path, device: &DeviceConfig, name: &str) -> io:
     attributes(&directory.join(name), &values)
 }
 
-/// 256 bits, a bit per operation code, as the kernel prints bitmaps. On version 1 of DSA it hides batches, because it does
-/// not take them from `write`.
+/// Returns 256 bits, one per operation code, as the kernel prints bitmaps. On version 1 of DSA the kernel hides
+/// batches, because it does not accept them from `write`.
 fn op_cap(device: &DeviceConfig) -> String {
     let operations = if device.kind == Kind::Dsa { dsa::OPERATIONS } else { iaa::OPERATIONS };
     let mut words = [0_u32; 8];
@@ -254,7 +255,7 @@ fn op_cap(device: &DeviceConfig) -> String {
     text.join(",")
 }
 
-/// Bits of GENCAP (DSA 9.2.2): what the configuration says, and the two limits as logarithms.
+/// Returns the bits of GENCAP (DSA 9.2.2): the configured capabilities, and the two limits as logarithms.
 fn gen_cap(device: &DeviceConfig) -> u64 {
     let bit = |on: bool, at: u32| u64::from(on) << at;
     let logarithm = |value: u64| u64::from(value.max(1).ilog2());

@@ -1,7 +1,7 @@
 //! The results of checking the devices with a state of their own.
 
 use serde_json::{Value, json};
-use sterna_engine::report::bytes;
+use sterna::format_bytes;
 use sterna_microvm::Machine;
 use sterna_microvm::scratch::{Scratch, Verified};
 
@@ -60,7 +60,7 @@ impl Devices {
             Some((name, first)) => format!("{} wrong, the first: of {name} {first}", self.wrong()),
             None => "none wrong".to_owned(),
         };
-        let size = bytes(first.blocks as f64 * 4096.0);
+        let size = format_bytes(first.blocks as f64 * 4096.0);
         let devices = if count == 1 { format!("1 device of {size}") } else { format!("{count} devices of {size}") };
         Some(format!("{devices}: {looked_at} blocks verified, {wrong}"))
     }

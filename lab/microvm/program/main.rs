@@ -17,9 +17,8 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
-use sterna_engine::migration::GuestState;
+use sterna::{GuestState, LEDGERS, Offload, OffloadSettings, Shares};
 use sterna_microvm::{Error, Machine};
-use sterna_offload::{LEDGERS, Offload, Settings, Shares};
 
 /// No limit, for waits of unknown length such as a number of passes at any rate.
 const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
@@ -63,7 +62,7 @@ fn begin(options: &Options, machine: &Arc<Machine>, requests: &Requests) -> Resu
     // Wrong options are refused before the guest has done its work.
     let security = options.migrate_to.as_ref().map(|_| options.security()).transpose()?;
     options.source.method()?;
-    let mut shared = Settings::default();
+    let mut shared = OffloadSettings::default();
     shared.shares = Shares::of_host(LEDGERS);
     let offload = Offload::start(&options.source.accel, &shared)?;
     machine.boot()?;

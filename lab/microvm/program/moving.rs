@@ -5,15 +5,12 @@ use crate::options::Options;
 use crate::signals::Requests;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use sterna_engine::destination::Destination;
-use sterna_engine::device_state::DevicePhase;
-use sterna_engine::migration::MigrationError;
-use sterna_engine::report::{DeviceProgress, Observer, Progress, ReceiveReport, Report, bytes, rate};
-use sterna_engine::source::Source;
-use sterna_engine::transport::Security;
+use sterna::{
+    Destination, DevicePhase, DeviceProgress, MigrationError, Observer, Offload, Progress, ReceiveReport, Report,
+    Security, Source, format_bytes, format_rate,
+};
 use sterna_microvm::Machine;
 use sterna_microvm::migration::{Movable, devices_to_load, devices_to_save, guest_ram};
-use sterna_offload::Offload;
 
 /// Why there was no migration at all.
 pub(crate) type NotBegun = Box<dyn std::error::Error>;
@@ -101,9 +98,9 @@ impl Observer for ProgressPrinter {
         note(format_args!(
             "round {}: {} left, {} dirtied, {} sent, downtime would be {:.0} ms{}",
             progress.round,
-            bytes(progress.remaining_bytes as f64),
-            rate(progress.dirty_rate),
-            rate(progress.wire_rate),
+            format_bytes(progress.remaining_bytes as f64),
+            format_rate(progress.dirty_rate),
+            format_rate(progress.wire_rate),
             progress.predicted_downtime_ms,
             devices_text(devices)
         ));
@@ -119,7 +116,7 @@ fn devices_text(devices: &[DeviceProgress]) -> String {
     if devices.is_empty() {
         return String::new();
     }
-    let sum = |of: fn(&DeviceProgress) -> u64| bytes(devices.iter().map(of).sum::<u64>() as f64);
+    let sum = |of: fn(&DeviceProgress) -> u64| format_bytes(devices.iter().map(of).sum::<u64>() as f64);
     let (arrived, left) = (sum(|device| device.arrived_bytes), sum(|device| device.remaining_bytes));
     format!("; of {} devices {arrived} arrived, {left} left", devices.len())
 }

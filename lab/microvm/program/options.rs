@@ -1,21 +1,19 @@
-//! What can be typed.
+//! The program's options.
 
 use clap::{Args, Parser};
 use std::path::PathBuf;
 use std::time::Duration;
-use sterna_codec::{MethodChoice, Qatzip, QatzipSoftware};
-use sterna_engine::device_state::DeviceChannels;
-use sterna_engine::source::{IaaVerify, NotConverging, Throttle};
-use sterna_engine::tls::TlsSettings;
-use sterna_engine::transport::Security;
+use sterna::{
+    Accelerators, DeviceChannels, IaaVerify, MethodChoice, NotConverging, Qatzip, QatzipSoftware, Security, Throttle,
+    TlsSettings,
+};
 use sterna_microvm::{Backing, BlockConfig, Config, Execution, Fill, Pattern, Rate, Tracking, Workload};
-use sterna_offload::Accelerators;
 
 const HELP: &str = "\
 Exit codes:
-  0  nothing was found wrong in the guest and its devices; it was moved, where that was asked for
+  0  nothing was found wrong in the guest and its devices; it was moved, if the options say so
   1  something was found wrong
-  2  options or machine cannot be as asked for
+  2  the options or the machine are not possible
   3  the guest was not moved: it runs on at the source, and nothing was found wrong there
   4  the migration ended after the guest was given to the destination: look there
 Signals: SIGUSR1 begins what --on-signal waits for; SIGINT and SIGTERM cancel the migration, and end the program where there
@@ -49,10 +47,11 @@ pub(crate) struct Options {
     /// How long the guest runs once its memory is filled, it has arrived, or was not moved
     #[arg(long, default_value_t = 5, conflicts_with = "passes")]
     pub(crate) seconds: u64,
-    /// Not for a time, but until it has verified all of its memory so often since then, and each device has written something
+    /// Instead of for a time: until it has verified all of its memory so often since then, and each device has written
+    /// something
     #[arg(long, value_name = "N")]
     pub(crate) passes: Option<u64>,
-    /// Write what happened as JSON
+    /// Write the outcome as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
@@ -72,7 +71,7 @@ pub(crate) struct MachineOptions {
     /// auto, kvm or threads
     #[arg(long, default_value = "auto", value_parser = |name: &str| choice(&EXECUTIONS, name))]
     execution: Execution,
-    /// How written pages are noted: log, ring or write-protect
+    /// How written pages are tracked: log, ring or write-protect
     #[arg(long, default_value = "write-protect", value_parser = |name: &str| choice(&TRACKINGS, name))]
     tracking: Tracking,
     /// Devices with a large state of their own, beside guest RAM, up to 16
@@ -147,22 +146,23 @@ pub(crate) struct SourceOptions {
     pub(crate) cpu: Option<f64>,
     /// What helps to look for zero pages and to copy (dsa), and to compress (iaa): cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y,
     /// iaa:/dev/iax/wqX.Y, model:FILE; several separated by commas
-    // Nobody should believe that it is used where it is not.
+    // Refused where it would not be used, so that no user believes that it is.
     #[arg(long, value_name = "LIST", default_value = "cpu", requires = "migrate_to", conflicts_with = "incoming")]
     pub(crate) accel: Accelerators,
-    /// When what an iaa has compressed is read again and compared: without-checksums, always or never
+    /// When the output of an iaa is decompressed and compared: without-checksums, always or never
     #[arg(long, value_name = "WHEN", default_value = "without-checksums", requires = "accel", value_parser = |name: &str| choice(&IAA_VERIFY, name))]
     pub(crate) iaa_verify: IaaVerify,
     /// Connections that carry pages, 1 to 64
     #[arg(long, default_value_t = 2)]
     pub(crate) channels: u16,
-    /// Most bytes per second on the network
+    /// Maximum bytes per second on the network
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) bandwidth: Option<u64>,
-    /// Memory, in MiB, for what was sent, so that of pages that are sent again only what has changed goes; 0: pages go whole
+    /// Memory, in MiB, for copies of sent pages, so that only the changes of pages that are sent again are sent; 0:
+    /// whole pages
     #[arg(long, value_name = "MIB", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1 << 30))]
     pub(crate) delta_cache: u64,
-    /// Longest downtime that is aimed at, in milliseconds
+    /// Target downtime, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 300)]
     downtime: u64,
     /// Give up after so many seconds
@@ -174,10 +174,11 @@ pub(crate) struct SourceOptions {
     /// Go on in post-copy after so many rounds at the latest
     #[arg(long, value_name = "ROUNDS", conflicts_with = "not_converging", value_parser = clap::value_parser!(u32).range(1..))]
     post_copy_after: Option<u32>,
-    /// Connections for the state of devices alone, 1 to 63; without, it takes those that carry pages
+    /// Connections for the state of devices alone, 1 to 63; without this, it uses those that carry pages
     #[arg(long, value_name = "N", requires = "migrate_to", requires = "devices", conflicts_with = "incoming", value_parser = clap::value_parser!(u16).range(1..=63))]
     device_channels: Option<u16>,
-    /// Send the state of devices while the guest stands, one after the other, over the connection of the machine's own state
+    /// Send the state of devices while the guest is paused, one after the other, over the connection of the machine's
+    /// own state
     #[arg(long, requires = "migrate_to", requires = "devices", conflicts_with_all = ["incoming", "device_channels"])]
     serial_device_state: bool,
 }
@@ -185,7 +186,7 @@ pub(crate) struct SourceOptions {
 /// How the destination takes a guest.
 #[derive(Args)]
 pub(crate) struct DestinationOptions {
-    /// Memory, in MiB, for the state of devices that has come and waits to be loaded
+    /// Memory, in MiB, for the state of devices that has arrived and waits to be loaded
     #[arg(long, value_name = "MIB", default_value_t = 256, requires = "incoming", requires = "devices", conflicts_with = "migrate_to", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     pub(crate) device_queue: u64,
 }
@@ -196,10 +197,10 @@ pub(crate) struct SecurityOptions {
     /// Mutual TLS with the certificates of this directory, as `sterna cert` makes them
     #[arg(long, value_name = "DIR", conflicts_with = "insecure")]
     tls: Option<PathBuf>,
-    /// With --incoming and --tls: a name in the certificate of who may send
+    /// With --incoming and --tls: a name in the certificate of a source that may send
     #[arg(long, value_name = "NAME", requires = "tls")]
     allow: Vec<String>,
-    /// No TLS: who can read the network can read and change the guest
+    /// No TLS: everyone on the network can read and change the guest
     #[arg(long)]
     insecure: bool,
 }

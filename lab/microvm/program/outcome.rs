@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 use std::time::Duration;
-use sterna_engine::migration::{GuestState, MigrationError};
+use sterna::{ErrorKind, GuestState, MigrationError};
 use sterna_microvm::{Machine, Report};
 
 /// The guest's work over some time.
@@ -127,7 +127,7 @@ fn error_json(error: &MigrationError) -> Value {
         "side": format!("{:?}", error.side),
         "phase": error.phase.to_string(),
         "guest": format!("{:?}", error.guest),
-        "cancelled": error.cancelled,
+        "cancelled": error.kind == ErrorKind::Cancelled,
         "reason": error.reason,
     })
 }
@@ -140,15 +140,9 @@ mod tests {
 
     #[test]
     fn a_wrong_block_of_a_device_is_an_error_wherever_the_guest_is() {
-        let error = || MigrationError {
-            side: sterna_engine::migration::Side::Destination,
-            phase: sterna_engine::migration::Phase::Rounds,
-            guest: GuestState::NotHere,
-            cancelled: false,
-            refused: false,
-            reason: "for a reason".to_owned(),
-            report: None,
-            received: None,
+        let error = || {
+            let (side, phase) = (sterna::Side::Destination, sterna::Phase::Rounds);
+            MigrationError::new(side, phase, GuestState::NotHere, ErrorKind::Other, "for a reason")
         };
         let first = Some(WrongBlock { block: 7, fault: Fault::Lost });
         let cases =

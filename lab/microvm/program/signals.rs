@@ -6,7 +6,7 @@ use std::io;
 use std::process;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use sterna_engine::cancel::Cancel;
+use sterna::Cancel;
 
 /// The signals received so far.
 #[derive(Clone, Default)]

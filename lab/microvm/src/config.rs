@@ -69,7 +69,7 @@ pub enum Execution {
     Threads,
 }
 
-/// How written pages are tracked (`sterna_memory::dirty`).
+/// How written pages are tracked (`sterna::DirtyLog`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tracking {
     /// KVM's dirty bitmap.

@@ -1,7 +1,7 @@
 //! The errors of a machine.
 
 use std::io;
-use sterna_memory::dirty::DirtyLogError;
+use sterna::DirtyLogError;
 use thiserror::Error;
 
 /// Why an operation of a machine failed.
@@ -37,7 +37,7 @@ pub enum Error {
     #[error("{0}")]
     Order(&'static str),
     /// The awaited state was not reached in time.
-    #[error("the guest did not get there within {seconds} s; it stands at: {report}")]
+    #[error("the guest did not get there within {seconds} s; it is at: {report}")]
     Late {
         /// The time limit.
         seconds: f64,

@@ -16,7 +16,7 @@ use sterna_guest::page::Fill;
 use sterna_guest::share::{Layout, RAM_START};
 
 /// Bytes in a page.
-pub(crate) const PAGE: u64 = sterna_memory::PAGE_SIZE as u64;
+pub(crate) const PAGE: u64 = sterna::PAGE_SIZE as u64;
 /// Bytes reserved for the payload.
 pub(crate) const PAYLOAD_ROOM: u64 = 512 << 10;
 const STACK_PAGES: u64 = 16;

@@ -16,13 +16,9 @@ use std::io::{Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+use sterna::{DirtyLog, DirtyLogError, PageBitmap, ReportedLog, UnionLog, WriteProtectLog};
 use sterna_guest::memory::Bad;
 use sterna_guest::share::{Counters, RAM_START};
-use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::reported::ReportedLog;
-use sterna_memory::dirty::union::UnionLog;
-use sterna_memory::dirty::write_protect::WriteProtectLog;
-use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
 /// A machine. A new one is paused and empty. [`boot`](Self::boot) begins a new guest in it; [`load`](Self::load) continues a guest
 /// whose RAM is copied into [`blocks`](Self::blocks).

@@ -2,7 +2,7 @@
 //!
 //! The library needs three things: the RAM ([`guest_ram`]), a dirty log ([`Machine::take_dirty_log`] returns a ready-made one), and a
 //! type that pauses, resumes, saves and loads ([`Movable`]). Devices with a large state of their own are optional
-//! ([`devices_to_save`], [`devices_to_load`]). `sterna_engine::source::Source` and `sterna_engine::destination::Destination` do the rest;
+//! ([`devices_to_save`], [`devices_to_load`]). `sterna::Source` and `sterna::Destination` do the rest;
 //! `program/moving.rs` shows both calls.
 
 use crate::machine::Machine;
@@ -10,9 +10,9 @@ use crate::ram::Block;
 use crate::scratch::{LoadScratch, SaveScratch, Scratch};
 use std::io::{Read, Write};
 use std::sync::Arc;
-use sterna_engine::device_state::{DeviceId, LoadDevice, SaveDevice};
-use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
-use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
+use sterna::{
+    Backing, DestinationVmm, DeviceId, GuestRam, LoadDevice, RamBlock, RamError, SaveDevice, SourceVmm, VmmError,
+};
 
 /// Approximate output of [`Machine::save`] for four vCPUs on KVM, for the prediction of the downtime.
 const STATE_BYTES: u64 = 100 << 10;

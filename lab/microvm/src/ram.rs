@@ -129,7 +129,7 @@ impl GuestRam {
         let mut offset = address - RAM_START;
         for (index, block) in self.blocks.iter().enumerate() {
             if offset < block.bytes {
-                return (index, offset / sterna_memory::PAGE_SIZE as u64);
+                return (index, offset / sterna::PAGE_SIZE as u64);
             }
             offset -= block.bytes;
         }
@@ -228,6 +228,6 @@ unsafe fn map(config: &BlockConfig, start: NonNull<u8>) -> Result<Block, Error> 
             unsafe { mmap(start.as_ptr().cast(), length, protection, flags, file, 0) }.map_err(failed())?;
         }
     }
-    let page_size = if *backing == Backing::HugeTlb { BLOCK_UNIT as usize } else { sterna_memory::PAGE_SIZE };
+    let page_size = if *backing == Backing::HugeTlb { BLOCK_UNIT as usize } else { sterna::PAGE_SIZE };
     Ok(Block { name: name.clone(), start, bytes: *bytes, page_size, file })
 }

@@ -11,8 +11,8 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use sterna::DirtyMarker;
 use sterna_guest::share::{Counters, Orders};
-use sterna_memory::dirty::reported::DirtyMarker;
 
 /// Runs a vCPU. Errors are texts for the user.
 pub(crate) trait Vcpu: Send {

@@ -1,5 +1,6 @@
 //! `sterna accel`: lists accelerators, tests them, and plans the configuration of their queues.
 
+#[cfg(feature = "model")]
 mod replay;
 
 use std::fmt::Write as _;
@@ -14,7 +15,7 @@ use sterna_idxd::{DeviceInfo, Directories, Kind, Operation, QueueInfo, Reason, W
 use sterna_memory::scan::Implementation;
 use sterna_offload::plan::{Accelerator, Plan, PlanDevice};
 use sterna_offload::trace::Trace;
-use sterna_offload::{Accelerators, DeviceSelector, QueueTrial, Settings, Trials};
+use sterna_offload::{Accelerators, DeviceSelector, QueueTrial, Settings, StartError, Trials};
 
 use super::report_file::{Named, ReportFile};
 use super::{Exit, Failure};
@@ -32,7 +33,7 @@ pub(crate) enum AccelCommand {
     /// Run every operation on every queue, and record each descriptor and completion record
     Capture(CaptureArgs),
     /// Check a trace against the specification, and report how long each operation took
-    Replay(replay::ReplayArgs),
+    Replay(ReplayArgs),
 }
 
 /// `sterna accel list`.
@@ -93,13 +94,35 @@ pub(crate) struct CaptureArgs {
     output: PathBuf,
 }
 
+/// `sterna accel replay`.
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// The trace
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+}
+
 pub(super) fn run(command: &AccelCommand) -> Result<Exit, Failure> {
     match command {
         AccelCommand::List(args) => list(args),
         AccelCommand::Test(args) => test(&args.trial),
         AccelCommand::Plan(args) => plan(args),
         AccelCommand::Capture(args) => capture(args),
+        #[cfg(feature = "model")]
         AccelCommand::Replay(args) => replay::run(args),
+        #[cfg(not(feature = "model"))]
+        AccelCommand::Replay(args) => Err(Failure::failed(&format!(
+            "{}: a trace is checked against the model of the devices, which this build leaves out (feature `model`)",
+            args.file.display()
+        ))),
+    }
+}
+
+/// Names the option of an accelerator that is not there.
+fn by_option(error: &StartError) -> String {
+    match error {
+        StartError::Missing { selector, why } => format!("--accel {selector}: {why}"),
+        other => other.to_string(),
     }
 }
 
@@ -220,7 +243,8 @@ fn choice(args: &TrialArgs) -> Accelerators {
 
 /// Opens the accelerators. No open queue at all is an error, unless `without_queues`.
 fn open(args: &TrialArgs, without_queues: bool) -> Result<Trials, Failure> {
-    let trials = Trials::open(&choice(args), &Settings::default()).map_err(|error| Failure::failed(&error))?;
+    let trials =
+        Trials::open(&choice(args), &Settings::default()).map_err(|error| Failure::failed(&by_option(&error)))?;
     if trials.queues() == 0 && !without_queues {
         return Err(Failure::failed(&format!(
             "no accelerator was tried, because none was opened ({}); `sterna accel list` says what is here, and \

@@ -161,6 +161,11 @@ fn method_choice(link: &LinkArgs, accelerated: bool) -> Result<MethodChoice, Fai
 trait Summary: Serialize {
     fn outcome(&self) -> Outcome;
     fn text(&self) -> String;
+
+    /// Returns the command that helps, where the report leaves something to an operator.
+    fn advice(&self) -> Option<String> {
+        None
+    }
 }
 
 /// The content of `--json` if there is no report.
@@ -186,7 +191,8 @@ fn migration<R: Summary>(
     let on_stdout = file.as_ref().is_some_and(ReportFile::is_stdout);
     match result {
         Ok(summary) => {
-            let text = summary.text();
+            let advice = summary.advice().map_or(String::new(), |advice| format!("\n{advice}"));
+            let text = summary.text() + &advice;
             let _ =
                 if on_stdout { writeln!(std::io::stderr(), "{text}") } else { writeln!(std::io::stdout(), "{text}") };
             write_json(file, &summary);

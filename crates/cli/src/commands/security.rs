@@ -38,7 +38,11 @@ fn choose(
 ) -> Result<Security, Failure> {
     match (tls, insecure) {
         (Some(dir), _) => read(dir).map(Security::Tls).map_err(|error| match error {
-            TlsError::NobodyAllowed => Failure::usage(&error),
+            TlsError::NobodyAllowed => Failure::usage(&format!("{error}: give it with --allow NAME")),
+            TlsError::File { .. } => {
+                let advice = "`sterna cert` makes a set of certificates for a trial or a small site";
+                Failure::failed(&format!("{error}; {advice}"))
+            }
             other => Failure::failed(&other),
         }),
         (None, true) => Ok(Security::Insecure),

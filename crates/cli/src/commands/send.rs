@@ -15,6 +15,12 @@ impl Summary for Report {
     fn text(&self) -> String {
         self.text()
     }
+
+    fn advice(&self) -> Option<String> {
+        // In post-copy the destination lacks memory: nothing brings that guest back.
+        let may_be_prepared = self.outcome == Outcome::Lost && self.post_copy.is_none();
+        may_be_prepared.then(|| format!("On the destination's host: sterna recover {} --fenced-peer", self.id))
+    }
 }
 
 pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {

@@ -1,8 +1,8 @@
-//! Intel's own `accel-config` is the judge of two things: that the fake sysfs tree of the model looks like the kernel's, and
-//! that administrators can load what `sterna accel plan` prints.
+//! Intel's `accel-config` checks two things: that the fake sysfs tree of the model looks like the kernel's, and that
+//! administrators can load the output of `sterna accel plan`.
 //!
-//! Regular files stand in for attributes, so nothing can be enabled. What the kernel would have said to each write is
-//! reckoned here, from the store functions of its `drivers/dma/idxd/sysfs.c`.
+//! Regular files represent attributes, so nothing can be enabled. The tests compute the kernel's answer to each write,
+//! after the store functions of its `drivers/dma/idxd/sysfs.c`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,7 +23,7 @@ struct Host {
 }
 
 impl Host {
-    /// `None` where the tool cannot be run here.
+    /// Returns `None` if the tool cannot run here.
     fn new(devices: Vec<DeviceConfig>) -> Option<Host> {
         let tools = skip_if_unavailable(Tools::locate())?;
         let scratch = tempfile::tempdir().unwrap();
@@ -49,7 +49,7 @@ impl Host {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// The plan as a file and what is in it.
+    /// Returns the plan's file and content.
     fn plan(&self) -> (PathBuf, Value) {
         let file = self.scratch.path().join("plan.json");
         self.accel_plan(&["--json", file.to_str().unwrap()]);
@@ -57,7 +57,7 @@ impl Host {
         (file, plan)
     }
 
-    /// What `accel-config disable-device` leaves: every queue as one that was never used, no engine in a group.
+    /// Does what `accel-config disable-device` does: every queue is as if never used, and no engine is in a group.
     fn disable(&self) {
         for info in self.discovered() {
             let device = self.directories.sysfs.join(&info.device.name);
@@ -80,7 +80,7 @@ fn queue(name: &str, mode: ModelMode, size: u32) -> QueueConfig {
     QueueConfig { name: name.into(), mode, size, ..QueueConfig::default() }
 }
 
-/// Nothing in them is a default that a reader could have guessed.
+/// Returns devices without a default value that a reader could guess.
 fn dsa_devices() -> Vec<DeviceConfig> {
     let bulk = QueueConfig {
         threshold: 30,
@@ -126,7 +126,7 @@ fn all_devices() -> Vec<DeviceConfig> {
     devices
 }
 
-/// Every field of `expected` must be in `found`.
+/// Checks that every field of `expected` is in `found`.
 #[track_caller]
 fn has(found: &Value, expected: &Value) {
     for (name, value) in expected.as_object().unwrap() {
@@ -138,7 +138,7 @@ fn array<'a>(parent: &'a Value, name: &str) -> &'a [Value] {
     parent[name].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// A queue of the configuration as the tool prints it.
+/// Returns a queue of the configuration as the tool prints it.
 fn listed(device: &DeviceConfig, queue: &QueueConfig) -> Value {
     let threshold = if queue.threshold == 0 { queue.size } else { queue.threshold };
     let mut expected = json!({
@@ -220,7 +220,7 @@ fn accel_config_lists_every_device_of_the_model_as_it_was_configured() {
     }
 }
 
-/// What the kernel knows of a device while it is being configured.
+/// The kernel's state of a device while it is being configured.
 struct Kernel<'a> {
     info: &'a DeviceInfo,
     attributes: BTreeMap<String, String>,
@@ -235,7 +235,7 @@ impl<'a> Kernel<'a> {
         self.attributes.get(&format!("{queue}/{attribute}")).map_or(0, |text| text.parse().unwrap())
     }
 
-    /// A write by the rules of the driver's store functions; they are for a device and queues that are disabled.
+    /// Writes an attribute by the rules of the driver's store functions, for a device and queues that are disabled.
     fn store(&mut self, member: &str, attribute: &str, text: &str) {
         let device = &self.info.device;
         let line = format!("{}/{member}/{attribute} = {text:?}", device.name);
@@ -280,7 +280,7 @@ impl<'a> Kernel<'a> {
     }
 }
 
-/// The kernel would have taken every write, and shows now what the files have.
+/// Checks that the kernel would have accepted every write, and would now show the content of the files.
 fn the_kernel_agrees(host: &Host, devices: &[DeviceInfo], runs: &[Configured]) {
     let mut kernels: BTreeMap<&str, Kernel> =
         devices.iter().map(|info| (info.device.name.as_str(), Kernel::new(info))).collect();
@@ -296,7 +296,7 @@ fn the_kernel_agrees(host: &Host, devices: &[DeviceInfo], runs: &[Configured]) {
     }
 }
 
-/// What discovery reads is what the plan says, and nothing else is configured.
+/// Checks that discovery reads the plan's configuration and nothing else.
 fn reads_what_the_plan_says(devices: &[DeviceInfo], plan: &Value) {
     let plan = plan.as_array().unwrap();
     assert_eq!(plan.len(), devices.len());
@@ -316,7 +316,7 @@ fn reads_what_the_plan_says(devices: &[DeviceInfo], plan: &Value) {
                 assert_eq!(wanted["priority"], queue.priority.unwrap());
                 assert_eq!(wanted["block_on_fault"], u32::from(queue.block_on_fault));
                 assert_eq!(wanted["max_transfer_size"], queue.max_transfer);
-                // Without batches the tool is told nothing, and the driver says one descriptor.
+                // Without batches the tool sets nothing, and the driver reports one descriptor.
                 assert_eq!(wanted["max_batch_size"].as_u64().unwrap_or(1), u64::from(queue.max_batch));
                 assert_eq!(wanted["type"], "user");
                 assert_eq!(queue.queue_type, Some(QueueType::User));
@@ -340,7 +340,8 @@ fn reads_what_the_plan_says(devices: &[DeviceInfo], plan: &Value) {
     }
 }
 
-/// As the kernel would show it, device files included, after the plan's devices and queues were enabled.
+/// Changes the tree to what the kernel would show, device files included, after the plan's devices and queues were
+/// enabled.
 fn enable(directories: &Directories, plan: &Value) {
     for device in plan.as_array().unwrap() {
         let name = device["dev"].as_str().unwrap();
@@ -386,7 +387,7 @@ fn accel_config_loads_the_file_of_a_plan_and_the_driver_reads_it_back() {
 }
 
 #[test]
-fn accel_config_takes_the_command_lines_of_a_plan_and_they_do_the_same_as_its_file() {
+fn accel_config_accepts_the_command_lines_of_a_plan_and_they_have_the_same_effect_as_its_file() {
     let Some(host) = Host::new(all_devices()) else { return };
     host.disable();
     let before = host.discovered();
@@ -420,7 +421,7 @@ fn accel_config_takes_the_command_lines_of_a_plan_and_they_do_the_same_as_its_fi
 }
 
 #[test]
-fn a_device_that_is_enabled_is_left_alone_by_a_plan_as_its_note_says() {
+fn an_enabled_device_is_not_changed_by_a_plan_as_its_note_says() {
     let Some(host) = Host::new(all_devices()) else { return };
     let before = host.discovered();
     let (file, _) = host.plan();
@@ -469,7 +470,7 @@ fn the_model_reads_the_commas_and_comments_that_accel_config_loads() {
     assert_eq!(ModelConfig::from_json(&loose).unwrap(), plain);
 }
 
-/// What a saved file does not say has its default.
+/// Returns a saved configuration; fields that are missing in the file have their defaults.
 fn saved(device: &DeviceConfig) -> DeviceConfig {
     let of_engine = |engine: u32| device.engine_groups.get(engine as usize).copied().unwrap_or(0);
     let mut queues = device.queues.clone();
@@ -500,15 +501,15 @@ fn saves_and_reads_back(devices: Vec<DeviceConfig>) {
     let read = ModelConfig::from_json(&fs::read_to_string(&file).unwrap()).unwrap();
     let expected: Vec<DeviceConfig> = host.config.devices.iter().map(saved).collect();
     assert_eq!(read.devices, expected);
-    Model::manual(read).expect("what was saved is a model again");
+    Model::manual(read).expect("the saved file describes a model");
 }
 
 #[test]
-fn what_accel_config_saves_of_dsa_devices_is_a_model_with_the_same_ones() {
+fn a_configuration_of_dsa_devices_saved_by_accel_config_describes_the_same_model() {
     saves_and_reads_back(dsa_devices());
 }
 
 #[test]
-fn what_accel_config_saves_of_an_iaa_device_is_a_model_with_the_same_one() {
+fn a_configuration_of_an_iaa_device_saved_by_accel_config_describes_the_same_model() {
     saves_and_reads_back(vec![iaa_device()]);
 }

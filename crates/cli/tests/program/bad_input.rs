@@ -198,7 +198,7 @@ fn a_certificate_that_is_foreign_not_allowed_or_expired_is_refused_and_the_right
     };
     refused(&foreign, &["certificate"]);
     refused(&expired, &["expired"]);
-    refused(&stranger, &["somebody-else", "--allow"]);
+    refused(&stranger, &["somebody-else", "must allow one of its names"]);
     refused_send(&pair, &address, &["--insecure"], &[]);
     assert!(receiver.poll().is_none() && resident(receiver.pid()) < MAX_MEMORY_KIB);
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
@@ -382,8 +382,8 @@ fn a_receiver_ends_although_its_source_never_lets_go() {
     let failed = ControlMessage::Failed { reason: "over".into() }.encode();
     for (name, more, options, word) in [
         ("after a failure", &failed[..], &[][..], "the source failed: over"),
-        ("with nothing of a guest", &[], &["--stall-limit", "1s"], "--stall-limit"),
-        ("without an end", &[], &["--time-limit", "1s"], "--time-limit"),
+        ("with nothing of a guest", &[], &["--stall-limit", "1s"], "the destination's stall limit"),
+        ("without an end", &[], &["--time-limit", "1s"], "the destination's time limit"),
     ] {
         let Some(mut pair) = idle_pair() else { return };
         let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());

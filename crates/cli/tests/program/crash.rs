@@ -1,6 +1,7 @@
-//! Every named crash point of the switchover, of either sterna, in either mode: the process dies there as by SIGKILL, with the
-//! other one and both real QEMUs living on. Then `sterna recover` is run where it died. Never do both guests run; in the end
-//! exactly one does, and its memory is whole; nothing that tracked its writes is left in QEMU.
+//! Every named crash point of the switchover, of either sterna, in either mode: the process dies there as by SIGKILL,
+//! while the other sterna and both real QEMUs continue. Then `sterna recover` runs on its host. The guests never run at
+//! the same time; in the end exactly one runs, its memory is intact, and nothing that tracked its writes is left in
+//! QEMU.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -10,7 +11,7 @@ use crate::support::settle::{Migration, Side, killed};
 use sterna_qemu_lab::QemuVersion;
 use sterna_wire::switchover::{CrashPoint, RecordState, SourceState, Step};
 
-/// Cases at once; most of each is waiting.
+/// Concurrent cases; each mostly waits.
 const WORKERS: usize = 4;
 /// So slow that a migration is certainly active when it is cancelled.
 const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
@@ -18,20 +19,22 @@ const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 /// How a migration reaches a crash point.
 #[derive(Clone, Copy, Debug)]
 enum Scenario {
-    /// By a migration that nothing else disturbs.
+    /// By an undisturbed migration.
     Migration,
     /// By a migration that is cancelled at the point's own side.
     Cancelled,
     /// By `recover` of the point's side, after its migration crashed at the point of this name.
     Recovery(&'static str),
-    /// As [`Scenario::Recovery`], with the destination's QEMU killed before.
+    /// By a recovery as in [`Scenario::Recovery`], after the destination's QEMU was killed.
     RecoveryWithoutQemu(&'static str),
-    /// As [`Scenario::Recovery`], with the source's QEMU killed before.
+    /// By a recovery as in [`Scenario::Recovery`], after the source's QEMU was killed.
     RecoveryWithoutSource(&'static str),
+    /// In post-copy only, where the guest may be lost: `post_copy.rs` has these.
+    PostCopy,
 }
 
-/// Returns the scenario that reaches each step, the same in both modes: the library's drivers of direct mode use the same state machine as
-/// those of QEMU's stream, and pass every step of it. A new step without a scenario does not compile.
+/// Returns the scenario that reaches a step, the same in both modes: the library's drivers of direct mode use the same
+/// state machine as those of QEMU's stream, and pass all of its steps. A new step without a scenario does not compile.
 fn scenario(step: Step) -> Scenario {
     use Step::*;
     match step {
@@ -61,6 +64,18 @@ fn scenario(step: Step) -> Scenario {
         DestinationRecordAborted | DestinationQuit | DestinationSendAbort => Scenario::Cancelled,
         DestinationAskOutcome => Scenario::Recovery("destination.after-record-prepared"),
         DestinationSendLost => Scenario::RecoveryWithoutQemu("destination.after-record-committed"),
+        SourceSendPostCopy
+        | SourceStartPostCopy
+        | SourceServePages
+        | SourceSendMemoryLost
+        | DestinationWatchMissingPages
+        | DestinationSendPostCopyReady
+        | DestinationRecordPreparedIncomplete
+        | DestinationRecordCommittedIncomplete
+        | DestinationRecordRunningIncomplete
+        | DestinationSendRunningIncomplete
+        | DestinationRenewChannels
+        | DestinationSendMemoryLost => Scenario::PostCopy,
     }
 }
 
@@ -120,6 +135,7 @@ fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
             killed(recovery.finish().0)?;
             return without_source(migration);
         }
+        Scenario::PostCopy => return Err("this point is passed in post-copy only".into()),
     }
     migration.pair.never_both()?;
     migration.settle()?;
@@ -143,7 +159,7 @@ fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
 fn without_qemu(mut migration: Migration) -> Result<Side, String> {
     let settled = migration.settle();
     if settled.is_ok() || migration.pair.source.runs() {
-        return Err("the guest was given away, and taken back without an operator's word".into());
+        return Err("the guest was handed over, and resumed without an operator's consent".into());
     }
     let recovery = Side::Source.recover(&migration.pair, &["--fenced-peer"], None).ok_or("no record was left")?;
     let (status, _) = recovery.finish();
@@ -184,7 +200,7 @@ fn after_a_crash_at_any_point_of_a_direct_migration_exactly_one_guest_runs_and_i
 fn table(mode: &str) {
     let Some(probe) = Pair::boot_sector(QemuVersion::V10_0) else { return };
     drop(probe);
-    // One case alone: STERNA_CRASH_POINT=source.before-cont.
+    // Runs a single case: STERNA_CRASH_POINT=source.before-cont.
     let wanted = std::env::var("STERNA_CRASH_POINT").ok();
     let points = CrashPoint::ALL.iter().filter(|point| wanted.as_ref().is_none_or(|name| *name == point.to_string()));
     let queue = Mutex::new(points);

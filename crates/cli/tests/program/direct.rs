@@ -1,4 +1,4 @@
-//! What direct mode refuses, and what disturbs it while it is under way: each has a clear line, and the guest runs.
+//! Refusals of direct mode, and disturbances during a move: each produces a clear line, and the guest continues to run.
 
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -29,21 +29,21 @@ use sterna_wire::switchover::{RecordState, SourceState};
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);
 const LOST: Option<i32> = Some(5);
-/// So slow that a migration is under way for seconds.
+/// So slow that a migration takes seconds.
 const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 
 fn boot_sector() -> QemuOptions {
     QemuOptions::new(QemuVersion::V10_0, Guest::BootSector)
 }
 
-/// A pair whose source's guest is at work.
+/// Returns a pair whose source runs a guest that works.
 fn pair(source: &QemuOptions, destination: &QemuOptions) -> Option<Pair> {
     let pair = Pair::start(source, destination)?;
     pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
     Some(pair)
 }
 
-/// `receive` with more words, and `send` by this mode, to the end of `send`: its exit code and lines.
+/// Runs `send` in this mode to its end. Returns its exit code and lines.
 fn sent(pair: &Pair, mode: &str, receiver: &Sterna) -> (Option<i32>, Vec<String>) {
     let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
     let mut command = send_by(mode, qmp, &receiver.address(), &state, &json);
@@ -56,14 +56,15 @@ fn receiver(pair: &Pair, words: &[&str]) -> Sterna {
     Sterna::start("receive", command.arg("--insecure").args(words))
 }
 
-/// `send --mode direct` is refused in one line that has `words`; the guest runs on untouched, and the destination can still take one.
+/// Checks that `send --mode direct` is refused in one line that contains `words`; the guest continues untouched, and
+/// the destination can still receive one.
 fn refused(pair: &Pair, words: &[&str]) {
     let receiver = receiver(pair, &[]);
     let (code, lines) = sent(pair, "direct", &receiver);
     assert_eq!(code, FAILED, "{lines:?}");
-    let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+    let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     for word in words {
-        assert!(told.contains(word), "{word:?}: {told}");
+        assert!(message.contains(word), "{word:?}: {message}");
     }
     assert!(pair.source.runs(), "the guest runs on");
     receiver.interrupt();
@@ -71,41 +72,42 @@ fn refused(pair: &Pair, words: &[&str]) {
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
 }
 
-/// `send --mode auto` takes QEMU's stream, says why in one line that has `word`, and moves the guest.
+/// Checks that `send --mode auto` uses QEMU's stream, explains that in one line that contains `word`, and moves the
+/// guest.
 fn falls_back(pair: Pair, receiver: Sterna, word: &str) {
     let (code, lines) = sent(&pair, "auto", &receiver);
     assert_eq!(code, Some(0), "{lines:?}");
-    let told = lines.iter().find(|line| line.contains("mode: stream")).expect("a line says which way it takes");
-    assert!(told.contains(word), "{told}");
+    let message = lines.iter().find(|line| line.contains("mode: stream")).expect("a line says which way it takes");
+    assert!(message.contains(word), "{message}");
     assert!(receiver.finish().0.success());
     assert_eq!(report(&pair.report())["mode"], "stream");
     let migration = Migration { pair, sender: None, receiver: None };
     assert_eq!(migration.exactly_one(), Ok(Side::Destination));
 }
 
-/// `send`, by the given mode, is refused in one line that has `word` where the guest must be moved directly, and moves it by QEMU's stream
-/// where it need not be.
+/// Checks that `send --mode direct` is refused in one line that contains `word`, and that `send --mode auto` moves the
+/// guest by QEMU's stream.
 fn refused_and_streamed(pair: &Pair, send: impl Fn(&str) -> (Option<i32>, Vec<String>), word: &str) {
     let (code, lines) = send("direct");
     assert_eq!(code, FAILED, "{lines:?}");
-    let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
-    assert!(told.contains(word) && told.contains("not touched"), "{told}");
+    let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+    assert!(message.contains(word) && message.contains("not touched"), "{message}");
     assert!(pair.source.runs());
     assert_eq!(pair.source.untouched(), Ok(()));
     let (code, lines) = send("auto");
     assert_eq!(code, Some(0), "{lines:?}");
-    let told = lines.iter().find(|line| line.contains("mode: stream")).expect("a line says which way it takes");
-    assert!(told.contains(word), "{told}");
+    let message = lines.iter().find(|line| line.contains("mode: stream")).expect("a line says which way it takes");
+    assert!(message.contains(word), "{message}");
 }
 
-/// `receive` has ended well, and the guest is at the destination alone.
+/// Checks that `receive` succeeded, and that the guest is only at the destination.
 fn settled(pair: Pair, receiver: Sterna) {
     assert!(receiver.finish().0.success());
     let migration = Migration { pair, sender: None, receiver: None };
     assert_eq!(migration.exactly_one(), Ok(Side::Destination));
 }
 
-/// A process that does something to a QEMU until this is dropped.
+/// A process that acts on a QEMU until this is dropped.
 struct Busy(std::process::Child);
 
 impl Drop for Busy {
@@ -116,7 +118,7 @@ impl Drop for Busy {
 }
 
 #[test]
-fn a_qemu_that_is_traced_already_is_refused_and_auto_takes_the_stream() {
+fn a_qemu_that_is_traced_already_is_refused_and_auto_uses_the_stream() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let pid = pair.source.qemu.pid();
     let Ok(tracer) =
@@ -142,7 +144,7 @@ fn a_qemu_that_is_traced_already_is_refused_and_auto_takes_the_stream() {
 }
 
 #[test]
-fn a_qemu_7_2_is_refused_and_auto_takes_the_stream() {
+fn a_qemu_7_2_is_refused_and_auto_uses_the_stream() {
     let options = QemuOptions::new(QemuVersion::V7_2, Guest::BootSector);
     let Some(pair) = pair(&options, &options.incoming()) else { return };
     refused(&pair, &["QEMU 7.2", "not touched"]);
@@ -178,8 +180,8 @@ fn another_machine_type_and_other_memory_are_refused_while_the_guest_runs() {
         let receiver = receiver(&pair, &[]);
         let (code, lines) = sent(&pair, "direct", &receiver);
         assert_eq!(code, FAILED, "{lines:?}");
-        let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
-        assert!(told.contains(word), "{told}");
+        let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+        assert!(message.contains(word), "{message}");
         assert!(pair.source.runs());
         assert_eq!(pair.source.untouched(), Ok(()));
         assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"), "it can still take another guest");
@@ -188,10 +190,12 @@ fn another_machine_type_and_other_memory_are_refused_while_the_guest_runs() {
     }
 }
 
-/// Moves a guest and executes `commands` at its source meanwhile: the move ends by `reason`, and the guest runs on.
+/// Moves a guest and executes `commands` at its source meanwhile. Checks that the move ends by `reason`, and that the
+/// guest continues.
 fn plugged_in(options: &QemuOptions, commands: &[(&str, Value)], reason: &str) {
     let Some(pair) = pair(options, &options.incoming()) else { return };
-    // All of memory fits the downtime, so that the guest is stopped after the first round, which takes more than a second.
+    // All of the memory fits the downtime, so the guest is paused after the first round, which takes more than a
+    // second.
     let words = ["--bandwidth", "80MB/s", "--method", "none"];
     let mut migration = Migration::start_by("direct", pair, &words, None, None);
     let sender = migration.sender.take().unwrap();
@@ -200,8 +204,8 @@ fn plugged_in(options: &QemuOptions, commands: &[(&str, Value)], reason: &str) {
         migration.pair.source.monitor.execute(command, arguments.clone()).unwrap();
     }
     assert_eq!(sender.finish().0.code(), FAILED);
-    let told = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
-    assert!(told.contains(reason), "{told}");
+    let message = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
+    assert!(message.contains(reason), "{message}");
     migration.receiver.take().unwrap().finish();
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
 }
@@ -209,7 +213,7 @@ fn plugged_in(options: &QemuOptions, commands: &[(&str, Value)], reason: &str) {
 #[test]
 fn memory_that_is_plugged_in_during_the_move_ends_it_and_the_guest_runs_on() {
     let mut options = boot_sector();
-    // QEMU merges it with the one that says how much there is.
+    // QEMU merges this option with the one that sets the size.
     options.extra.extend(["-m".into(), "slots=2,maxmem=1G".into()]);
     let backend = json!({ "qom-type": "memory-backend-ram", "id": "plugged", "size": 256 << 20 });
     let module = json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "plugged" });
@@ -217,7 +221,7 @@ fn memory_that_is_plugged_in_during_the_move_ends_it_and_the_guest_runs_on() {
 }
 
 #[test]
-fn a_guest_that_somebody_pauses_or_resumes_meanwhile_is_not_given_away() {
+fn a_guest_that_another_program_pauses_meanwhile_stays_at_the_source() {
     // Paused while its memory is sent.
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let mut migration = Migration::start_by("direct", pair, SLOW, None, None);
@@ -228,12 +232,12 @@ fn a_guest_that_somebody_pauses_or_resumes_meanwhile_is_not_given_away() {
     let reason = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("only a running guest is moved"), "{reason}");
     migration.receiver.take().unwrap().finish();
-    assert_eq!(migration.pair.source.status().as_deref(), Some("paused"), "it was somebody else who paused it");
+    assert_eq!(migration.pair.source.status().as_deref(), Some("paused"), "another program paused the guest");
     migration.pair.source.monitor.execute("cont", json!({})).unwrap();
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
 }
 
-/// Holds a direct migration at `point` of the source, has `meanwhile` done to its QEMU, and lets it go on.
+/// Holds a direct migration at `point` of the source, calls `meanwhile`, and lets the migration continue.
 fn held(point: &str, meanwhile: impl FnOnce(&Pair)) -> Option<(Migration, Option<i32>)> {
     let pair = pair(&boot_sector(), &boot_sector().incoming())?;
     let receiver = receiver(&pair, &[]);
@@ -250,7 +254,7 @@ fn held(point: &str, meanwhile: impl FnOnce(&Pair)) -> Option<(Migration, Option
 }
 
 #[test]
-fn a_guest_that_somebody_resumes_before_the_decision_stays_at_the_source() {
+fn a_guest_that_another_program_resumes_before_the_decision_stays_at_the_source() {
     let resume = |pair: &Pair| drop(pair.source.monitor.execute("cont", json!({})).unwrap());
     let resume_and_pause = |pair: &Pair| {
         pair.source.monitor.execute("cont", json!({})).unwrap();
@@ -267,13 +271,13 @@ fn a_guest_that_somebody_resumes_before_the_decision_stays_at_the_source() {
     assert_eq!(code, FAILED);
     migration.receiver.take().unwrap().finish();
     migration.pair.never_both().unwrap();
-    assert_eq!(migration.pair.source.status().as_deref(), Some("paused"), "it was somebody else who paused it");
+    assert_eq!(migration.pair.source.status().as_deref(), Some("paused"), "another program paused the guest");
     migration.pair.source.monitor.execute("cont", json!({})).unwrap();
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
 }
 
 #[test]
-fn a_guest_that_somebody_else_paused_is_not_let_run_by_recover() {
+fn recover_does_not_resume_a_guest_that_another_program_paused() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let fault = "source.after-record-aborted:crash";
     let mut migration = Migration::start_by("direct", pair, SLOW, Some(fault), None);
@@ -291,8 +295,8 @@ fn a_guest_that_somebody_else_paused_is_not_let_run_by_recover() {
 
 #[test]
 fn cancelling_at_either_side_by_either_signal_at_either_phase_leaves_the_guest_at_the_source() {
-    // While the first pages travel; and while the last ones do, with the state of the devices at the destination already: all of memory
-    // fits the downtime there, and takes more than a second.
+    // While the first pages are sent; and while the last ones are, when the destination already has the state of the
+    // devices: all of the memory fits the downtime, and takes more than a second.
     let phases = [("placement: ", SLOW), ("stopping the guest", &["--bandwidth", "80MB/s", "--method", "none"])];
     for (side, terminate) in
         [(Side::Source, false), (Side::Source, true), (Side::Destination, false), (Side::Destination, true)]
@@ -321,7 +325,7 @@ fn cancelling_at_either_side_by_either_signal_at_either_phase_leaves_the_guest_a
 }
 
 #[test]
-fn a_source_that_is_kept_is_warned_of_and_one_that_is_not_is_gone() {
+fn a_source_that_is_kept_causes_a_warning_and_any_other_is_ended() {
     for (after, status) in [("quit", None), ("keep", Some("paused"))] {
         let mut options = boot_sector();
         options.backend = Backend::Memfd;
@@ -340,7 +344,7 @@ fn a_source_that_is_kept_is_warned_of_and_one_that_is_not_is_gone() {
 }
 
 #[test]
-fn the_destinations_settings_are_put_back_by_a_recovery_that_starts_the_guest() {
+fn a_recovery_that_starts_the_guest_restores_the_destinations_settings() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let before = pair.destination.migration_settings();
     let fault = "destination.after-record-committed:crash";
@@ -352,7 +356,7 @@ fn the_destinations_settings_are_put_back_by_a_recovery_that_starts_the_guest() 
 }
 
 #[test]
-fn a_memory_backend_that_no_device_uses_does_not_stand_in_the_way() {
+fn a_memory_backend_that_no_device_uses_does_not_prevent_direct_mode() {
     let mut options = boot_sector();
     options.extra.extend(["-object".into(), "memory-backend-ram,id=unused,size=16M".into()]);
     let Some(pair) = pair(&options, &boot_sector().incoming()) else { return };
@@ -364,14 +368,14 @@ fn a_memory_backend_that_no_device_uses_does_not_stand_in_the_way() {
     assert_eq!(migration.exactly_one(), Ok(Side::Destination));
 }
 
-/// `command`, run by `setpriv` with these words.
+/// Returns `command`, run by `setpriv` with these words.
 fn by_setpriv(words: &[&str], command: &Command) -> Command {
     let mut other = Command::new("setpriv");
     other.args(words).arg(command.get_program()).args(command.get_args());
     other
 }
 
-/// Runs a program without the right to trace; none where this user cannot.
+/// Returns the words of `setpriv` that run a program without the right to trace; `None` if this user cannot.
 fn without_tracing() -> Option<[&'static str; 4]> {
     let words = ["--bounding-set", "-sys_ptrace", "--inh-caps", "-sys_ptrace"];
     if !Command::new("setpriv").args(words).arg("true").status().is_ok_and(|status| status.success()) {
@@ -382,7 +386,7 @@ fn without_tracing() -> Option<[&'static str; 4]> {
 }
 
 #[test]
-fn a_sterna_without_the_right_to_trace_is_refused_and_auto_takes_the_stream() {
+fn a_sterna_without_the_right_to_trace_is_refused_and_auto_uses_the_stream() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let Some(words) = without_tracing() else { return };
     let receiver = receiver(&pair, &[]);
@@ -398,7 +402,7 @@ fn a_sterna_without_the_right_to_trace_is_refused_and_auto_takes_the_stream() {
 }
 
 #[test]
-fn a_destination_that_cannot_reach_its_qemus_memory_refuses_and_takes_the_stream_of_auto() {
+fn a_destination_that_cannot_access_its_qemus_memory_refuses_direct_mode_and_accepts_the_stream() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let Some(words) = without_tracing() else { return };
     let before = pair.destination.migration_settings();
@@ -422,7 +426,7 @@ fn a_sterna_of_another_user_than_qemus_is_refused_in_either_mode() {
     }
     let home = tempfile::tempdir().unwrap();
     chown(home.path(), Some(NOBODY), Some(NOBODY)).unwrap();
-    // Where the user may run it, whoever has built it.
+    // A copy that the user may run, whichever user built the program.
     let program = home.path().join("sterna");
     std::fs::copy(env!("CARGO_BIN_EXE_sterna"), &program).unwrap();
     let mut options = boot_sector();
@@ -443,14 +447,14 @@ fn a_sterna_of_another_user_than_qemus_is_refused_in_either_mode() {
     };
     let (code, lines) = send("direct");
     assert_eq!(code, FAILED, "{lines:?}");
-    let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
-    assert!(told.contains("run as root") && told.contains("not touched"), "{told}");
-    // QEMU's stream takes sockets that are QEMU's.
+    let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+    assert!(message.contains("run as root") && message.contains("not touched"), "{message}");
+    // QEMU's stream needs sockets that QEMU can open.
     let (code, lines) = send("auto");
     assert_eq!(code, FAILED, "{lines:?}");
     assert!(lines.iter().any(|line| line.contains("mode: stream") && line.contains("run as root")), "{lines:?}");
-    let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
-    assert!(told.contains("run this as root or as that user") && told.contains("not touched"), "{told}");
+    let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+    assert!(message.contains("run this as root or as that user") && message.contains("not touched"), "{message}");
     assert_eq!(pair.source.untouched(), Ok(()));
     assert_eq!(pair.source.monitor.status().unwrap(), "running");
     drop(receiver);
@@ -458,7 +462,7 @@ fn a_sterna_of_another_user_than_qemus_is_refused_in_either_mode() {
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
 }
 
-/// Has the kernel answer `command` to `PAGEMAP_SCAN` as one older than Linux 6.7 does, which has no such operation.
+/// Makes the kernel answer `PAGEMAP_SCAN` of `command` as one older than Linux 6.7 does, which lacks this operation.
 fn on_an_older_kernel(command: &mut Command) {
     const PAGEMAP_SCAN: u32 = 0xc060_6610;
     // `struct seccomp_data`: the number of the call, and the lower half of its second argument.
@@ -478,7 +482,8 @@ fn on_an_older_kernel(command: &mut Command) {
     ];
     let install = move || {
         let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
-        // SAFETY: only system calls, with a program that lives until the end; nothing is allocated between fork and exec.
+        // SAFETY: only system calls, with a program that lives until the end; nothing is allocated between fork and
+        // exec.
         let installed = unsafe {
             libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
                 && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
@@ -490,7 +495,7 @@ fn on_an_older_kernel(command: &mut Command) {
 }
 
 #[test]
-fn a_kernel_that_is_too_old_is_named_and_auto_takes_the_stream() {
+fn a_kernel_that_is_too_old_is_named_and_auto_uses_the_stream() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let receiver = receiver(&pair, &[]);
     let send = |mode: &str| {
@@ -504,7 +509,7 @@ fn a_kernel_that_is_too_old_is_named_and_auto_takes_the_stream() {
     settled(pair, receiver);
 }
 
-/// Has a QEMU's RAM watched by a userfaultfd that is not Sterna's, for as long as what is returned is held.
+/// Registers a QEMU's RAM with a userfaultfd that is not Sterna's, until the returned value is dropped.
 fn watched_by_another(qemu: &Qemu) -> WriteProtectLog {
     let pid = qemu.pid() as i32;
     let taken = take_userfault(&Process::open(pid).unwrap(), UserfaultOrigin::SystemCall).unwrap();
@@ -520,7 +525,7 @@ fn watched_by_another(qemu: &Qemu) -> WriteProtectLog {
 }
 
 #[test]
-fn memory_that_another_userfaultfd_watches_is_refused_and_auto_takes_the_stream() {
+fn memory_that_another_userfaultfd_watches_is_refused_and_auto_uses_the_stream() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let other = watched_by_another(&pair.source.qemu);
     refused(&pair, &["another userfaultfd", "not touched"]);
@@ -529,16 +534,16 @@ fn memory_that_another_userfaultfd_watches_is_refused_and_auto_takes_the_stream(
     drop(other);
 }
 
-/// Has another process (this one) use a QEMU's disk, as long as what is returned is held.
+/// Makes this process use a QEMU's disk, until the returned value is dropped.
 fn in_use(qemu: &Qemu) -> File {
     let image = File::open(qemu.directory().join("boot-sector")).unwrap();
-    // QEMU's own locks are on single bytes of the file (raw_check_lock_bytes in block/file-posix.c); this one is on all.
+    // QEMU locks single bytes of the file (raw_check_lock_bytes in block/file-posix.c); this lock covers all of it.
     fcntl_lock(&image, FlockOperation::NonBlockingLockShared).unwrap();
     image
 }
 
 #[test]
-fn a_disk_that_the_destinations_qemu_does_not_get_leaves_the_guest_at_the_source() {
+fn a_disk_that_the_destinations_qemu_cannot_lock_leaves_the_guest_at_the_source() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let used = in_use(&pair.destination.qemu);
     let receiver = receiver(&pair, &[]);
@@ -553,7 +558,7 @@ fn a_disk_that_the_destinations_qemu_does_not_get_leaves_the_guest_at_the_source
 }
 
 #[test]
-fn a_source_waits_for_a_disk_that_another_process_has_taken_meanwhile() {
+fn a_source_waits_for_a_disk_that_another_process_has_locked_meanwhile() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
     let hold = Hold::at("destination.before-record-prepared", pair.scratch.path(), command.arg("--insecure"));
@@ -562,7 +567,7 @@ fn a_source_waits_for_a_disk_that_another_process_has_taken_meanwhile() {
     let mut command = send_by("direct", qmp, &receiver.address(), &state, &json);
     let sender = Sterna::start("send", command.args(["--insecure", "--downtime", "2s", "--log", "warn"]));
     let reached = hold.reached(&receiver);
-    // The state of the devices is here, and with that the disk was given up.
+    // The state of the devices has arrived, so the source has released the disk.
     let used = in_use(&pair.source.qemu);
     sender.interrupt();
     sender.wait_for("another process uses a disk of the guest");
@@ -609,7 +614,7 @@ fn a_device_that_is_plugged_in_during_the_move_ends_it_and_the_guest_runs_on() {
 }
 
 #[test]
-fn a_qemu_that_ends_while_its_memory_is_tracked_ends_the_move_in_words() {
+fn a_qemu_that_ends_while_its_memory_is_tracked_ends_the_move_with_the_reason() {
     for victim in [Side::Source, Side::Destination] {
         let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
         let mut migration = Migration::start_by("direct", pair, SLOW, None, None);
@@ -656,12 +661,12 @@ fn a_destination_with_too_little_memory_in_its_control_group_leaves_the_guest_at
 }
 
 #[test]
-fn a_destinations_qemu_that_has_begun_nothing_is_left_as_it_was() {
+fn a_destinations_qemu_that_could_not_begin_is_left_untouched() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
     let before = pair.destination.migration_settings();
     let waiting = receiver(&pair, &[]);
     waiting.address();
-    // QEMU cannot take the descriptor of its stream; those that it has are below the limit.
+    // QEMU cannot receive the descriptor of its stream; its open ones are below the limit.
     let qemu = Pid::from_raw(pair.destination.qemu.pid() as i32);
     let open = format!("/proc/{}/fd", pair.destination.qemu.pid());
     let free = (0..).find(|number: &u64| !Path::new(&open).join(number.to_string()).is_symlink());
@@ -669,8 +674,8 @@ fn a_destinations_qemu_that_has_begun_nothing_is_left_as_it_was() {
     let limit = prlimit(qemu, Resource::Nofile, none).unwrap();
     let (code, lines) = sent(&pair, "direct", &waiting);
     assert_eq!(code, FAILED, "{lines:?}");
-    let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
-    assert!(told.contains("descriptor"), "{told}");
+    let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+    assert!(message.contains("descriptor"), "{message}");
     waiting.wait_for("this QEMU was not touched");
     prlimit(qemu, Resource::Nofile, limit).unwrap();
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
@@ -682,7 +687,7 @@ fn a_destinations_qemu_that_has_begun_nothing_is_left_as_it_was() {
 }
 
 #[test]
-fn a_network_that_stands_still_ends_a_direct_move_by_the_stall_limit() {
+fn a_stalled_network_ends_a_direct_move_by_the_stall_limit() {
     for still in [Still::Data, Still::All] {
         println!("{still:?}");
         let Some(mut pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };

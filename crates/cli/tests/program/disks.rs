@@ -1,8 +1,10 @@
-//! A Linux guest moves while it reads and writes disks past its page cache, and finds what it has read right at the destination: also what a
-//! device wrote into guest RAM late, by a read that was in flight while RAM was already being sent.
+//! A Linux guest moves while it reads and writes disks past its page cache, and finds correct data at the destination.
+//! This includes data that a device wrote into guest RAM late, by a read that was in flight while RAM was already being
+//! sent.
 //!
-//! In direct mode this decides whether the mode may exist: write protection does not see a device that has pinned a page before the page was
-//! protected. Each round waits for what is under way before pages are read, and a test shows what is lost without that wait.
+//! Direct mode is correct only if this holds: write protection does not notice a device that has pinned a page before
+//! the page was protected. So each round waits for reads in flight before pages are read, and a test shows which data
+//! is lost without that wait.
 //!
 //! `STERNA_DISK_MOVES=100` for the full proof of moves one after the other.
 
@@ -21,8 +23,8 @@ const IMAGE: u64 = 16 * MIB;
 /// Threads of the guest for each disk.
 const THREADS: u64 = 2;
 /// Moves one after the other in an ordinary test run.
-const FEW: u64 = 3;
-/// What `send` logs when it begins to wait for QEMU's block layer, and when that wait is over.
+const DEFAULT_MOVES: u64 = 3;
+/// The lines that `send` logs when it begins to wait for QEMU's block layer, and when that wait is over.
 const WAITING: &str = "waiting until QEMU's block layer has nothing under way";
 const SETTLED: &str = "QEMU's block layer has nothing under way took=";
 /// A rate of the guest's writes with [`SLOWLY`] at which a move does not end.
@@ -39,12 +41,12 @@ fn machine(dirty_rate: u64, disks: Vec<Disk>) -> QemuOptions {
     QemuOptions { memory: 320 * MIB, disks, ..QemuOptions::new(QemuVersion::V10_0, Guest::Linux(linux)) }
 }
 
-/// `receive` and `send` for `pair`, with more words for `send`.
+/// Starts `receive` and `send` for `pair`, with more words for `send`.
 fn begin(pair: &Pair, mode: &str, words: &[&str]) -> (Sterna, Sterna) {
     begin_with(pair, mode, words, &[])
 }
 
-/// As [`begin`], with environment variables for `send`.
+/// Starts both as [`begin`] does, with environment variables for `send`.
 fn begin_with(pair: &Pair, mode: &str, words: &[&str], environment: &[(&str, &str)]) -> (Sterna, Sterna) {
     let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
     let receiver = Sterna::start("receive", command.arg("--insecure"));
@@ -61,7 +63,7 @@ fn completed(pair: &Pair, (sender, receiver): (Sterna, Sterna)) {
     assert_eq!(report(&pair.report())["outcome"], "completed");
 }
 
-/// Everything that the guest holds is right: its memory, and what it has read from its disks.
+/// Checks that the guest's memory and all data that it has read from its disks are correct.
 fn all_is_right(qemu: &Qemu) {
     let checked = qemu.guest().check_disks(LONG).unwrap();
     assert!(checked.bad == 0 && checked.pages > 0, "{checked:?}");
@@ -70,18 +72,18 @@ fn all_is_right(qemu: &Qemu) {
     assert_eq!(qemu.guest().bad_lines(), [""; 0]);
 }
 
-/// Four disks, each of another kind, with what must stay as long as they are used.
+/// Four disks of different kinds, with the resources that must exist while they are used.
 struct FourKinds {
     disks: Vec<Disk>,
     _slow: HeldDisk,
     _images: Vec<DiskImage>,
 }
 
-/// Disks on new images, with an IOThread where `iothreads` has it; none where they cannot be had.
+/// Makes disks on new images, with an IOThread where `iothreads` is true; `None` if this machine cannot have them.
 fn four_kinds(iothreads: [bool; 4]) -> Option<FourKinds> {
     let images: Vec<DiskImage> = (0..4).map(|number| DiskImage::new(number, IMAGE).unwrap()).collect();
     let slow = skip_if_unavailable(HeldDisk::serve(&images[3].path()))?;
-    // So long that reads of this disk are in flight whenever something happens.
+    // So long that reads of this disk are always in flight.
     slow.delay(Duration::from_millis(20));
     let disk = |number: usize| Disk { iothread: iothreads[number], ..Disk::new(&images[number].path()) };
     let disks = vec![
@@ -93,7 +95,7 @@ fn four_kinds(iothreads: [bool; 4]) -> Option<FourKinds> {
     Some(FourKinds { disks, _slow: slow, _images: images })
 }
 
-/// Waits until the guest, which has just been moved there, has read and written more, and all of that right.
+/// Waits until the guest has read and written more at the destination, and checks that all of it is correct.
 fn goes_on(pair: &Pair) {
     let before = pair.source.qemu.guest().last_disks().unwrap();
     let after = pair.destination.qemu.guest().wait_disks("more reads and writes", LONG, |done| {
@@ -102,7 +104,7 @@ fn goes_on(pair: &Pair) {
     assert_eq!(after.unwrap().bad, 0);
 }
 
-/// A guest with disks of all kinds is moved while it uses them.
+/// Moves a guest with disks of all kinds while it uses them.
 fn moves_with_all_kinds_of_disks(mode: &str, iothreads: [bool; 4]) {
     let Some(kinds) = four_kinds(iothreads) else { return };
     let machine = machine(10 * MIB, kinds.disks.clone());
@@ -117,23 +119,24 @@ fn moves_with_all_kinds_of_disks(mode: &str, iothreads: [bool; 4]) {
 }
 
 #[test]
-fn a_guest_that_reads_and_writes_its_disks_moves_and_has_read_nothing_wrong() {
+fn a_guest_that_reads_and_writes_its_disks_moves_and_finds_correct_data() {
     moves_with_all_kinds_of_disks("stream", [true, false, false, false]);
 }
 
 #[test]
-fn a_guest_that_reads_and_writes_its_disks_moves_directly_and_has_read_nothing_wrong() {
+fn a_guest_that_reads_and_writes_its_disks_moves_directly_and_finds_correct_data() {
     moves_with_all_kinds_of_disks("direct", [true, false, false, false]);
 }
 
 #[test]
-fn a_guest_with_iothreads_for_the_other_disks_moves_directly_and_has_read_nothing_wrong() {
+fn a_guest_with_iothreads_for_the_other_disks_moves_directly_and_finds_correct_data() {
     moves_with_all_kinds_of_disks("direct", [false, true, true, true]);
 }
 
 #[test]
-fn a_guest_is_moved_directly_again_and_again_and_has_read_nothing_wrong() {
-    let moves = std::env::var("STERNA_DISK_MOVES").map_or(FEW, |text| text.parse().expect("a number of moves"));
+fn a_guest_is_moved_directly_again_and_again_and_finds_correct_data() {
+    let moves =
+        std::env::var("STERNA_DISK_MOVES").map_or(DEFAULT_MOVES, |text| text.parse().expect("a number of moves"));
     let Some(kinds) = four_kinds([true, false, false, true]) else { return };
     let disks = kinds.disks.clone();
     let linux = LinuxGuest {
@@ -160,7 +163,7 @@ fn a_guest_is_moved_directly_again_and_again_and_has_read_nothing_wrong() {
     }
 }
 
-/// Has a read of each thread held, and no thread begin another one: what comes late must be right until the end.
+/// Holds a read of each thread, so that no thread begins another one, and returns the counters at this point.
 fn all_threads_in_reads(qemu: &Qemu, held: &HeldDisk) -> DisksDone {
     held.hold_all();
     held.wait_held(THREADS as usize, LONG).unwrap();
@@ -169,7 +172,7 @@ fn all_threads_in_reads(qemu: &Qemu, held: &HeldDisk) -> DisksDone {
     stuck
 }
 
-/// A guest that writes its memory and reads the disk of the second; the third must be kept.
+/// Starts a guest that writes its memory and reads the disk of the second value; the third must be kept.
 fn with_held_disk() -> Option<(Pair, HeldDisk, DiskImage)> {
     let image = DiskImage::new(0, IMAGE).unwrap();
     let held = skip_if_unavailable(HeldDisk::serve(&image.path()))?;
@@ -181,7 +184,7 @@ fn with_held_disk() -> Option<(Pair, HeldDisk, DiskImage)> {
     Some((pair, held, image))
 }
 
-/// How many bytes of guest RAM differ from zero, behind the first MiB, where the firmware is.
+/// Returns how many bytes of guest RAM are not zero, without the first MiB, which contains the firmware.
 fn bytes_in_use(qemu: &Qemu) -> usize {
     let ram = Ram::open(qemu.pid(), qemu.memory()).unwrap();
     let mut chunk = vec![0; MIB as usize];
@@ -201,7 +204,7 @@ fn a_direct_move_waits_for_reads_that_are_in_flight_before_it_reads_pages() {
     let moving = begin(&pair, "direct", &[SLOWLY, &["--log", "sterna_qemu=debug"]].concat());
     let sender = &moving.0;
 
-    // Across the start of tracking. QEMU does not answer its monitor and its console now.
+    // During the start of tracking. QEMU answers neither its monitor nor its console now.
     sender.wait_for(WAITING);
     assert_eq!((sender.count(WAITING), sender.count(SETTLED)), (1, 0));
     assert_eq!(bytes_in_use(&pair.destination.qemu), 0, "pages have arrived");
@@ -212,7 +215,7 @@ fn a_direct_move_waits_for_reads_that_are_in_flight_before_it_reads_pages() {
     let done = source.wait_disks("end of the reads", LONG, |done| done.in_flight == 0).unwrap();
     assert_eq!((done.reads, done.writes, done.bad), (stuck.reads + THREADS, stuck.writes, 0));
 
-    // Across a collecting of the log while pages are sent.
+    // During a collection of the log while pages are sent.
     source.resume_disks().unwrap();
     held.hold_all();
     held.wait_held(1, LONG).unwrap();
@@ -232,15 +235,15 @@ fn a_direct_move_waits_for_reads_that_are_in_flight_before_it_reads_pages() {
     pair.never_both().unwrap();
 }
 
-/// Why the wait is there: the same reads in flight, without it.
+/// Shows why the wait is necessary: the same reads in flight, without it.
 #[cfg(feature = "fault-points")]
 #[test]
-fn a_direct_move_that_does_not_wait_for_reads_in_flight_loses_what_they_bring() {
+fn a_direct_move_that_does_not_wait_for_reads_in_flight_loses_their_data() {
     let Some((pair, held, _image)) = with_held_disk() else { return };
     let [source, destination] = [&pair.source.qemu, &pair.destination.qemu].map(Qemu::guest);
     let stuck = all_threads_in_reads(&pair.source.qemu, &held);
     let moving = begin_with(&pair, "direct", SLOWLY, &[("STERNA_WITHOUT_SETTLING", "1")]);
-    // All of memory was sent, and what the guest has written since.
+    // All of the memory was sent, and all pages written since.
     moving.0.wait_until("a third round", |lines| {
         let round = |line: &String| line.split_once(", round ")?.1.split(',').next()?.parse::<u64>().ok();
         lines.iter().filter_map(round).any(|round| round >= 3).then_some(())
@@ -255,7 +258,7 @@ fn a_direct_move_that_does_not_wait_for_reads_in_flight_loses_what_they_bring() 
 
     let checked = destination.check_disks(LONG).unwrap();
     assert!(checked.bad > 0, "the reads were in flight across all scans, and yet nothing is lost: {checked:?}");
-    // What processors wrote is there.
+    // All pages that vCPUs wrote have arrived.
     assert_eq!(destination.verify(LONG).unwrap().bad, 0);
 }
 
@@ -288,10 +291,10 @@ fn a_direct_move_whose_storage_does_not_answer_ends_and_names_the_storage() {
 }
 
 #[test]
-fn what_a_read_brings_that_was_in_flight_over_rounds_is_at_the_destination() {
+fn data_of_a_read_in_flight_over_several_rounds_is_at_the_destination() {
     let image = DiskImage::new(0, IMAGE).unwrap();
     let Some(held) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };
-    // More than is sent meanwhile: the rounds do not end before the guest stops writing.
+    // The guest writes more than is sent, so the rounds do not end before it stops writing.
     let machine = machine(MANY_WRITES, vec![Disk::on(&held)]);
     let Some(pair) = Pair::start(&machine, &machine.incoming()) else { return };
     let [source, destination] = [&pair.source.qemu, &pair.destination.qemu].map(Qemu::guest);

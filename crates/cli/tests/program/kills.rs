@@ -1,9 +1,10 @@
-//! Random kills of any of the four processes of a migration, in both modes, at any moment. Both guests never run at once, and nothing
-//! is corrupted; exactly one guest runs in the end, unless the killed QEMU had the only copy. The same holds for processes that are
-//! stopped for a while (SIGSTOP), after which exactly one guest always runs.
+//! Random kills of any of the four processes of a migration, in both modes, at any moment. The two guests never run at
+//! the same time, and nothing is corrupted; exactly one guest runs in the end, unless the killed QEMU had the only
+//! copy. The same holds for processes that are stopped for a while (SIGSTOP), after which exactly one guest always
+//! runs.
 //!
-//! `STERNA_KILLS=200` for the full proof; `STERNA_SEED=…` repeats a run. `STERNA_STOPS=40 STERNA_STOPPED=30` stops 40 processes
-//! for 30 seconds each.
+//! `STERNA_KILLS=200` for the full proof; `STERNA_SEED=…` repeats a run. `STERNA_STOPS=40 STERNA_STOPPED=30` stops 40
+//! processes for 30 seconds each.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -16,15 +17,15 @@ use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
 
 /// Number of kills in an ordinary test run, in each mode.
 const DEFAULT_KILLS: u64 = 20;
-/// Processes that are stopped in an ordinary test run, and for how many seconds.
+/// Number of processes that are stopped in an ordinary test run, and for how many seconds.
 const DEFAULT_STOPS: u64 = 4;
-const STOPPED: u64 = 2;
+const DEFAULT_STOPPED: u64 = 2;
 /// Concurrent cases; most of the time each of them waits.
 const WORKERS: u64 = 3;
-/// Such that a migration of the 100 MiB takes about as long as [`last_moment`] says.
+/// A bandwidth at which a migration of the 100 MiB takes about as long as [`last_moment`].
 const BANDWIDTH: &[&str] = &["--bandwidth", "150MB/s", "--method", "none"];
-/// The last moment at which a process is killed, after `send` was started; some migrations are over by then. All of memory is sent twice
-/// directly, where it is written all the while.
+/// Returns the last moment after the start of `send` at which a process is killed; some migrations have ended by then.
+/// Direct mode sends all of the memory twice, because it is written all the time.
 fn last_moment(mode: &str) -> Duration {
     Duration::from_millis(if mode == "direct" { 3000 } else { 1600 })
 }
@@ -77,7 +78,7 @@ fn without_source(mut migration: Migration) -> Result<String, String> {
         receiver.kill();
     }
     let prepared = Some(RecordState::Destination(DestinationState::Prepared));
-    // It ends by itself unless it is prepared and has no source to ask any more.
+    // The receiver ends by itself unless it is prepared and its source is gone.
     eventually(LIMIT, || receiver.poll().is_some() || Side::Destination.state(&migration.pair) == prepared);
     if decided {
         receiver.finish();
@@ -95,7 +96,7 @@ fn without_source(mut migration: Migration) -> Result<String, String> {
         }
         return Ok("guest started at the destination by its operator".into());
     }
-    // 5 is lost; 1 where the migration had not begun.
+    // 5: lost; 1: the migration had not begun.
     if !matches!(status.code(), Some(1 | 5)) || migration.pair.destination.runs() {
         return Err(format!("send {status}, destination {:?}", migration.pair.destination.status()));
     }
@@ -105,7 +106,8 @@ fn without_source(mut migration: Migration) -> Result<String, String> {
 /// How long a process may take to notice the kill.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The destination QEMU has ended. The source's guest continues: by itself before the decision, by its operator after it.
+/// The destination QEMU has ended. The source's guest continues: by itself before the decision, by its operator after
+/// it.
 fn without_destination(mut migration: Migration) -> Result<String, String> {
     let (_, output) = migration.sender.take().expect("it was started").finish();
     let mut receiver = migration.receiver.take().expect("it was started");
@@ -125,7 +127,7 @@ fn without_destination(mut migration: Migration) -> Result<String, String> {
     }
     if let Some(RecordState::Source(SourceState::Committed)) = Side::Source.state(&migration.pair) {
         if migration.pair.source.runs() {
-            return Err("the guest was given away, and taken back without an operator's word".into());
+            return Err("the guest was handed over, and resumed without an operator's consent".into());
         }
         let recovery = Side::Source.recover(&migration.pair, &["--fenced-peer"], None).ok_or("no record")?;
         let (recovered, _) = recovery.finish();
@@ -217,7 +219,7 @@ fn kills(mode: &str) {
 
 fn stops(mode: &str) {
     let count = number("STERNA_STOPS").unwrap_or(DEFAULT_STOPS);
-    let time = Duration::from_secs(number("STERNA_STOPPED").unwrap_or(STOPPED));
+    let time = Duration::from_secs(number("STERNA_STOPPED").unwrap_or(DEFAULT_STOPPED));
     at_random_moments("stop", count, last_moment(mode), |pair, victim, moment| stop(mode, pair, victim, moment, time));
 }
 

@@ -1,6 +1,7 @@
-//! The `sterna` program, run as its users run it: most of these move real guests between real QEMUs.
+//! The `sterna` program, run as its users run it: most of these tests move real guests between real QEMUs.
 //!
-//! One program for all, because linking is slow, and because these tests mostly wait: they run best many at a time.
+//! One test binary for all, because linking is slow, and because these tests mostly wait, so many of them run at a
+//! time.
 
 mod accel;
 mod accel_config;

@@ -1,4 +1,4 @@
-//! Another program moves the guest after a sterna crashed: `recover` must then not start the guest here.
+//! Another program moves the guest after Sterna crashed: `recover` must not start the guest here then.
 
 use std::time::Duration;
 
@@ -23,12 +23,13 @@ fn recover_does_not_start_a_guest_that_was_moved_away_after_the_crash() {
         let status = || source.migration_status().unwrap();
         assert!(eventually(LIMIT, || ["failed", "cancelled"].contains(&status().as_str())), "{}", status());
 
-        // A migration is over for QEMU when it can no longer be yanked; until then another one is refused, and ends QEMU 7.2.
+        // A migration is over for QEMU when it can no longer be yanked; until then another one is refused, and ends
+        // QEMU 7.2.
         let instances = || source.monitor.execute("query-yank", json!({})).unwrap();
         let is_over = || instances().as_array().is_some_and(|all| all.iter().all(|one| one["type"] != "migration"));
         assert!(eventually(LIMIT, is_over), "{version}: {}", instances());
 
-        // To nowhere, as far as this host can see.
+        // To a destination that this host cannot see.
         let off = |name: &str| json!({ "capability": name, "state": false });
         let plain = json!({ "capabilities": [off("multifd"), off("return-path")] });
         source.monitor.execute("migrate-set-capabilities", plain).unwrap();

@@ -1,5 +1,5 @@
-//! The state after a command has ended: the source QEMU, its settings, records on a full disk, and the command itself if its peer
-//! does not hang up.
+//! The state after a command has ended: the source QEMU, its settings, records on a full disk, and the command itself
+//! if its peer does not hang up.
 
 use std::os::unix::net::UnixListener;
 use std::time::Duration;
@@ -40,14 +40,14 @@ fn a_completed_migration_leaves_nothing_at_the_source_and_the_settings_at_the_de
         migration.pair.source.qemu.wait_exit(LONG).unwrap();
         let report = report(&migration.pair.report());
         assert_eq!((report["source_after"].as_str(), warnings(&report).as_str()), (Some("quit"), ""));
-        assert!(report["rounds"].as_u64().unwrap() > 0, "asked before QEMU ended: {report}");
+        assert!(report["rounds"].as_u64().unwrap() > 0, "queried before QEMU ended: {report}");
         assert_eq!(migration.pair.destination.migration_settings(), before, "QEMU {version}");
         assert_eq!(migration.exactly_one(), Ok(Side::Destination));
     }
 }
 
 #[test]
-fn a_source_that_is_kept_is_warned_of_on_the_screen_and_in_the_report() {
+fn a_source_that_is_kept_causes_a_warning_on_the_screen_and_in_the_report() {
     let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
     let mut migration = Migration::start(pair, &["--source-after", "keep"], None, None);
     let text = completed(&mut migration);
@@ -61,7 +61,7 @@ fn a_source_that_is_kept_is_warned_of_on_the_screen_and_in_the_report() {
 }
 
 #[test]
-fn a_recovery_that_completes_a_migration_does_with_the_source_what_send_was_told() {
+fn a_recovery_that_completes_a_migration_follows_the_source_after_option_of_send() {
     for (after, status) in [("quit", None), ("keep", Some("postmigrate"))] {
         let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
         let fault = "source.after-record-committed:crash";
@@ -76,14 +76,14 @@ fn a_recovery_that_completes_a_migration_does_with_the_source_what_send_was_told
     }
 }
 
-/// Whether QEMU still holds a migration that is over.
+/// Returns whether QEMU still keeps a migration that has ended.
 fn holds_migration(source: &Watched) -> bool {
     let instances = source.monitor.execute("query-yank", json!({})).unwrap();
     instances.as_array().unwrap().iter().any(|one| one["type"] == "migration")
 }
 
-/// Imitates a `send` that is killed while the source QEMU opens its sockets, several times until QEMU does not clean up. Returns
-/// whether QEMU did not clean up; none if it crashed, as QEMU 7.2 may.
+/// Imitates a `send` that is killed while the source QEMU opens its sockets, several times until QEMU does not clean
+/// up. Returns whether QEMU did not clean up; none if it crashed, as QEMU 7.2 may.
 fn broken_off(pair: &Pair) -> Option<bool> {
     let monitor = &pair.source.monitor;
     let on = |name: &str| json!({ "capability": name, "state": true });
@@ -113,7 +113,7 @@ fn broken_off(pair: &Pair) -> Option<bool> {
 }
 
 #[test]
-fn a_qemu_that_holds_on_to_a_broken_off_migration_is_found_before_a_destination_is_lost() {
+fn a_qemu_that_keeps_an_aborted_migration_is_detected_before_a_destination_is_lost() {
     for version in QemuVersion::ALL {
         let Some(pair) = Pair::boot_sector(version) else { return };
         let mut migration = Migration::start(pair, &[], Some("source.before-start-migration:crash"), None);
@@ -124,7 +124,7 @@ fn a_qemu_that_holds_on_to_a_broken_off_migration_is_found_before_a_destination_
             eprintln!("skipped: QEMU 7.2 crashed over a migration that was broken off");
             continue;
         };
-        println!("QEMU {version}: {}", if held { "holds on to it" } else { "cleans up" });
+        println!("QEMU {version}: {}", if held { "keeps it" } else { "cleans up" });
         if version == QemuVersion::V7_2 && !held {
             eprintln!("skipped: QEMU 7.2 cleaned up after each of the migrations that were broken off");
             continue;
@@ -159,7 +159,7 @@ fn a_qemu_that_holds_on_to_a_broken_off_migration_is_found_before_a_destination_
 }
 
 #[test]
-fn a_source_that_cannot_write_its_end_says_so_and_recover_settles_it_when_it_can() {
+fn a_source_that_cannot_record_its_end_reports_it_and_recover_settles_it_later() {
     for mode in MODES {
         println!("by {mode}");
         let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
@@ -192,7 +192,7 @@ fn a_source_that_cannot_write_its_end_says_so_and_recover_settles_it_when_it_can
 }
 
 #[test]
-fn a_completed_migration_whose_end_is_not_on_both_disks_is_not_called_settled() {
+fn a_completed_migration_whose_end_is_not_on_both_disks_is_not_reported_as_settled() {
     for mode in MODES {
         println!("by {mode}");
         for (side, point) in
@@ -266,11 +266,14 @@ fn a_receiver_ends_after_its_outcome_although_its_source_stays_connected() {
         let mut command =
             send_by(mode, pair.source.qemu.qmp_path(), &receiver.address(), &pair.source_state(), &pair.report());
         command.args(["--insecure", "--downtime", "2s"]);
-        // Its heartbeats go on meanwhile.
+        // The source's heartbeats continue meanwhile.
         let hold = Hold::at("source.before-end-guest", pair.scratch.path(), &mut command);
         let mut sender = Sterna::start("send", &mut command);
         let held = hold.reached(&sender);
-        assert!(eventually(LONG, || receiver.poll().is_some()), "it waits for a source that is not going to let go");
+        assert!(
+            eventually(LONG, || receiver.poll().is_some()),
+            "it waits for a source that never closes its connection"
+        );
         assert!(sender.poll().is_none() && pair.destination.runs());
         drop(held);
         assert!(receiver.finish().0.success() && sender.finish().0.success());
@@ -280,17 +283,17 @@ fn a_receiver_ends_after_its_outcome_although_its_source_stays_connected() {
 }
 
 #[test]
-fn a_source_gives_a_destination_up_that_beats_and_takes_nothing() {
+fn a_source_aborts_if_its_destination_sends_heartbeats_but_reads_nothing() {
     let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
     let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
     command.arg("--insecure");
-    // Its channels are open, and its driver never says that it is ready for pages.
+    // The destination's channels are open, but its driver never reports that it is ready for pages.
     let hold = Hold::at("destination.after-accept-stream", pair.scratch.path(), &mut command);
     let receiver = Sterna::start("receive", &mut command);
     let mut command = send(pair.source.qemu.qmp_path(), &receiver.address(), &pair.source_state(), &pair.report());
     let mut sender = Sterna::start("send", command.args(["--insecure", "--stall-limit", "1s"]));
     let held = hold.reached(&receiver);
-    assert!(eventually(LONG, || sender.poll().is_some()), "it waits for a destination that is not going to go on");
+    assert!(eventually(LONG, || sender.poll().is_some()), "it waits for a destination that never continues");
     assert_eq!(sender.finish().0.code(), FAILED);
     let reason = report(&pair.report())["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("--stall-limit"), "{reason}");
@@ -301,7 +304,7 @@ fn a_source_gives_a_destination_up_that_beats_and_takes_nothing() {
 }
 
 #[test]
-fn a_migration_that_takes_longer_than_its_time_limit_is_given_up_and_the_guest_runs_on() {
+fn a_migration_that_exceeds_its_time_limit_is_aborted_and_the_guest_continues() {
     for mode in MODES {
         println!("by {mode}");
         let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };

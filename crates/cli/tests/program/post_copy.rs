@@ -1,8 +1,9 @@
-//! `sterna send --mode direct --on-no-convergence post-copy`: the guest of a stock QEMU goes on at the destination before all of its memory is
-//! there. Each guest verifies its memory; whatever is killed meanwhile, no guest ever reads zeros where its memory is missing.
+//! `sterna send --mode direct --on-no-convergence post-copy`: the guest of a stock QEMU continues at the destination
+//! before all of its memory has arrived. Each guest verifies its memory; whichever process is killed meanwhile, no
+//! guest ever reads zeros in place of missing memory.
 //!
-//! Linux guests are emulated where KVM does not run them, and their page faults are of user space. KVM takes a guest's faults in the kernel: a
-//! boot-sector guest shows that these are seen too, where KVM runs that.
+//! Where KVM does not run Linux guests, they are emulated, and their page faults occur in user space. KVM handles a
+//! guest's faults in the kernel: a boot-sector guest shows that these faults are noticed too, where KVM runs it.
 
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::Path;
@@ -14,15 +15,17 @@ use crate::support::settle::{Migration, Side};
 use crate::support::{LONG, Sterna, receive, report, send_by};
 use sterna_memory::ram::RamBlock;
 use sterna_qemu_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
-use sterna_wire::switchover::{DestinationState, RecordState};
+use sterna_wire::switchover::{CrashPoint, DestinationState, Moment, RecordState, Step};
 
 const MEMORY: u64 = 256 << 20;
 const FILLED: u64 = 64 << 20;
-/// Slower than the guest writes, so that rounds never end it.
+/// Slower than the guest writes, so that the rounds never converge.
 const POST_COPY: &[&str] =
     &["--method", "none", "--bandwidth", "12MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "100ms"];
 /// The same for a boot-sector guest, which writes all of its memory all the while.
 const SHORT_OF_MEMORY: &[&str] = &["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1"];
+/// Cases at once; most of each is waiting.
+const WORKERS: usize = 4;
 /// The guest runs at the destination without all of its memory.
 const RUNS_SHORT: &str = "pages are still at the source";
 
@@ -40,7 +43,7 @@ fn machine(backend: Backend) -> QemuOptions {
     machine
 }
 
-/// Two QEMUs, the source's guest at work.
+/// Starts two QEMUs; the source's guest works.
 fn pair(backend: Backend) -> Option<Pair> {
     pair_of(&machine(backend.clone()), &machine(backend).incoming())
 }
@@ -52,7 +55,7 @@ fn pair_of(source: &QemuOptions, destination: &QemuOptions) -> Option<Pair> {
     Some(pair)
 }
 
-/// `receive` and `send` of a pair.
+/// Starts `receive` and `send` of a pair.
 fn start(pair: &Pair) -> (Sterna, Sterna) {
     let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
     let receiver = Sterna::start("receive", command.arg("--insecure"));
@@ -70,7 +73,8 @@ fn sender_to(pair: &Pair, address: &str) -> Sterna {
     Sterna::start("send", command.arg("--insecure").args(POST_COPY))
 }
 
-/// Mappings of a QEMU without transparent huge pages, and mappings that a userfaultfd watches for missing pages.
+/// Returns how many mappings of a QEMU have no transparent huge pages, and how many a userfaultfd watches for missing
+/// pages.
 fn without_huge_pages_and_watched(qemu: &Watched) -> [usize; 2] {
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", qemu.qemu.pid())).unwrap();
     ["nh", "um"].map(|wanted| {
@@ -79,8 +83,8 @@ fn without_huge_pages_and_watched(qemu: &Watched) -> [usize; 2] {
     })
 }
 
-/// How many threads of a QEMU wait for a missing page, by the userfaultfd that QEMU itself keeps open (`userfaultfd_show_fdinfo` in the kernel's
-/// `fs/userfaultfd.c`).
+/// Returns how many threads of a QEMU wait for a missing page, by the userfaultfd that QEMU keeps open
+/// (`userfaultfd_show_fdinfo` in the kernel's `fs/userfaultfd.c`).
 fn waiting_threads(qemu: &Watched) -> u64 {
     let process = Path::new("/proc").join(qemu.qemu.pid().to_string());
     let of = |entry: std::fs::DirEntry| {
@@ -92,20 +96,21 @@ fn waiting_threads(qemu: &Watched) -> u64 {
     std::fs::read_dir(process.join("fd")).unwrap().flatten().filter_map(of).sum()
 }
 
-/// The guest at the destination has come to a page that no process brings, waits for it, and has seen nothing wrong until then.
+/// Checks that the guest at the destination waits for a page that no process sends, and has found no wrong page until
+/// then.
 fn waits_and_never_read_zeros(pair: &Pair) {
     let guest = &pair.destination;
     assert!(eventually(LONG, || waiting_threads(guest) > 0), "the guest works, and touches a page that is missing");
-    assert!(without_huge_pages_and_watched(guest)[1] > 0, "what is missing stays missing");
+    assert!(without_huge_pages_and_watched(guest)[1] > 0, "missing pages stay missing");
     assert_eq!(guest.qemu.guest().bad_lines(), [""; 0]);
-    assert_eq!(pair.source.status().as_deref(), Some("paused"), "the source's guest was given away");
+    assert_eq!(pair.source.status().as_deref(), Some("paused"), "the source's guest was handed over");
 }
 
-/// Moves the guest of a pair, which finds all of its memory; nothing is left in its QEMU.
+/// Moves the guest of a pair. Checks that the guest finds all of its memory, and that nothing is left in its QEMU.
 fn moved(pair: &Pair) {
     let before = without_huge_pages_and_watched(&pair.destination);
     let (receiver, sender) = start(pair);
-    receiver.wait_for(RUNS_SHORT);
+    receiver.wait_for(RUNS_WITHOUT_ALL_MEMORY);
     let (status, lines) = sender.finish_with_lines();
     assert!(status.success(), "{lines:?}");
     let (received, lines) = receiver.finish_with_lines();
@@ -123,18 +128,18 @@ fn moved(pair: &Pair) {
 }
 
 #[test]
-fn a_guest_in_anonymous_memory_goes_on_before_its_memory_is_there_and_finds_all_of_it() {
+fn a_guest_in_anonymous_memory_continues_before_its_memory_has_arrived_and_finds_all_of_it() {
     let Some(pair) = pair(Backend::Anonymous) else { return };
     moved(&pair);
 }
 
 #[test]
-fn a_guest_in_shared_memory_goes_on_before_its_memory_is_there_and_finds_all_of_it() {
+fn a_guest_in_shared_memory_continues_before_its_memory_has_arrived_and_finds_all_of_it() {
     let Some(pair) = pair(Backend::Memfd) else { return };
     moved(&pair);
 }
 
-/// A network that can be cut, and is whole again for new connections.
+/// A network whose connections can be cut; new connections work again.
 struct Network {
     address: String,
     connections: Arc<Mutex<Vec<TcpStream>>>,
@@ -176,7 +181,7 @@ fn a_guest_whose_network_is_cut_gets_the_rest_of_its_memory_over_a_new_connectio
     let receiver = Sterna::start("receive", command.arg("--insecure"));
     let network = Network::to(&receiver.address());
     let sender = sender_to(&pair, &network.address);
-    receiver.wait_for(RUNS_SHORT);
+    receiver.wait_for(RUNS_WITHOUT_ALL_MEMORY);
     network.cut();
     sender.wait_for("the destination is back");
     let (status, lines) = sender.finish_with_lines();
@@ -189,23 +194,23 @@ fn a_guest_whose_network_is_cut_gets_the_rest_of_its_memory_over_a_new_connectio
 }
 
 #[test]
-fn a_guest_whose_receive_is_killed_waits_for_its_memory_and_recover_says_that_it_is_lost() {
+fn a_guest_whose_receive_is_killed_waits_for_its_memory_and_recover_reports_it_lost() {
     for backend in [Backend::Anonymous, Backend::Memfd] {
         let Some(mut pair) = pair(backend) else { return };
         let (mut receiver, sender) = start(&pair);
-        receiver.wait_for(RUNS_SHORT);
+        receiver.wait_for(RUNS_WITHOUT_ALL_MEMORY);
         receiver.kill();
         waits_and_never_read_zeros(&pair);
 
         let recovery = Side::Destination.recover(&pair, &[], None).expect("it has a record");
         let (status, lines) = recovery.finish_with_lines();
         assert_eq!(status.code(), Some(1), "{lines:?}");
-        let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+        let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
         let end = format!("kill -KILL {}", pair.destination.qemu.pid());
-        assert!(told.contains("The guest is lost here") && told.contains(&end), "{told}");
+        assert!(message.contains("The guest is lost here") && message.contains(&end), "{message}");
         assert_eq!(pair.destination.qemu.guest().bad_lines(), [""; 0]);
 
-        // The source waits for a destination that comes back, until it is cancelled.
+        // The source waits for the destination to reconnect, until it is cancelled.
         sender.wait_for("the connection to the destination is lost");
         pair.destination.kill();
         sender.interrupt();
@@ -220,35 +225,39 @@ fn a_guest_whose_receive_is_killed_waits_for_its_memory_and_recover_says_that_it
 fn a_guest_whose_send_is_killed_waits_for_its_memory_until_its_qemu_is_ended() {
     let Some(mut pair) = pair(Backend::Anonymous) else { return };
     let (receiver, mut sender) = start(&pair);
-    receiver.wait_for(RUNS_SHORT);
+    receiver.wait_for(RUNS_WITHOUT_ALL_MEMORY);
     sender.kill();
     receiver.wait_for("part of the guest's memory with it");
     waits_and_never_read_zeros(&pair);
     pair.destination.kill();
     let (status, lines) = receiver.finish_with_lines();
-    assert!(!status.success() && lines.iter().any(|line| line.contains("the guest's process has ended")), "{lines:?}");
+    let ended = "the destination's monitor ended before all of the guest's memory was there";
+    assert!(!status.success() && lines.iter().any(|line| line.contains(ended)), "{lines:?}");
 }
 
 #[test]
-fn a_guest_that_was_not_given_away_when_its_send_died_runs_on_at_the_source() {
+fn a_guest_whose_send_died_before_the_decision_continues_at_the_source() {
     let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
-    // Everything but the decision has happened: the destination watches its memory, and has loaded the devices.
+    // Just before the decision: the destination watches its memory, and has loaded the devices.
     let crash = Some("source.before-record-committed:crash");
-    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, crash, None);
+    let mut migration = Migration::start_by("direct", pair, BOOT_SECTOR_POST_COPY, crash, None);
     migration.wait_crash(Side::Source).unwrap();
     migration.settle().unwrap();
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
-    assert_eq!(migration.pair.destination.status(), None, "what came of the guest was thrown away");
+    assert_eq!(migration.pair.destination.status(), None, "the incomplete guest was discarded");
 }
 
 #[test]
-fn a_guest_that_never_ran_without_its_memory_is_taken_back_by_the_source() {
+fn a_guest_that_never_ran_at_the_destination_can_be_resumed_at_the_source() {
     let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
-    // The decision is known there, and the guest was not let run.
+    // The destination knows the decision, but has not resumed the guest.
     let crash = Some("destination.before-cont:crash");
-    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, None, crash);
+    let mut migration = Migration::start_by("direct", pair, BOOT_SECTOR_POST_COPY, None, crash);
     migration.wait_crash(Side::Destination).unwrap();
-    assert_eq!(Side::Destination.state(&migration.pair), Some(RecordState::Destination(DestinationState::Committed)));
+    assert_eq!(
+        Side::Destination.state(&migration.pair),
+        Some(RecordState::Destination(DestinationState::CommittedIncomplete))
+    );
     let recovery = Side::Destination.recover(&migration.pair, &[], None).expect("it has a record");
     let (status, lines) = recovery.finish_with_lines();
     assert_eq!(status.code(), Some(1), "{lines:?}");
@@ -265,13 +274,13 @@ fn a_guest_that_never_ran_without_its_memory_is_taken_back_by_the_source() {
 }
 
 #[test]
-fn a_guest_whose_page_faults_kvm_takes_in_the_kernel_finds_its_memory() {
+fn a_guest_whose_page_faults_kvm_handles_in_the_kernel_finds_its_memory() {
     let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
     if pair.destination.qemu.accel() != Accel::Kvm {
         return eprintln!("skipped: KVM does not run the boot-sector guest here");
     }
-    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, None, None);
-    migration.receiver.as_ref().expect("it was started").wait_for(RUNS_SHORT);
+    let mut migration = Migration::start_by("direct", pair, BOOT_SECTOR_POST_COPY, None, None);
+    migration.receiver.as_ref().expect("it was started").wait_for(RUNS_WITHOUT_ALL_MEMORY);
     migration.settle().unwrap();
     assert_eq!(migration.exactly_one(), Ok(Side::Destination));
     let report = report(&migration.pair.report());
@@ -279,7 +288,7 @@ fn a_guest_whose_page_faults_kvm_takes_in_the_kernel_finds_its_memory() {
 }
 
 #[test]
-fn a_qemu_without_privileges_in_its_sandbox_is_given_the_device() {
+fn a_qemu_without_privileges_in_its_sandbox_receives_the_device() {
     if !rustix::process::geteuid().is_root() {
         return eprintln!("skipped: only root can start a QEMU as another user");
     }
@@ -292,7 +301,7 @@ fn a_qemu_without_privileges_in_its_sandbox_is_given_the_device() {
     moved(&pair);
 }
 
-/// `receive` on a host where /dev/userfaultfd is an empty file.
+/// Starts `receive` on a host where /dev/userfaultfd is an empty file.
 fn receive_without_device(pair: &Pair) -> Option<Sterna> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: only root can hide /dev/userfaultfd from a process");
@@ -308,7 +317,7 @@ fn receive_without_device(pair: &Pair) -> Option<Sterna> {
 }
 
 #[test]
-fn without_the_device_a_qemu_that_may_makes_the_userfaultfd_by_the_system_call() {
+fn without_the_device_a_privileged_qemu_makes_the_userfaultfd_by_the_system_call() {
     let Some(pair) = pair(Backend::Anonymous) else { return };
     let Some(receiver) = receive_without_device(&pair) else { return };
     let (status, lines) = sender(&pair, &receiver).finish_with_lines();
@@ -332,9 +341,9 @@ fn without_the_device_and_the_right_to_the_system_call_post_copy_is_refused_befo
     let Some(receiver) = receive_without_device(&pair) else { return };
     let (status, lines) = sender(&pair, &receiver).finish_with_lines();
     assert_eq!(status.code(), Some(1), "{lines:?}");
-    let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+    let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     for word in ["post-copy is not possible at the destination", "/dev/userfaultfd", "CAP_SYS_PTRACE", "not touched"] {
-        assert!(told.contains(word), "{word:?}: {told}");
+        assert!(message.contains(word), "{word:?}: {message}");
     }
     assert!(pair.source.runs());
     assert_eq!(pair.source.untouched(), Ok(()));
@@ -353,15 +362,15 @@ fn memory_that_another_process_has_mapped_is_refused_before_the_guest_is_touched
     let memfd = maps.lines().find(|line| line.contains("/memfd:")).expect("guest RAM is a memfd");
     let range = memfd.split(' ').next().unwrap();
     let file = std::fs::File::options().read(true).write(true).open(format!("{process}/map_files/{range}")).unwrap();
-    // This very process.
+    // Mapped by this test's process.
     let bytes = pair.destination.qemu.memory() as usize;
     let _mapped = RamBlock::of_file("pc.ram", Arc::new(file), 0, bytes, 4096).unwrap();
     let (_receiver, sender) = start(&pair);
     let (status, lines) = sender.finish_with_lines();
     assert_eq!(status.code(), Some(1), "{lines:?}");
-    let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+    let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     let own = format!("process {} ", std::process::id());
-    assert!(told.contains(&own) && told.contains("would read zeros where pages are missing"), "{told}");
+    assert!(message.contains(&own) && message.contains("would read zeros where pages are missing"), "{message}");
     assert!(pair.source.runs());
     assert_eq!(pair.source.untouched(), Ok(()));
 }
@@ -379,8 +388,103 @@ fn huge_pages_of_a_pool_are_refused_before_the_guest_is_touched() {
     let (receiver, sender) = start(&pair);
     let (status, lines) = sender.finish_with_lines();
     assert_eq!(status.code(), Some(1), "{lines:?}");
-    let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
-    assert!(told.contains("RAM block pc.ram") && told.contains("huge pages of 2097152 bytes"), "{told}");
+    let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+    assert!(message.contains("RAM block pc.ram") && message.contains("huge pages of 2097152 bytes"), "{message}");
     assert!(pair.source.runs());
     drop(receiver);
+}
+
+/// How a migration ends whose process crashed at a step of post-copy, and was recovered.
+#[derive(Clone, Copy, Debug)]
+enum End {
+    /// Nothing was decided: the guest runs at the source.
+    AtSource,
+    /// The guest was given away and never ran: the destination discards its copy, and an operator takes the guest back.
+    TakenBack,
+    /// The guest may have run at the destination, and the process that could place its memory is gone.
+    LostThere,
+    /// The process that could send the guest's memory is gone.
+    LostHere,
+}
+
+/// Returns the end after a crash at `point`; none if an undisturbed migration does not pass it.
+fn end(point: CrashPoint) -> Option<End> {
+    use Step::*;
+    match (point.step, point.moment) {
+        (SourceSendPostCopy | SourceStartPostCopy, _) => Some(End::AtSource),
+        (SourceServePages, _) => Some(End::LostHere),
+        (DestinationWatchMissingPages | DestinationSendPostCopyReady | DestinationRecordPreparedIncomplete, _) => {
+            Some(End::AtSource)
+        }
+        (DestinationRecordCommittedIncomplete, Moment::Before) => Some(End::TakenBack),
+        (DestinationRecordCommittedIncomplete, Moment::After) => Some(End::LostThere),
+        (DestinationRecordRunningIncomplete | DestinationSendRunningIncomplete, _) => Some(End::LostThere),
+        // Passed where a connection or a monitor is lost meanwhile, and by migrations without post-copy.
+        _ => None,
+    }
+}
+
+/// Recovers one side, which must end with this exit code, and say this.
+fn recovered(pair: &Pair, side: Side, words: &[&str], code: i32, text: &str) -> Result<(), String> {
+    let (status, lines) = side.recover(pair, words, None).ok_or("no record was left")?.finish_with_lines();
+    if status.code() != Some(code) || !lines.iter().any(|line| line.contains(text)) {
+        return Err(format!("recover of the {}: {status}: {lines:?}", side.name()));
+    }
+    Ok(())
+}
+
+/// Crashes at `point`, recovers, and compares the end.
+fn crashed(pair: Pair, point: CrashPoint, end: End) -> Result<(), String> {
+    let at_source = point.to_string().starts_with("source.");
+    let side = if at_source { Side::Source } else { Side::Destination };
+    let fault = format!("{point}:crash");
+    let (source, destination) = if at_source { (Some(&*fault), None) } else { (None, Some(&*fault)) };
+    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, source, destination);
+    migration.wait_crash(side)?;
+    match end {
+        End::AtSource => {
+            migration.settle()?;
+            match migration.exactly_one()? {
+                Side::Source => Ok(()),
+                Side::Destination => Err("the guest runs at the destination".into()),
+            }
+        }
+        End::TakenBack => {
+            recovered(&migration.pair, Side::Destination, &[], 0, "the copy here was discarded")?;
+            migration.sender.take().expect("it was started").kill();
+            recovered(&migration.pair, Side::Source, &["--fenced-peer"], 0, "the guest runs here")?;
+            migration.exactly_one().map(drop)
+        }
+        End::LostThere | End::LostHere => {
+            let text = if at_source { "no process can send any more" } else { "The guest is lost here" };
+            recovered(&migration.pair, side, &[], 1, text)?;
+            if migration.pair.source.runs() {
+                return Err("the source's guest runs although it was given away".into());
+            }
+            migration.pair.never_both()
+        }
+    }
+}
+
+#[test]
+fn after_a_crash_at_any_step_of_post_copy_no_guest_runs_twice_or_without_its_memory() {
+    let Some(probe) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    drop(probe);
+    let queue = Mutex::new(CrashPoint::POST_COPY.iter().filter_map(|point| Some((*point, end(*point)?))));
+    let failed = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..WORKERS {
+            scope.spawn(|| {
+                loop {
+                    let Some((point, end)) = queue.lock().unwrap().next() else { return };
+                    let pair = Pair::boot_sector(QemuVersion::V10_0).expect("there were tools before");
+                    match crashed(pair, point, end) {
+                        Ok(()) => println!("{point}: {end:?}"),
+                        Err(error) => failed.lock().unwrap().push(format!("{point}: not {end:?}: {error}")),
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(failed.into_inner().unwrap(), [""; 0]);
 }

@@ -1,4 +1,4 @@
-//! `sterna proxy` between QEMUs that somebody else drives: here the test, as libvirt would.
+//! `sterna proxy` between QEMUs that another program controls: here the test, as libvirt would.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener};
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use sterna_qemu::qmp::Qmp;
 use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, skip_if_unavailable};
 
-/// Sets what libvirt sets for a parallel migration over unix sockets; `channels` 0: one stream.
+/// Sets a QEMU up as libvirt does for a parallel migration over unix sockets; `channels` 0: one stream.
 fn prepare(qmp: &Qmp, channels: u8) {
     let capability = |name: &str, state: bool| json!({ "capability": name, "state": state });
     let capabilities =
@@ -46,7 +46,7 @@ struct Pair {
     receiver: Sterna,
 }
 
-/// What the proxies of a pair use between them.
+/// The connection between the proxies of a pair.
 #[derive(Clone, Copy, PartialEq)]
 enum Between {
     Plain,
@@ -54,7 +54,7 @@ enum Between {
 }
 
 impl Pair {
-    /// A pair with the sockets `from.sock` and `to.sock`, and what `more` adds to either command.
+    /// Starts a pair with the sockets `from.sock` and `to.sock`, and the options that `more` adds to either command.
     fn start(between: Between, method: &str, more: impl Fn(&mut Command, &mut Command, &Path)) -> Self {
         let scratch = tempfile::tempdir().unwrap();
         let path = |name: &str| scratch.path().join(name);
@@ -79,7 +79,7 @@ impl Pair {
         Self { scratch, sender, receiver }
     }
 
-    /// With one migration socket on each side.
+    /// Starts a pair with one migration socket on each side.
     fn with_one_socket(between: Between, method: &str) -> Self {
         Self::start(between, method, |receive, send, scratch| {
             receive.arg("--unix").arg(scratch.join("to.sock"));
@@ -91,7 +91,7 @@ impl Pair {
         self.scratch.path().join(name)
     }
 
-    /// Stops both; gives the reports of both. Neither may have anything to complain of.
+    /// Stops both, and returns the reports of both. Checks that neither has complained.
     fn stop(self) -> (Vec<Value>, Vec<Value>) {
         let Self { scratch, sender, receiver } = self;
         sender.interrupt();
@@ -109,7 +109,7 @@ impl Pair {
     }
 }
 
-/// Two QEMUs, the source's with a guest that is ready.
+/// Two QEMUs; the source's guest is ready.
 struct Guests {
     source: Qemu,
     destination: Qemu,
@@ -131,11 +131,11 @@ impl Guests {
         migrate(&self.source_qmp, &self.destination_qmp, from, to, channels);
     }
 
-    /// The migration completes, and the guest is whole.
+    /// Waits until the migration completes, and checks that the guest is intact.
     fn arrive(&self) {
         wait_migration(&self.source_qmp, "completed");
         wait_migration(&self.destination_qmp, "completed");
-        // QEMU says that it has completed a moment before it is in the state that follows.
+        // QEMU reports completion a moment before it enters the following state.
         let deadline = Instant::now() + LONG;
         while self.source_qmp.status().unwrap() == "finish-migrate" {
             assert!(Instant::now() < deadline, "the source QEMU stays at the end of its migration");
@@ -150,7 +150,7 @@ fn assert_carried(report: &Value, channels: u8) {
     assert_eq!(report["multifd_channels"], channels, "{report}");
     let figure = |name: &str| report[name].as_f64().unwrap_or_else(|| panic!("no {name} in {report}"));
     assert!(figure("wire_bytes") > 0.0 && figure("normal_pages") > 0.0 && figure("ratio") > 0.0, "{report}");
-    // The destination QEMU's word that it has loaded comes after the last round.
+    // The destination QEMU reports that it has loaded after the last round.
     assert!(figure("downtime_seen_ms") > 0.0 && figure("downtime_seen_ms") <= figure("total_ms"), "{report}");
 }
 
@@ -170,7 +170,8 @@ fn move_through_proxies(options: &QemuOptions, channels: u8, between: Between, m
 
 #[test]
 fn a_parallel_migration_of_7_2_goes_through_the_proxies() {
-    // Emulating, QEMU 7.2 loses some of the guest's writes by itself while it migrates (see `table.rs`): so few of them.
+    // An emulating QEMU 7.2 itself loses some of the guest's writes while it migrates (see `table.rs`), so the guest
+    // writes little.
     let mut options = busy_guest(QemuVersion::V7_2, "pc-q35-7.2");
     let Guest::Linux(guest) = &mut options.guest else { unreachable!("it is a Linux guest") };
     (guest.dirty_rate, guest.verify_rate) = (0, 0);
@@ -221,8 +222,8 @@ fn two_qemus_migrate_to_the_same_socket_at_the_same_time() {
     let Some(first) = Guests::start(&options) else { return };
     let second = Guests::start(&options).unwrap();
     let pair = Pair::with_one_socket(Between::Plain, "none");
-    // The destination QEMUs take turns with their socket; the source QEMUs use theirs together. A QEMU that listens removes what is
-    // there, and all channels of the first migration are connected once its pages are asked for.
+    // The destination QEMUs use their socket in turn; the source QEMUs use theirs together. A QEMU that listens removes
+    // an existing socket, and all channels of the first migration are connected once its pages are requested.
     first.migrate(&pair.path("from.sock"), &pair.path("to.sock"), 4);
     let deadline = Instant::now() + LONG;
     let active = |qmp: &Qmp| qmp.query_migrate().unwrap().status == "active";
@@ -237,12 +238,12 @@ fn two_qemus_migrate_to_the_same_socket_at_the_same_time() {
     sent.iter().for_each(|report| assert_carried(report, 4));
 }
 
-/// Has both QEMUs encrypt what they send, by their own TLS with the certificates in `certs`.
+/// Makes both QEMUs encrypt their migration by their own TLS, with the certificates in `certs`.
 fn encrypt_by_qemu(guests: &Guests, certs: &Path) {
     let credentials = |qmp: &Qmp, endpoint: &str| {
         let object = json!({
             "qom-type": "tls-creds-x509", "id": "tls", "dir": certs, "endpoint": endpoint, "verify-peer": true,
-            // Ours permit signatures only, as TLS 1.3 needs it; QEMU 10.0 asks for more.
+            // Sterna's certificates permit only signatures, which suffice for TLS 1.3; QEMU 10.0 requires more.
             "sanity-check": false,
         });
         qmp.execute("object-add", object).unwrap();
@@ -253,8 +254,8 @@ fn encrypt_by_qemu(guests: &Guests, certs: &Path) {
     credentials(&guests.destination_qmp, "server");
 }
 
-/// The set-up in which libvirt ended with two running guests: QEMU's own TLS, several channels, and the connection by which libvirt
-/// controls the migration carried by the same pair.
+/// The set-up in which libvirt ended with two running guests: QEMU's own TLS, several channels, and the connection by
+/// which libvirt controls the migration, all carried by the same pair.
 #[test]
 fn connections_of_others_outlive_an_encrypted_parallel_migration_carried_beside_them() {
     let Some(guests) = Guests::start(&busy_guest(QemuVersion::V10_0, "pc-q35-10.0")) else { return };
@@ -282,7 +283,7 @@ fn connections_of_others_outlive_an_encrypted_parallel_migration_carried_beside_
     wait_migration(&guests.source_qmp, "completed");
     wait_migration(&guests.destination_qmp, "completed");
 
-    // What libvirt says after the migration it says by the same connection.
+    // libvirt uses the same connection after the migration.
     ask(b"done");
     drop(control);
     assert_eq!(guests.destination.guest().verify(LONG).unwrap().bad, 0);
@@ -291,7 +292,7 @@ fn connections_of_others_outlive_an_encrypted_parallel_migration_carried_beside_
     drop(server);
 }
 
-/// Answers each connection with what it says, until it ends; ends with the test.
+/// Sends the bytes of each connection back, until the connection ends. The server ends with the test.
 fn echo_server(path: &Path) -> UnixListener {
     let listener = UnixListener::bind(path).unwrap();
     let accepting = listener.try_clone().unwrap();
@@ -310,7 +311,7 @@ fn echo_server(path: &Path) -> UnixListener {
 }
 
 #[test]
-fn clients_that_break_off_end_no_migration() {
+fn clients_that_disconnect_do_not_end_a_migration() {
     let Some(guests) = Guests::start(&busy_guest(QemuVersion::V10_0, "pc-q35-10.0")) else { return };
     let pair = Pair::start(Between::Plain, "lz4", |receive, send, scratch| {
         receive.arg("--unix").arg(scratch.join("to.sock"));
@@ -322,7 +323,7 @@ fn clients_that_break_off_end_no_migration() {
     let _server = echo_server(&pair.path("libvirt.sock"));
     guests.migrate(&pair.path("from.sock"), &pair.path("to.sock"), 4);
 
-    // As `virsh` that is killed in the middle of a question: far more than a session once had numbers for.
+    // Like a `virsh` that is killed in the middle of a request: far more clients than a session once had numbers for.
     let over = AtomicBool::new(false);
     let clients = std::thread::scope(|scope| {
         let breaking_off = scope.spawn(|| {
@@ -351,7 +352,7 @@ fn clients_that_break_off_end_no_migration() {
     assert_carried(sent, 4);
 }
 
-/// A pair for connections only, by the name `nbd`, from `nbd.sock` to `nbd-server.sock`.
+/// Starts a pair for connections only, named `nbd`, from `nbd.sock` to `nbd-server.sock`.
 fn pair_for_connections() -> Pair {
     Pair::start(Between::Tls, "none", |receive, send, scratch| {
         receive.arg("--unix").arg(scratch.join("qemu.sock"));
@@ -398,7 +399,7 @@ fn opaque_connections_are_carried_unchanged_with_their_half_closes() {
 }
 
 #[test]
-fn a_server_that_closes_is_heard_to_its_last_word_and_writing_to_it_fails() {
+fn all_data_of_a_server_that_closes_arrives_and_writing_to_it_fails() {
     let pair = pair_for_connections();
     let server = UnixListener::bind(pair.path("nbd-server.sock")).unwrap();
     let mut client = UnixStream::connect(pair.path("nbd.sock")).unwrap();
@@ -406,7 +407,7 @@ fn a_server_that_closes_is_heard_to_its_last_word_and_writing_to_it_fails() {
     stream.write_all(b"no room").unwrap();
     drop(stream);
 
-    // Without proxies in between, it would fail at once; with them, when what is on its way is lost.
+    // Without proxies, writing would fail at once; with them, it fails when the bytes in transit are lost.
     let error = loop {
         if let Err(error) = client.write_all(&[1; 4096]) {
             break error;
@@ -438,10 +439,10 @@ fn a_client_that_is_gone_is_noticed_by_a_server_that_writes() {
 }
 
 #[test]
-fn what_is_not_there_yet_is_waited_for() {
+fn a_proxy_waits_for_a_peer_and_a_server_that_do_not_listen_yet() {
     let scratch = tempfile::tempdir().unwrap();
     let path = |name: &str| scratch.path().join(name);
-    // A port that nothing listens on, of an address that no other test uses.
+    // A port without a listener, of an address that no other test uses.
     let address = format!("127.{}.{}.9:0", 1 + std::process::id() % 200, std::process::id() / 200 % 250);
     let to = TcpListener::bind(address).unwrap().local_addr().unwrap().to_string();
     let mut send = sterna();
@@ -468,7 +469,7 @@ fn what_is_not_there_yet_is_waited_for() {
 }
 
 #[test]
-fn a_stopped_proxy_carries_on_what_is_under_way_until_it_is_told_again() {
+fn a_stopped_proxy_continues_what_is_under_way_until_a_second_signal() {
     let pair = pair_for_connections();
     let server = UnixListener::bind(pair.path("nbd-server.sock")).unwrap();
     let mut client = UnixStream::connect(pair.path("nbd.sock")).unwrap();
@@ -477,7 +478,7 @@ fn a_stopped_proxy_carries_on_what_is_under_way_until_it_is_told_again() {
         proxy.interrupt();
         proxy.wait_for("those in progress go on to their ends");
     }
-    // Nothing new, also of what comes while the socket is being closed; but what was there before goes on.
+    // No new connections, even of those that arrive while the socket is being closed; existing ones continue.
     if let Ok(mut late) = UnixStream::connect(pair.path("nbd.sock")) {
         assert!(!matches!(late.read(&mut [0; 1]), Ok(1)));
     }
@@ -542,7 +543,7 @@ fn a_destination_qemu_that_is_killed_fails_its_migration_alone() {
 }
 
 #[test]
-fn a_proxy_takes_over_the_socket_of_one_that_was_killed_and_no_other() {
+fn a_proxy_replaces_the_socket_of_a_killed_proxy_and_no_other() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("from.sock");
     let start = || {

@@ -1,4 +1,5 @@
-//! What other users of a host, and a QEMU that sees other files, can do to `send` and `receive`; docs/security.md says what is promised.
+//! Attacks by other users of a host, and QEMUs that see other files, on `send` and `receive`; docs/security.md has the
+//! guarantees.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -36,7 +37,7 @@ fn is_root() -> bool {
     root
 }
 
-/// The one error of a process that has failed.
+/// Returns the only error line of a process that has failed.
 fn refusal(process: Sterna) -> String {
     let (status, lines) = process.finish_with_lines();
     assert_eq!(status.code(), FAILED, "{lines:?}");
@@ -60,7 +61,7 @@ fn start_ticks(pid: u32) -> u64 {
 }
 
 #[test]
-fn nobody_keeps_a_command_from_its_qemu_by_taking_a_name_that_can_be_guessed() {
+fn a_lock_name_that_another_process_has_guessed_and_bound_does_not_block_a_command() {
     let Some(pair) = idle_pair() else { return };
     let pid = pair.destination.qemu.pid();
     let name = format!("sterna-qemu-{pid}-{}", start_ticks(pid));
@@ -142,7 +143,7 @@ fn the_sockets_of_a_receive_that_was_killed_early_are_removed_by_the_next_comman
     assert_eq!(sender.finish().0.code(), FAILED);
     assert!(pair.source.runs());
     assert_eq!(names(&pair.destination_state()).iter().filter(|name| name.ends_with(".json")).count(), 0);
-    assert_eq!(names(&temporary).len(), 1, "nobody could remove it");
+    assert_eq!(names(&temporary).len(), 1, "no process could remove it");
 
     let (next, _) = start(false);
     next.wait_for("listening on ");
@@ -162,7 +163,7 @@ fn moves(pair: &Pair, temporary: &Path, words: &[String]) {
     pair.never_both().unwrap();
 }
 
-/// Whether a user of the host may run the unpacked QEMU.
+/// Returns whether a user of the host may run the unpacked QEMU.
 fn may_run_qemu(user: u32) -> bool {
     let Some(tools) = skip_if_unavailable(Tools::locate()) else { return false };
     let program = tools.directory().join("qemu-10.0/usr/bin/qemu-system-x86_64");
@@ -235,28 +236,28 @@ impl Apart {
     }
 }
 
-/// The directory that a QEMU means by `path`.
+/// Returns the directory that a QEMU sees at `path`.
 fn of_qemu(qemu: &Watched, path: &Path) -> PathBuf {
     Path::new(&format!("/proc/{}/root", qemu.qemu.pid())).join(path.strip_prefix("/").unwrap())
 }
 
 #[test]
-fn a_qemu_in_another_mount_namespace_is_met_in_its_own_directory_for_temporary_files() {
+fn a_qemu_in_another_mount_namespace_connects_in_its_own_directory_for_temporary_files() {
     let Some(Apart { hidden, pair, _scratch, .. }) = Apart::start() else { return };
     moves(&pair, &hidden, &[]);
-    assert_eq!(names(&hidden), ["here"], "nothing was made in ours");
-    assert!(names(&of_qemu(&pair.destination, &hidden)).is_empty(), "nothing is left in its");
+    assert_eq!(names(&hidden), ["here"], "nothing was made in this process's directory");
+    assert!(names(&of_qemu(&pair.destination, &hidden)).is_empty(), "nothing is left in QEMU's directory");
 }
 
 #[test]
-fn a_qemu_in_another_mount_namespace_is_met_where_the_options_say() {
+fn a_qemu_in_another_mount_namespace_connects_in_the_directory_of_the_options() {
     let Some(Apart { hidden, shared, pair, _scratch }) = Apart::start() else { return };
     moves(&pair, Path::new("/nowhere"), &["--socket-dir".into(), shared.display().to_string()]);
     assert!(names(&shared).is_empty() && names(&hidden) == ["here"]);
 }
 
 #[test]
-fn a_directory_with_two_paths_serves_where_they_lead_to_the_same_and_else_is_refused_in_words() {
+fn two_paths_of_a_socket_directory_are_accepted_only_if_they_lead_to_the_same() {
     let Some(Apart { hidden, shared, pair, _scratch }) = Apart::start() else { return };
     let two =
         |here: &Path, there: &Path| ["--socket-dir".to_owned(), format!("{}={}", here.display(), there.display())];
@@ -269,7 +270,7 @@ fn a_directory_with_two_paths_serves_where_they_lead_to_the_same_and_else_is_ref
         let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
         let refused = refusal(Sterna::start("receive", command.arg("--insecure").args(words)));
         assert!(refused.contains("must lead to the same directory"), "{refused}");
-        assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"), "its QEMU is left alone");
+        assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"), "its QEMU is not touched");
     }
     let missing = ["--socket-dir", "/nowhere/sockets"];
     let mut command = send(pair.source.qemu.qmp_path(), "127.0.0.1:1", &pair.source_state(), &pair.report());

@@ -1,5 +1,5 @@
-//! A Linux guest works with files of a directory that its host shares by virtiofs, and continues with the same open files at another
-//! virtiofsd, whose state QEMU's own stream carries.
+//! A Linux guest works with files of a directory that its host shares by virtiofs, and continues with the same open
+//! files at another virtiofsd, whose state QEMU's own stream carries.
 
 #[path = "../../../devices/tests/virtiofsd/support/handles.rs"]
 mod handles;
@@ -54,16 +54,16 @@ impl Hosts {
 
     /// Returns what the guest has done at the source, by its latest report.
     fn done_at_source(&self) -> FilesDone {
-        self.pair.source.qemu.guest().last_files().expect("it says so with every tick")
+        self.pair.source.qemu.guest().last_files().expect("it reports this with every tick")
     }
 
-    /// Starts `receive`, held before the destination's guest starts, and `send` by QEMU's stream, held until the guest has worked with
-    /// its files while QEMU and virtiofsd already log what they write.
+    /// Starts `receive`, held before the destination's guest starts, and `send` by QEMU's stream, held until the guest
+    /// has worked with its files while QEMU and virtiofsd already log what they write.
     fn begin(&self) -> Moving {
         self.begin_by("stream")
     }
 
-    /// The same by this mode.
+    /// Starts both as `begin` does, in this mode.
     fn begin_by(&self, mode: &str) -> Moving {
         let Pair { source, destination, .. } = &self.pair;
         let scratch = tempfile::tempdir_in(self.pair.scratch.path()).unwrap();
@@ -81,7 +81,8 @@ impl Hosts {
         Moving { sender, receiver, loaded, _scratch: scratch }
     }
 
-    /// Moves the guest; all memory is compared before it starts at the destination, where it then does more with each file.
+    /// Moves the guest; all memory is compared before it starts at the destination, where it then does more with each
+    /// file.
     fn moves(&self) {
         self.moves_by("stream");
     }
@@ -101,7 +102,8 @@ impl Hosts {
         self.pair.never_both().unwrap();
     }
 
-    /// Makes the guest read all of its files again at the destination, and verifies its memory. Returns what it has done.
+    /// Makes the guest read all of its files again at the destination, and verifies its memory. Returns what it has
+    /// done.
     fn closed(&self) -> FilesDone {
         let guest = self.pair.destination.qemu.guest();
         let done = guest.close_files(LONG).unwrap();
@@ -126,7 +128,7 @@ fn with(machine: &QemuOptions, daemon: &Virtiofsd) -> QemuOptions {
 }
 
 #[test]
-fn a_guest_goes_on_with_its_open_files_behind_another_virtiofsd() {
+fn a_guest_continues_with_its_open_files_behind_another_virtiofsd() {
     let shared = SharedDirectory::new(&std::env::temp_dir()).unwrap();
     // All of the state is in QEMU's stream: a megabyte of names.
     shared.fill_with_names(4000).unwrap();
@@ -139,7 +141,7 @@ fn a_guest_goes_on_with_its_open_files_behind_another_virtiofsd() {
 }
 
 #[test]
-fn a_guest_moves_directly_and_what_its_virtiofsd_writes_into_its_memory_is_tracked() {
+fn a_guest_moves_directly_and_its_virtiofsds_writes_into_its_memory_are_tracked() {
     let shared = SharedDirectory::new(&std::env::temp_dir()).unwrap();
     let side = (shared.path(), &[][..]);
     let Some(hosts) = Hosts::start(side, side, false) else { return };
@@ -187,7 +189,7 @@ fn post_copy_is_refused_where_a_virtiofsd_would_read_missing_memory() {
 }
 
 #[test]
-fn a_file_that_was_deleted_stays_open_where_files_are_found_by_their_handles() {
+fn a_deleted_file_stays_open_with_file_handles() {
     let shared = SharedDirectory::new(&std::env::temp_dir()).unwrap();
     if !may_open_by_handle(shared.path()) {
         return;
@@ -207,12 +209,12 @@ fn a_state_that_the_destination_refuses_leaves_the_guest_at_the_source_with_its_
     let [shared, another] = [(); 2].map(|()| SharedDirectory::new(&std::env::temp_dir()).unwrap());
     let Some(mut hosts) = Hosts::start((shared.path(), &[]), (another.path(), &[]), false) else { return };
     let Moving { sender, receiver, .. } = hosts.begin();
-    let (sent, said) = sender.finish_with_lines();
-    let (received, heard) = receiver.finish_with_lines();
-    assert_eq!((sent.code(), received.code()), (Some(1), Some(1)), "{said:?} {heard:?}");
+    let (sent, sent_lines) = sender.finish_with_lines();
+    let (received, received_lines) = receiver.finish_with_lines();
+    assert_eq!((sent.code(), received.code()), (Some(1), Some(1)), "{sent_lines:?} {received_lines:?}");
     let report = report(&hosts.pair.report());
     assert!(report["reason"].as_str().unwrap().contains("QEMU could not load the guest: see its output"), "{report}");
-    // Only these two report the reason.
+    // Only QEMU and virtiofsd report the reason.
     let (qemu, daemon) = (hosts.pair.destination.qemu.standard_error(), hosts.daemons[1].log());
     assert!(qemu.contains("Back-end failed to process its internal state"), "{qemu}");
     assert!(daemon.contains("No such file or directory"), "{daemon}");
@@ -230,7 +232,7 @@ fn a_state_that_the_destination_refuses_leaves_the_guest_at_the_source_with_its_
 }
 
 #[test]
-fn a_file_that_cannot_be_found_again_is_the_only_one_that_is_lost_where_that_is_asked_for() {
+fn a_file_that_cannot_be_found_again_is_the_only_one_lost_if_the_option_permits_it() {
     let shared = SharedDirectory::new(&std::env::temp_dir()).unwrap();
     let destination = (shared.path(), &["--migration-on-error=guest-error"][..]);
     let Some(hosts) = Hosts::start((shared.path(), &[]), destination, true) else { return };
@@ -244,7 +246,7 @@ fn a_file_that_cannot_be_found_again_is_the_only_one_that_is_lost_where_that_is_
 }
 
 #[test]
-fn a_qemu_that_cannot_move_the_device_is_refused_and_its_guest_goes_on() {
+fn a_qemu_that_cannot_move_the_device_is_refused_and_its_guest_continues() {
     let shared = SharedDirectory::new(&std::env::temp_dir()).unwrap();
     let Some(daemon) = skip_if_unavailable(Virtiofsd::start(shared.path(), &[])) else { return };
     let mut machine = QemuOptions::new(QemuVersion::V7_2, Guest::BootSector);
@@ -253,11 +255,11 @@ fn a_qemu_that_cannot_move_the_device_is_refused_and_its_guest_goes_on() {
         return;
     };
     let mut command = send(source.qemu.qmp_path(), "127.0.0.1:1", shared.path(), &shared.path().join("report"));
-    let (sent, said) = Sterna::start("send", command.arg("--insecure")).finish_with_lines();
+    let (sent, sent_lines) = Sterna::start("send", command.arg("--insecure")).finish_with_lines();
     assert_eq!(sent.code(), Some(1));
     assert!(
-        said.iter().any(|line| line.contains("non-migratable device") && line.contains("vhost-user-fs")),
-        "{said:?}"
+        sent_lines.iter().any(|line| line.contains("non-migratable device") && line.contains("vhost-user-fs")),
+        "{sent_lines:?}"
     );
     source.wait_progress().unwrap();
 }

@@ -30,7 +30,7 @@ fn decode(decoder: &mut dyn Decoder, packet: &[u8], len: usize) -> Result<Vec<u8
 
 #[test]
 fn a_packet_cut_short_anywhere_is_an_error() {
-    for row in &FORMATS {
+    for row in FORMATS {
         let (content, packet) = honest(row);
         let mut decoder = (row.decoder)().unwrap();
         for cut in 0..packet.len() {
@@ -42,7 +42,7 @@ fn a_packet_cut_short_anywhere_is_an_error() {
 
 #[test]
 fn a_lie_about_the_length_is_an_error_in_both_directions() {
-    for row in &FORMATS {
+    for row in FORMATS {
         let (content, packet) = honest(row);
         let mut decoder = (row.decoder)().unwrap();
         for len in (0..LEN).step_by(251).chain([LEN - 1, LEN + 1, LEN + 4096, 1 << 20]) {
@@ -55,7 +55,7 @@ fn a_lie_about_the_length_is_an_error_in_both_directions() {
 
 #[test]
 fn bytes_after_the_end_are_an_error() {
-    for row in &FORMATS {
+    for row in FORMATS {
         let (_, mut packet) = honest(row);
         packet.extend([1, 2, 3, 4, 5]);
         assert!(decode((row.decoder)().unwrap().as_mut(), &packet, LEN).is_err(), "{}", row.name);
@@ -64,7 +64,7 @@ fn bytes_after_the_end_are_an_error() {
 
 #[test]
 fn an_empty_packet_is_an_error() {
-    for row in &FORMATS {
+    for row in FORMATS {
         let mut decoder = (row.decoder)().unwrap();
         assert!(decode(decoder.as_mut(), &[], 4096).is_err(), "{}", row.name);
     }
@@ -114,7 +114,7 @@ proptest! {
         changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
         len in prop_oneof![Just(LEN), 0usize..3 * LEN],
     ) {
-        for row in &FORMATS {
+        for row in FORMATS {
             let (content, honest) = honest(row);
             let mut packet = honest.clone();
             for (place, value) in &changes {

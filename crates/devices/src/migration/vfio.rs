@@ -38,7 +38,7 @@ struct Outgoing<D: Device> {
 
 struct Saved<D: Device> {
     saver: Saver<D>,
-    /// The monitor has begun to stop the devices, and has not resumed them.
+    /// Whether the monitor has begun to stop the devices and has not resumed them since.
     stopped: bool,
 }
 
@@ -152,7 +152,7 @@ fn savers<'a, D: Device>(all: &'a mut [MutexGuard<'_, Saved<D>>]) -> Vec<&'a mut
     all.iter_mut().map(|device| &mut device.saver).collect()
 }
 
-/// The most bytes read ahead at once from a device that does not report how much it has.
+/// Maximum bytes read ahead at once from a device that does not report how much state it has.
 const UNREPORTED_AHEAD: u64 = 64 << 20;
 
 /// One device, for one migration.
@@ -162,7 +162,7 @@ struct Saving<D: Device> {
     ahead: u64,
     begun: bool,
     estimate: u64,
-    /// For a device that does not report how much it has: bytes read since it last had none.
+    /// For a device that does not report how much state it has: bytes read since it last had none.
     since_dry: u64,
     buffer: Vec<u8>,
 }
@@ -207,7 +207,7 @@ impl<D: Device> SaveDevice for Saving<D> {
             !saved.stopped && saved.saver.may_read_ahead()
         };
         if reported.is_none() {
-            // The bytes read since it last had none, as an estimate of what it will have the next time.
+            // The bytes read since the device last had none estimate how many it will have the next time.
             self.since_dry += read;
             self.estimate = self.since_dry;
             if dry && more {
@@ -217,7 +217,7 @@ impl<D: Device> SaveDevice for Saving<D> {
         Ok(if more { Ahead::Later } else { Ahead::Nothing })
     }
 
-    /// A failed estimate ends nothing: the last one counts.
+    /// Returns the device's estimate. If it fails, the last one applies.
     fn remaining(&mut self) -> u64 {
         let now = self.lock().saver.remaining();
         if let Ok(now) = now
@@ -268,8 +268,8 @@ impl<D: Device> Drop for Saving<D> {
 ///
 /// The monitor passes the devices of [`load_devices`](Self::load_devices) to its
 /// [`Destination`](sterna_engine::destination::Destination), and calls [`run`](Self::run) in
-/// [`DestinationVmm::resume`](sterna_engine::vmm::DestinationVmm::resume), before the guest's CPUs run. All devices are loaded
-/// and stopped then.
+/// [`DestinationVmm::resume`](sterna_engine::vmm::DestinationVmm::resume), before the guest's CPUs run. All devices are
+/// loaded and stopped then.
 pub struct VfioDestination<D: Device> {
     devices: Arc<[Incoming<D>]>,
 }

@@ -13,8 +13,8 @@ use crate::vhost_user::BackEnd;
 ///
 /// The monitor suspends the device (`GET_VRING_BASE` for each vring) in
 /// [`SourceVmm::pause`](sterna_engine::vmm::SourceVmm::pause), and starts its vrings again in
-/// [`SourceVmm::resume`](sterna_engine::vmm::SourceVmm::resume): the device then continues, whether or not its state was read.
-/// The protocol cannot read ahead of the stop, and does not report the length of a state.
+/// [`SourceVmm::resume`](sterna_engine::vmm::SourceVmm::resume): the device then continues, whether or not its state
+/// was read. The protocol cannot read ahead of the stop, and does not report the length of a state.
 pub struct VhostUserSource {
     back_end: BackEnd,
     patience: Duration,
@@ -44,11 +44,11 @@ impl SaveDevice for VhostUserSource {
     }
 }
 
-/// A back-end at the destination, for [`Destination::device`](sterna_engine::destination::Destination::device): connected, with its memory table,
-/// its vrings not started.
+/// A back-end at the destination, for [`Destination::device`](sterna_engine::destination::Destination::device):
+/// connected, with its memory table, its vrings not started.
 ///
-/// The monitor starts the vrings in [`DestinationVmm::resume`](sterna_engine::vmm::DestinationVmm::resume). After a failed
-/// migration it must not: the back-end has a part of a state, or all of it; load again or end it.
+/// The monitor starts the vrings in [`DestinationVmm::resume`](sterna_engine::vmm::DestinationVmm::resume). After a
+/// failed migration it must not: the back-end has a part of a state, or all of it; load again or end it.
 pub struct VhostUserDestination {
     back_end: BackEnd,
     patience: Duration,
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_of_the_back_end_counts_against_its_patience_and_time_between_calls_does_not() {
+    fn only_time_inside_calls_counts_against_the_patience() {
         let mut patience = Patience(Duration::from_secs(1000));
         let (first, ended) = patience.during(|deadline| {
             let begun = Instant::now();

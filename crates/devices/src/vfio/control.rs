@@ -5,9 +5,9 @@ use std::io;
 use super::device::{Device, Flags, State};
 use super::error::VfioError;
 
-/// How often a device is asked to run again. The header leaves open which state it is in after an error; from each
-/// possible state RUNNING can be reached.
-const ATTEMPTS: usize = 3;
+/// Maximum number of attempts to make a device run again. The header leaves open which state the device is in after an
+/// error; RUNNING can be reached from each possible state.
+const MAX_ATTEMPTS: usize = 3;
 
 #[derive(Debug)]
 pub(super) struct Control<D> {
@@ -78,7 +78,7 @@ impl<D: Device> Control<D> {
                 return Ok(());
             }
             match self.go_without_stream(to) {
-                Err(VfioError::Transition { .. }) if attempt < ATTEMPTS => attempt += 1,
+                Err(VfioError::Transition { .. }) if attempt < MAX_ATTEMPTS => attempt += 1,
                 Err(VfioError::Transition { now: Some(State::Error), .. }) => {
                     return Err(VfioError::NeedsReset { device: self.name.clone() });
                 }

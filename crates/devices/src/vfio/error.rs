@@ -18,7 +18,8 @@ pub enum VfioError {
     },
     /// Flags that this version of the interface does not have.
     #[error(
-        "device {device} says that it migrates, but not how (flags {flags:?}, without STOP_COPY): its driver is newer than this program"
+        "device {device} reports that it migrates, but not by STOP_COPY (flags {flags:?}): its driver is newer than \
+         this program"
     )]
     Unsupported {
         /// The device.
@@ -36,8 +37,8 @@ pub enum VfioError {
     },
     /// Several devices are to be stopped, and one cannot suspend its writes to the others.
     #[error(
-        "device {device} cannot hold back its DMA to other devices (no P2P state), so it cannot be stopped together with \
-         them; migrate with it alone, or say that the guest uses no DMA between devices"
+        "device {device} cannot hold back its DMA to other devices (no P2P state), so it cannot be stopped together \
+         with them; migrate with it alone, or declare that the guest uses no DMA between devices"
     )]
     Peers {
         /// The device.
@@ -58,7 +59,7 @@ pub enum VfioError {
         source: io::Error,
     },
     /// A change of state succeeded without the stream that belongs to it, or with an unexpected one.
-    #[error("the driver of device {device} made {problem} when going to {to}: it does not keep to the interface")]
+    #[error("the driver of device {device} made {problem} when going to {to}: it violates the interface")]
     Stream {
         /// The device.
         device: String,
@@ -78,7 +79,7 @@ pub enum VfioError {
         source: io::Error,
     },
     /// The state could not be loaded.
-    #[error("device {device} takes no more of its state after {after} bytes: {source}")]
+    #[error("device {device} accepts no more of its state after {after} bytes: {source}")]
     Write {
         /// The device.
         device: String,
@@ -88,7 +89,7 @@ pub enum VfioError {
         source: io::Error,
     },
     /// The device is in ERROR.
-    #[error("device {device} has failed and must be reset, which loses the state that it has")]
+    #[error("device {device} has failed and must be reset, which loses its state")]
     NeedsReset {
         /// The device.
         device: String,
@@ -102,7 +103,7 @@ pub enum VfioError {
         source: io::Error,
     },
     /// The remaining length could not be queried.
-    #[error("device {device} does not say how much of its state is left: {source}")]
+    #[error("device {device} does not report how much of its state is left: {source}")]
     Size {
         /// The device.
         device: String,

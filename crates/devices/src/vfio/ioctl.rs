@@ -13,7 +13,8 @@ use super::device::DmaRange;
 mod operation {
     use super::abi::{VFIO_BASE, VFIO_TYPE};
 
-    /// `_IO(VFIO_TYPE, VFIO_BASE + n)`, on machines where `_IO` has no direction bits (all but MIPS, PowerPC and SPARC).
+    /// `_IO(VFIO_TYPE, VFIO_BASE + n)`, on machines where `_IO` has no direction bits (all but MIPS, PowerPC and
+    /// SPARC).
     const fn io(n: u32) -> u32 {
         ((VFIO_TYPE as u32) << 8) | (VFIO_BASE + n)
     }
@@ -36,8 +37,8 @@ struct Feature<T> {
 }
 
 /// # Safety
-/// `argument` must be what `operation` takes: a number, or the address of its structure, as large and as writable as the
-/// operation expects.
+/// `argument` must be the argument of `operation`: a number, or the address of its structure, as large and as writable
+/// as the operation expects.
 unsafe fn call(fd: BorrowedFd<'_>, operation: u32, argument: usize) -> io::Result<i32> {
     // SAFETY: as the caller promises.
     let answer = unsafe { libc::ioctl(fd.as_raw_fd(), operation.into(), argument) };
@@ -64,7 +65,7 @@ fn header<T>(flags: u32, data: T) -> Feature<T> {
 /// Gets or sets a feature; returns its data as the kernel left it.
 pub(super) fn feature<T: Plain>(fd: BorrowedFd<'_>, flags: u32, data: T) -> io::Result<T> {
     let mut feature = header(flags, data);
-    // SAFETY: the kernel reads and writes within the `argsz` bytes, and `T` is numbers (`Plain`).
+    // SAFETY: the kernel reads and writes within the `argsz` bytes, and `T` consists of numbers (`Plain`).
     unsafe { call(fd, operation::VFIO_DEVICE_FEATURE, address(&mut feature)) }?;
     Ok(feature.data)
 }
@@ -99,8 +100,8 @@ pub(super) fn dma_logging_start(device: BorrowedFd<'_>, page_size: u64, ranges: 
     let at = ranges.as_ptr().expose_provenance() as u64;
     let control = abi::vfio_device_feature_dma_logging_control { page_size, num_ranges, __reserved: 0, ranges: at };
     let mut feature = header(abi::VFIO_DEVICE_FEATURE_SET | abi::VFIO_DEVICE_FEATURE_DMA_LOGGING_START, control);
-    // SAFETY: the kernel reads `num_ranges` entries at `ranges`, which live until the end of this function, and writes the
-    // structure.
+    // SAFETY: the kernel reads `num_ranges` entries at `ranges`, which live until the end of this function, and writes
+    // the structure.
     unsafe { call(device, operation::VFIO_DEVICE_FEATURE, address(&mut feature)) }?;
     Ok(feature.data.page_size)
 }
@@ -193,7 +194,7 @@ mod tests {
             ours.into_iter().partition(|(name, _)| theirs.iter().any(|(theirs, _)| name == theirs));
         println!("not in this kernel's header, so not compared: {unknown:?}");
         assert_eq!(known, theirs);
-        // Those that are as old as device assignment.
+        // The operations that are as old as device assignment.
         assert!(known.len() >= 4, "hardly anything was compared: {known:?}");
     }
 }

@@ -20,8 +20,7 @@ pub struct KernelDevice {
 }
 
 impl KernelDevice {
-    /// Takes the file descriptor that a monitor has: of a device file bound to an iommufd, or from a group. A duplicate
-    /// works too.
+    /// Wraps a monitor's file descriptor: of a device file bound to an iommufd, or from a group. A duplicate works too.
     pub fn new(fd: OwnedFd) -> Self {
         Self { fd, _behind: Vec::new() }
     }

@@ -1,5 +1,5 @@
-//! A VFIO device in software, for tests of code that migrates devices: it does what the header allows and refuses
-//! everything else, with the errno of the header or, where that leaves it open, of the kernel's own code.
+//! A VFIO device in software, for tests of code that migrates devices. The model permits what the header allows and
+//! refuses everything else, with the errno of the header or, where the header leaves it open, of the kernel's code.
 //!
 //! | of a device | in the model |
 //! |---|---|
@@ -10,13 +10,13 @@
 //! | pre-copy | the first pass, then what [`ModelDevice::run`] changed; `ENOMSG` when there is nothing, and the end only in STOP_COPY |
 //! | `VFIO_MIG_GET_PRECOPY_INFO` | exact here; `EINVAL` outside of PRE_COPY and PRE_COPY_P2P, `ENOTTY` without |
 //! | loading | checked at RESUMING → STOP: `EINVAL` unless it is exactly the state of a device of the same size |
-//! | short reads and writes | [`Config::most`] |
+//! | short reads and writes | [`Config::max_transfer`] |
 //! | reset | RUNNING, the streams are dead, the state is a fresh device's |
 //! | DMA logging | [`Config::dma_page_size`]; ranges and page sizes checked as the kernel's core does |
 //! | DMA between devices | [`Fabric`] |
 //!
-//! Its state is bytes, changed by [`ModelDevice::run`] and only while the device runs, so the loaded state can be
-//! compared with the saved one. It cannot model time, drivers' behaviour beyond the header, or real DMA.
+//! The model's state is bytes that only [`ModelDevice::run`] changes, and only while the device runs, so the loaded
+//! state can be compared with the saved one. Time, drivers' behaviour beyond the header, and real DMA are not modelled.
 //!
 //! ```
 //! use sterna_devices::vfio::model::{Config, ModelDevice};
@@ -53,26 +53,27 @@ use stream::Saving;
 /// The configuration of a device.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Its features; `None` if it does not migrate (`ENOTTY`).
+    /// The device's features; `None` if it does not migrate (`ENOTTY`).
     pub flags: Option<Flags>,
-    /// Its state.
+    /// The device's state.
     pub state: Vec<u8>,
     /// Whether the state is a guest's from the start, as at a source.
     pub live: bool,
-    /// The most bytes per read and write of a stream; randomly less, if [`seed`](Self::seed) is given.
-    pub most: usize,
+    /// Maximum bytes per read and write of a stream; randomly fewer, if [`seed`](Self::seed) is given.
+    pub max_transfer: usize,
     /// Makes the length of each read and write random.
     pub seed: Option<u64>,
     /// Returns 0 bytes instead of `ENOMSG` if there is nothing to read in PRE_COPY. This violates the header, but a
     /// driver in the kernel's own tree does it (`samples/vfio-mdev/mtty.c`).
     pub zero_for_nothing: bool,
-    /// A state that does not load takes the device to ERROR; else it stays in RESUMING. The header allows both.
+    /// Whether an invalid state takes the device to ERROR; otherwise the device stays in RESUMING. The header allows
+    /// both.
     pub bad_state_is_error: bool,
-    /// The smallest page of its DMA log; `None`: it has no log (`ENOTTY`).
+    /// The smallest page of the DMA log; `None`: the device has no log (`ENOTTY`).
     pub dma_page_size: Option<u64>,
-    /// Whether it reports how much there is to read (Linux 6.2 and later).
-    pub tells_size: bool,
-    /// The other devices of its guest.
+    /// Whether the device reports how much there is to read (Linux 6.2 and later).
+    pub reports_size: bool,
+    /// The other devices of the guest.
     pub fabric: Fabric,
 }
 
@@ -83,12 +84,12 @@ impl Config {
             flags: Some(Flags::STOP_COPY.with_p2p().with_pre_copy()),
             state,
             live: true,
-            most: usize::MAX,
+            max_transfer: usize::MAX,
             seed: None,
             zero_for_nothing: false,
             bad_state_is_error: false,
             dma_page_size: Some(4096),
-            tells_size: true,
+            reports_size: true,
             fabric: Fabric::default(),
         }
     }
@@ -160,7 +161,7 @@ pub struct Fault {
     pub call: Call,
     /// Number of successful calls before.
     pub after: u32,
-    /// Its error.
+    /// The errno of the failure.
     pub errno: i32,
     /// For changes of state.
     pub leaves: Leaves,
@@ -264,8 +265,8 @@ impl ModelDevice {
         self.dma(range, || {})
     }
 
-    /// As [`dma_write`](Self::dma_write), with real memory: `write` writes it, and the device is not stopped during
-    /// that.
+    /// Does the same as [`dma_write`](Self::dma_write) with real memory: `write` writes the memory, and the device is
+    /// not stopped meanwhile.
     pub fn dma(&self, range: DmaRange, write: impl FnOnce()) -> bool {
         let mut inner = self.inner();
         if !inner.state.runs() {
@@ -292,7 +293,7 @@ impl Inner {
         }
     }
 
-    fn meet(&mut self, call: Call) -> io::Result<()> {
+    fn apply_fault(&mut self, call: Call) -> io::Result<()> {
         self.fault(&[call]).map_or(Ok(()), |fault| Err(errno(fault.errno)))
     }
 
@@ -341,7 +342,7 @@ impl Inner {
 
     /// Returns how many bytes a read or write of `asked` may have.
     fn most(&mut self, asked: usize) -> usize {
-        let most = asked.min(self.config.most);
+        let most = asked.min(self.config.max_transfer);
         if self.config.seed.is_none() || most <= 1 {
             return most;
         }
@@ -356,13 +357,13 @@ impl Device for ModelDevice {
 
     fn migration(&self) -> io::Result<Flags> {
         let mut inner = self.inner();
-        inner.meet(Call::Migration)?;
+        inner.apply_fault(Call::Migration)?;
         inner.flags()
     }
 
     fn state(&self) -> io::Result<State> {
         let mut inner = self.inner();
-        inner.meet(Call::State)?;
+        inner.apply_fault(Call::State)?;
         inner.flags()?;
         Ok(inner.state)
     }
@@ -370,7 +371,7 @@ impl Device for ModelDevice {
     fn set_state(&self, to: State) -> io::Result<Option<ModelData>> {
         let mut inner = self.inner();
         let flags = inner.flags()?;
-        let way = arcs::way(flags, inner.state, to).ok_or_else(|| errno(libc::EINVAL))?;
+        let way = arcs::path(flags, inner.state, to).ok_or_else(|| errno(libc::EINVAL))?;
         let fault = inner.fault(&[Call::SetState, Call::SetStateTo(to)]);
         let steps = match fault.map(|fault| fault.leaves) {
             None => way.len(),
@@ -392,9 +393,9 @@ impl Device for ModelDevice {
 
     fn data_size(&self) -> io::Result<u64> {
         let mut inner = self.inner();
-        inner.meet(Call::DataSize)?;
+        inner.apply_fault(Call::DataSize)?;
         inner.flags()?;
-        if !inner.config.tells_size {
+        if !inner.config.reports_size {
             return Err(errno(libc::ENOTTY));
         }
         Ok(match &inner.stream {
@@ -405,7 +406,7 @@ impl Device for ModelDevice {
 
     fn reset(&self) -> io::Result<()> {
         let mut inner = self.inner();
-        inner.meet(Call::Reset)?;
+        inner.apply_fault(Call::Reset)?;
         inner.stream = None;
         inner.contents.fill(0);
         inner.live = false;
@@ -416,7 +417,7 @@ impl Device for ModelDevice {
 
     fn dma_logging_start(&self, page_size: u64, ranges: &[DmaRange]) -> io::Result<u64> {
         let mut inner = self.inner();
-        inner.meet(Call::DmaLoggingStart)?;
+        inner.apply_fault(Call::DmaLoggingStart)?;
         let smallest = inner.config.dma_page_size.ok_or_else(|| errno(libc::ENOTTY))?;
         if inner.log.is_some() {
             return Err(errno(libc::EINVAL));
@@ -429,7 +430,7 @@ impl Device for ModelDevice {
 
     fn dma_logging_report(&self, range: DmaRange, page_size: u64, bitmap: &mut [u64]) -> io::Result<()> {
         let mut inner = self.inner();
-        inner.meet(Call::DmaLoggingReport)?;
+        inner.apply_fault(Call::DmaLoggingReport)?;
         if inner.config.dma_page_size.is_none() {
             return Err(errno(libc::ENOTTY));
         }
@@ -439,7 +440,7 @@ impl Device for ModelDevice {
 
     fn dma_logging_stop(&self) -> io::Result<()> {
         let mut inner = self.inner();
-        inner.meet(Call::DmaLoggingStop)?;
+        inner.apply_fault(Call::DmaLoggingStop)?;
         if inner.config.dma_page_size.is_none() {
             return Err(errno(libc::ENOTTY));
         }
@@ -451,7 +452,7 @@ impl Device for ModelDevice {
 #[derive(Debug)]
 pub struct ModelData {
     device: Arc<Mutex<Inner>>,
-    /// Which of the device's streams, from 1.
+    /// The number of the stream among the device's streams, from 1.
     number: u64,
 }
 
@@ -460,7 +461,7 @@ impl ModelData {
         self.device.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the device still has this stream.
+    /// Checks that the device still has this stream.
     fn check(&self, inner: &Inner) -> io::Result<()> {
         if inner.stream.is_some() && inner.streams == self.number { Ok(()) } else { Err(errno(libc::ENODEV)) }
     }
@@ -470,7 +471,7 @@ impl Data for ModelData {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut inner = self.inner();
         self.check(&inner)?;
-        inner.meet(Call::Read)?;
+        inner.apply_fault(Call::Read)?;
         let most = inner.most(buffer.len());
         let inner = &mut *inner;
         let stopped = inner.state == State::StopCopy;
@@ -486,7 +487,7 @@ impl Data for ModelData {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let mut inner = self.inner();
         self.check(&inner)?;
-        inner.meet(Call::Write)?;
+        inner.apply_fault(Call::Write)?;
         let most = inner.most(bytes.len());
         match &mut inner.stream {
             Some(Stream::Loading(taken)) => {
@@ -503,7 +504,7 @@ impl Data for ModelData {
             return Err(errno(libc::ENOTTY));
         }
         self.check(&inner)?;
-        inner.meet(Call::PrecopyInfo)?;
+        inner.apply_fault(Call::PrecopyInfo)?;
         match (&inner.stream, inner.state) {
             (Some(Stream::Saving(saving)), State::PreCopy | State::PreCopyP2p) => Ok(PrecopyInfo {
                 initial_bytes: saving.initial_bytes(&inner.contents),

@@ -201,14 +201,14 @@ impl<D: Device> Saver<D> {
     /// Does the first half of aborting, for several devices: a stopped device runs again, but does not write to others
     /// yet. Does nothing if the device does not support that.
     pub fn abort_quiesced(&mut self) -> Result<(), VfioError> {
-        if !self.control.flags.p2p() || self.control.state.is_some_and(|state| self.given_up(state)) {
+        if !self.control.flags.p2p() || self.control.state.is_some_and(|state| self.is_aborted(state)) {
             return Ok(());
         }
         self.control.insist(State::RunningP2p)
     }
 
     /// Returns whether `abort` would do nothing.
-    fn given_up(&self, state: State) -> bool {
+    fn is_aborted(&self, state: State) -> bool {
         state == State::Running && self.data.is_none()
     }
 

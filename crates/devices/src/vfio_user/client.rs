@@ -20,9 +20,9 @@ use super::connection::{Command, Connection};
 
 /// The version of the protocol, major and minor, of libvfio-user and QEMU.
 const VERSION: (u16, u16) = (0, 1);
-/// The most data in one message: the specification's own default.
+/// Maximum bytes of data in one message: the specification's default.
 const MAX_DATA: usize = 1 << 20;
-/// The most bytes that are read of a server's capabilities.
+/// Maximum bytes that are read of a server's capabilities.
 const MAX_TEXT: usize = 64 << 10;
 
 /// Bytes of a message's header: identifier, command, size of the message, flags, error.
@@ -40,9 +40,9 @@ const ERROR: u32 = 0x20;
 /// memory that is not mapped, are answered with `ENOTSUP` while a command of the client's is in progress. File
 /// descriptors that come with a reply are closed.
 ///
-/// If a server does not answer in time, or violates the protocol, the connection is shut down: a late answer would be
-/// taken for the reply to another command. The guest's device is lost with it, so the time limit should cover the
-/// slowest operation.
+/// If a server does not answer in time, or violates the protocol, the connection is shut down, because a late answer
+/// would be mistaken for the reply to another command. The guest's device is lost with the connection, so the time
+/// limit should cover the slowest operation.
 pub struct Client {
     end: Mutex<End>,
     max_data: usize,
@@ -83,7 +83,7 @@ impl From<Errno> for Failure {
     }
 }
 
-fn against_the_protocol(what: String) -> Failure {
+fn violation(what: String) -> Failure {
     Failure::Lost(io::Error::new(io::ErrorKind::InvalidData, what))
 }
 
@@ -91,8 +91,8 @@ impl Client {
     /// Connects to a server's socket. `patience` is the time limit of each command from its turn on.
     ///
     /// # Errors
-    /// No server listens there, or it accepts no client now (`WouldBlock`): a server has one client. Or see
-    /// [`new`](Self::new).
+    /// No server listens there, or it accepts no client now (`WouldBlock`), because a server has one client. Also those
+    /// of [`new`](Self::new).
     pub fn connect(socket: &Path, patience: Duration) -> io::Result<Self> {
         let address = SocketAddrUnix::new(socket)?;
         // With a full listen queue, a blocking connect would wait for ever.
@@ -101,8 +101,10 @@ impl Client {
         match connect(&stream, &address) {
             Ok(()) => Self::new(stream.into(), patience),
             Err(Errno::AGAIN) => {
-                let error =
-                    format!("the vfio-user server at {} lets nobody in now: has it a client?", socket.display());
+                let error = format!(
+                    "the vfio-user server at {} accepts no client now: does it have one already?",
+                    socket.display()
+                );
                 Err(io::Error::new(io::ErrorKind::WouldBlock, error))
             }
             Err(error) => Err(error.into()),
@@ -116,7 +118,7 @@ impl Client {
     pub fn new(stream: UnixStream, patience: Duration) -> io::Result<Self> {
         let client = Self {
             end: Mutex::new(End { stream, patience, next_id: 0, lost: None }),
-            // Until the server has sent its own limit.
+            // Until the server has sent its limit.
             max_data: MAX_DATA,
         };
         let max_data = client.negotiate()?;
@@ -155,12 +157,12 @@ impl Client {
         }
     }
 
-    /// As [`Connection::call`], with file descriptors that are sent with the command. A command too large for the
-    /// socket's buffer, some 200 KiB, must not meet a server that is sending as much itself: then neither reads, until
-    /// the time limit.
+    /// Calls the server as [`Connection::call`] does, and sends file descriptors with the command. A command that is
+    /// too large for the socket's buffer, some 200 KiB, must not meet a server that is sending as much itself: then
+    /// neither side reads until the time limit.
     ///
     /// # Errors
-    /// As [`Connection::call`].
+    /// Those of [`Connection::call`].
     pub fn call_with(
         &self,
         command: Command,
@@ -170,7 +172,7 @@ impl Client {
     ) -> io::Result<usize> {
         let mut end = self.end();
         if let Some(why) = &end.lost {
-            let error = format!("the connection to the vfio-user server was given up: {why}");
+            let error = format!("the connection to the vfio-user server was shut down: {why}");
             return Err(io::Error::new(io::ErrorKind::NotConnected, error));
         }
         match end.exchange(command, request, descriptors, reply) {
@@ -178,9 +180,9 @@ impl Client {
             Err(Failure::Refused(errno)) => Err(io::Error::from_raw_os_error(errno)),
             Err(Failure::Lost(error)) => {
                 end.lost = Some(error.to_string());
-                // It may be lost already.
+                // The connection may be lost already.
                 let _ = end.stream.shutdown(std::net::Shutdown::Both);
-                // No errno: that would be taken for the server's.
+                // Without an errno, which would be mistaken for the server's.
                 let lost = format!("the vfio-user server is lost, with its device, by command {}: {error}", command.0);
                 Err(io::Error::new(error.kind(), lost))
             }
@@ -253,25 +255,25 @@ impl End {
         self.send([&header.to_bytes(), request[0], request[1]], descriptors, deadline)?;
         loop {
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                // Even while it keeps sending its own commands.
+                // Also while the server keeps sending its own commands.
                 return Err(self.too_late());
             }
             let mut bytes = [0; HEADER];
             self.receive(&mut bytes, deadline)?;
             let header = Header::of(bytes);
-            let payload = (header.size as usize).checked_sub(HEADER).ok_or_else(|| {
-                against_the_protocol(format!("a message of {} bytes is less than its header", header.size))
-            })?;
+            let payload = (header.size as usize)
+                .checked_sub(HEADER)
+                .ok_or_else(|| violation(format!("a message of {} bytes is less than its header", header.size)))?;
             match header.flags & TYPE {
                 REPLY => {}
                 COMMAND => {
                     self.refuse(&header, payload, deadline)?;
                     continue;
                 }
-                other => return Err(against_the_protocol(format!("a message is of the unknown type {other}"))),
+                other => return Err(violation(format!("a message is of the unknown type {other}"))),
             }
             if (header.id, header.command) != (id, command.0) {
-                return Err(against_the_protocol(format!(
+                return Err(violation(format!(
                     "command {} number {id} is answered as command {} number {}",
                     command.0, header.command, header.id
                 )));
@@ -286,7 +288,7 @@ impl End {
             let [first, second] = reply;
             let room = first.len() + second.len();
             if payload > room {
-                return Err(against_the_protocol(format!(
+                return Err(violation(format!(
                     "the reply to command {} has {payload} bytes where {room} were asked for",
                     command.0
                 )));
@@ -298,7 +300,7 @@ impl End {
         }
     }
 
-    /// Answers a command of the server's with `ENOTSUP`.
+    /// Answers a command of the server with `ENOTSUP`.
     fn refuse(&mut self, header: &Header, payload: usize, deadline: Option<Instant>) -> Result<(), Failure> {
         self.skip(header, payload, deadline)?;
         if header.flags & NO_REPLY != 0 {
@@ -312,7 +314,7 @@ impl End {
     fn skip(&self, header: &Header, payload: usize, deadline: Option<Instant>) -> Result<(), Failure> {
         if payload > MAX_DATA + MAX_TEXT {
             let error = format!("command {} with flags {:#x} has {payload} bytes", header.command, header.flags);
-            return Err(against_the_protocol(error));
+            return Err(violation(error));
         }
         let mut left = payload;
         let mut unread = [0; 4096];
@@ -343,7 +345,7 @@ impl End {
             }
             match sendmsg(&self.stream, left, &mut ancillary, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(sent) => {
-                    // They were sent with the first bytes.
+                    // The descriptors were sent with the first bytes.
                     with = &[];
                     IoSlice::advance_slices(&mut left, sent);
                 }

@@ -28,12 +28,13 @@ pub trait Connection: Send + Sync {
     /// 1 MiB by default); at least 1.
     fn max_data(&self) -> usize;
 
-    /// Sends a command, waits for its reply, and returns the length of the reply's payload. The payload sent is the
-    /// concatenated parts of `request`; that of the reply fills the first part of `reply`, then the second.
+    /// Sends a command, waits for its reply, and returns the length of the reply's payload. The payload of the command
+    /// is the concatenated parts of `request`; the payload of the reply fills the first part of `reply`, then the
+    /// second.
     ///
     /// # Errors
-    /// The server's errno (`raw_os_error`), if the reply is an error. Any other error means that the connection cannot
-    /// be used any more, including a payload longer than `reply`; a server that takes too long should be treated so
-    /// too.
+    /// The server's errno (`raw_os_error`), if the reply is an error. Any other error means that the connection is
+    /// unusable, including a payload longer than `reply`; a server that takes too long should be treated in the same
+    /// way.
     fn call(&self, command: Command, request: [&[u8]; 2], reply: [&mut [u8]; 2]) -> io::Result<usize>;
 }

@@ -12,12 +12,14 @@ use crate::vfio::{Data, Device, DmaRange, Flags, PrecopyInfo, State};
 const GET: u32 = abi::VFIO_DEVICE_FEATURE_GET;
 const SET: u32 = abi::VFIO_DEVICE_FEATURE_SET;
 
-/// Bytes of `argsz` and `flags`, which every feature begins with, and of `argsz` and `size`, which every piece of state begins with.
+/// Bytes of `argsz` and `flags`, with which every feature begins, and of `argsz` and `size`, with which every piece of
+/// state begins.
 const HEAD: usize = 8;
-/// Bytes of `iova`, `length` and `page_size`, which a report of DMA begins with.
+/// Bytes of `iova`, `length` and `page_size`, with which a report of DMA begins.
 const REPORT: usize = 24;
-/// The most bytes of a state that are written in one message. libvfio-user treats the result of one call of `recv` as a whole message
-/// (`tran_sock_recv_body`), and a unix socket returns no more in one piece than it was passed in one: some 48 KiB.
+/// Maximum bytes of a state that are written in one message. libvfio-user treats the result of one call of `recv` as a
+/// whole message (`tran_sock_recv_body`), and a unix socket returns no more in one piece than it was passed in one:
+/// some 48 KiB.
 const MAX_WRITTEN: usize = 32 << 10;
 
 /// The device behind a connection.
@@ -61,7 +63,7 @@ impl<C: Connection> VfioUserDevice<C> {
 }
 
 /// Calls `Connection::call` and makes its errors final: VFIO's callers repeat calls that a signal has interrupted, and
-/// a server must not be able to make them do that for ever.
+/// a server must not be able to cause this for ever.
 fn call(
     connection: &impl Connection,
     command: Command,
@@ -123,7 +125,7 @@ impl<C: Connection> Device for VfioUserDevice<C> {
         self.set(abi::VFIO_DEVICE_FEATURE_MIG_DEVICE_STATE, &mut data)?;
         if number32(&data) != state.number() {
             let other = State::from_number(number32(&data));
-            let problem = format!("the vfio-user server was to go to {state} and says that it went to {other}");
+            let problem = format!("the vfio-user server was to go to {state} and reports that it went to {other}");
             return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
         }
         Ok(begins.then(|| VfioUserData { connection: Arc::clone(&self.connection) }))
@@ -135,7 +137,7 @@ impl<C: Connection> Device for VfioUserDevice<C> {
     }
 
     /// # Errors
-    /// Also if the server has accepted the command, but is not in RUNNING after it.
+    /// Also if the server has accepted the command, but is not in RUNNING afterwards.
     fn reset(&self) -> io::Result<()> {
         call(&*self.connection, Command::DEVICE_RESET, [&[], &[]], [&mut [], &mut []])?;
         match self.state()? {
@@ -197,8 +199,8 @@ impl<C: Connection> Device for VfioUserDevice<C> {
     }
 }
 
-/// The session in which a server saves or loads its state. It has no name of its own: it ends when its device state is
-/// left.
+/// The session in which a server saves or loads its state. A session has no identifier: it ends when the device leaves
+/// that state.
 #[derive(Debug)]
 pub struct VfioUserData<C> {
     connection: Arc<C>,
@@ -207,7 +209,7 @@ pub struct VfioUserData<C> {
 impl<C: Connection> VfioUserData<C> {
     /// Returns as much of `length` bytes as fits one message.
     fn piece(&self, length: usize) -> usize {
-        // A request for nothing would return nothing, which means the end of a state.
+        // A request for 0 bytes would return 0 bytes, which means the end of a state.
         length.min(self.connection.max_data().clamp(1, 1 << 30))
     }
 }
@@ -221,7 +223,7 @@ impl<C: Connection> Data for VfioUserData<C> {
         let request = two(HEAD + most, most as u32)?;
         let reply: [&mut [u8]; 2] = [&mut head, &mut buffer[..most]];
         let length = call(&*self.connection, Command::MIG_DATA_READ, [&request, &[]], reply)?;
-        // It may be longer than its content: libvfio-user's replies are always as long as requested.
+        // The reply may be longer than its content: libvfio-user's replies are always as long as requested.
         let given = number32(&head[4..]) as usize;
         if length < HEAD || given > most || length < HEAD + given {
             return Err(too_short(length, HEAD + given));
@@ -237,7 +239,7 @@ impl<C: Connection> Data for VfioUserData<C> {
         Ok(piece.len())
     }
 
-    /// Always `ENOTTY`: the specification has nothing for it.
+    /// Always `ENOTTY`: the specification has no such command.
     fn precopy_info(&self) -> io::Result<PrecopyInfo> {
         Err(io::Error::from_raw_os_error(libc::ENOTTY))
     }

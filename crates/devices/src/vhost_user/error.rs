@@ -1,12 +1,12 @@
-//! What can go wrong between a monitor and a back-end, in words that name the back-end and say what to do.
+//! Errors between a monitor and a back-end. Their texts name the back-end and say what to do.
 
 use std::fmt;
 
-/// What was being done.
+/// The step that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Step {
-    /// Our own side: the pipe, its settings.
+    /// Making the pipe, on this side.
     Prepare,
     /// `SET_DEVICE_STATE_FD`, direction save.
     AskToSave,
@@ -28,7 +28,7 @@ impl fmt::Display for Step {
             Step::Prepare => "the pipe for its state was being made",
             Step::AskToSave => "it was asked to save its state",
             Step::Read => "its state was being read",
-            Step::CheckSaved => "it was asked whether the saved state is whole",
+            Step::CheckSaved => "it was asked whether the saved state is complete",
             Step::AskToLoad => "it was asked to load a state",
             Step::Write => "its state was being written",
             Step::CheckLoaded => "it was asked whether it has loaded the state",
@@ -40,7 +40,7 @@ impl fmt::Display for Step {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The feature is missing, at the back-end or in what the monitor chose.
+    /// The feature is missing in the back-end or in the monitor's choice.
     #[error(
         "the vhost-user back-end {back_end} has not negotiated DEVICE_STATE (protocol feature bit 19), so its state cannot be moved: \
          use a release that has it, or detach the device before the guest is moved"
@@ -51,8 +51,8 @@ pub enum Error {
     },
     /// The connection is closed: the process ended, or closed it.
     #[error(
-        "the vhost-user back-end {back_end} closed its connection while {step}: see in its log why it ended; the guest cannot go on with \
-         this device until a back-end is attached again"
+        "the vhost-user back-end {back_end} closed its connection while {step}: its log says why it ended; the guest \
+         cannot use this device until a back-end is attached again"
     )]
     Gone {
         /// Which.
@@ -60,7 +60,7 @@ pub enum Error {
         /// When.
         step: Step,
     },
-    /// The back-end answered that it failed. The protocol has no room for the reason.
+    /// The back-end reported a failure. The protocol does not transmit the reason.
     #[error("the vhost-user back-end {back_end} reported a failure when {step}: the reason is in its log")]
     Refused {
         /// Which.
@@ -70,7 +70,7 @@ pub enum Error {
     },
     /// The caller's deadline passed.
     #[error(
-        "the vhost-user back-end {back_end} was given up: the deadline passed while {step}; {}",
+        "the vhost-user back-end {back_end} did not finish in time: the deadline passed while {step}; {}",
         if *disconnected { "its connection was shut down, so it must be attached again" } else { "its connection was kept" }
     )]
     Deadline {
@@ -83,7 +83,8 @@ pub enum Error {
     },
     /// The state is longer than the limit.
     #[error(
-        "the state of the vhost-user back-end {back_end} is longer than {limit} bytes: raise the limit if that is meant"
+        "the state of the vhost-user back-end {back_end} is longer than {limit} bytes: raise the limit if this is \
+         intended"
     )]
     TooLarge {
         /// Which.
@@ -91,43 +92,45 @@ pub enum Error {
         /// In bytes.
         limit: u64,
     },
-    /// `Saver::finish` was called before `Saver::read` gave 0.
+    /// `Saver::finish` was called before `Saver::read` returned 0.
     #[error(
-        "the state of the vhost-user back-end {back_end} was not read to its end: read until nothing more comes, then finish"
+        "the state of the vhost-user back-end {back_end} was not read to its end: read until 0 bytes are returned, \
+         then finish"
     )]
     Unfinished {
         /// Which.
         back_end: String,
     },
-    /// The back-end closed the pipe before it had all, and says nevertheless that all is well.
+    /// The back-end closed the pipe before it had read all, but reported success.
     #[error(
-        "the vhost-user back-end {back_end} says that it has loaded its state, but stopped reading before the end: its release is \
-         probably not the one that saved it; use the same at both sides"
+        "the vhost-user back-end {back_end} reports that it has loaded its state, but stopped reading before the end: \
+         its release is probably not the one that saved the state; use the same on both sides"
     )]
     StoppedReading {
         /// Which.
         back_end: String,
     },
-    /// An answer that is not of the protocol.
+    /// An answer that violates the protocol.
     #[error(
-        "the vhost-user back-end {back_end} answered what the protocol does not know when {step} ({source}): its connection must be closed"
+        "the vhost-user back-end {back_end} violated the protocol in its answer when {step} ({source}): its connection \
+         must be closed"
     )]
     Protocol {
         /// Which.
         back_end: String,
         /// When.
         step: Step,
-        /// What the front-end makes of it.
+        /// The front-end's error.
         source: vhost::Error,
     },
-    /// A system call of our own failed.
+    /// A system call of this process failed.
     #[error("moving the state of the vhost-user back-end {back_end} failed while {step}: {source}")]
     Io {
         /// Which.
         back_end: String,
         /// When.
         step: Step,
-        /// The system's word for it.
+        /// The system's error.
         source: std::io::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! Saver and loader against a back-end that does, or fails to do, whatever a test wants. A real one is in `tests/virtiofsd`.
+//! Saver and loader with a back-end whose behaviour each test determines. A real back-end is in `tests/virtiofsd`.
 
 mod double;
 
@@ -12,7 +12,7 @@ use vhost::vhost_user::VhostUserFrontend;
 use super::*;
 use double::{Double, FEATURE, LOAD, NO_CHANNEL, SAVE, connected};
 
-/// Far enough away to be none, and near enough that a hang ends the test.
+/// Returns a deadline that no correct test reaches, but that ends a hanging one.
 fn ample() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
@@ -21,7 +21,7 @@ fn past() -> Instant {
     Instant::now()
 }
 
-/// A state that repeats nowhere.
+/// Returns a state without repetitions.
 fn state(length: usize) -> Vec<u8> {
     (0u32..).flat_map(|word| word.wrapping_mul(0x9e37_79b1).to_le_bytes()).take(length).collect()
 }
@@ -43,7 +43,7 @@ fn error<T>(result: Result<T, Error>) -> Error {
     }
 }
 
-/// Runs `test` against a back-end that does `acts` in a thread of its own.
+/// Runs `test` with a back-end that performs `acts` on another thread.
 fn against<T>(acts: impl FnOnce(Double) + Send + 'static, test: impl FnOnce(BackEnd) -> T) -> T {
     let (frontend, features, back_end) = connected(FEATURE);
     let acting = std::thread::spawn(move || acts(back_end));
@@ -54,7 +54,7 @@ fn against<T>(acts: impl FnOnce(Double) + Send + 'static, test: impl FnOnce(Back
 }
 
 #[test]
-fn a_back_end_without_the_feature_is_found_before_anything_is_asked() {
+fn a_back_end_without_the_feature_is_refused_before_any_message() {
     let (frontend, features, _back_end) = connected(0);
     let error = error(BackEnd::new("disk-0", &frontend, features));
     assert!(matches!(error, Error::NotNegotiated { .. }), "{error:?}");
@@ -62,7 +62,7 @@ fn a_back_end_without_the_feature_is_found_before_anything_is_asked() {
 }
 
 #[test]
-fn a_monitor_that_only_says_that_it_negotiated_is_found_too() {
+fn a_monitor_that_wrongly_claims_the_feature_gets_an_error() {
     let (frontend, _, _back_end) = connected(0);
     let claimed = BackEnd::new("disk-0", &frontend, VhostUserProtocolFeatures::DEVICE_STATE).expect("it says so");
     assert!(matches!(error(claimed.save(ample())), Error::NotNegotiated { .. }));
@@ -72,7 +72,7 @@ fn a_monitor_that_only_says_that_it_negotiated_is_found_too() {
 proptest! {
     #![proptest_config(contextualize_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(48) }))]
 
-    /// A failure prints length and chunk, which are all that is random.
+    /// A failure prints length and chunk, the only random values.
     #[test]
     fn a_state_of_any_length_in_any_chunks_is_saved_as_it_was_written(length in 0usize..400_000, chunk in 1usize..100_000) {
         let written = state(length);
@@ -96,7 +96,7 @@ proptest! {
         prop_assert_eq!(total, length as u64);
     }
 
-    /// Likewise.
+    /// A failure prints length and chunk here, too.
     #[test]
     fn a_state_of_any_length_in_any_chunks_is_loaded_in_order(length in 0usize..400_000, chunk in 1usize..100_000) {
         let expected = state(length);
@@ -124,7 +124,7 @@ proptest! {
 }
 
 #[test]
-fn a_channel_that_the_back_end_brings_takes_the_place_of_the_pipe() {
+fn a_channel_of_the_back_end_replaces_the_pipe() {
     let saved = against(
         |mut back_end| {
             let _unused = back_end.expect_state_fd(SAVE);
@@ -165,8 +165,8 @@ fn a_channel_that_the_back_end_brings_takes_the_place_of_the_pipe() {
 }
 
 #[test]
-fn a_program_that_the_monitor_starts_meanwhile_has_no_end_of_the_pipe() {
-    // With one, the back-end would wait for the end of its state until that program ends.
+fn a_program_that_the_monitor_starts_meanwhile_inherits_no_end_of_the_pipe() {
+    // Otherwise the back-end would wait for the end of its state until that program ends.
     fn closed_by_exec(end: &OwnedFd) -> bool {
         rustix::io::fcntl_getfd(end).expect("its flags").contains(FdFlags::CLOEXEC)
     }
@@ -189,7 +189,7 @@ fn a_program_that_the_monitor_starts_meanwhile_has_no_end_of_the_pipe() {
 }
 
 #[test]
-fn what_the_back_end_refuses_is_refused_with_its_name_and_the_step() {
+fn a_refusal_of_the_back_end_names_it_and_the_step() {
     const FAILED: u64 = NO_CHANNEL | 1;
     for (direction, step) in [(SAVE, Step::AskToSave), (LOAD, Step::AskToLoad)] {
         let error = against(
@@ -242,7 +242,7 @@ fn a_state_that_was_not_read_to_its_end_cannot_be_finished() {
             let mut pipe = back_end.expect_state_fd(SAVE);
             back_end.reply(NO_CHANNEL, None);
             pipe.write_all(b"more than is read").expect("it fits");
-            assert!(back_end.next().is_none(), "nothing is asked about a state that nobody has");
+            assert!(back_end.next().is_none(), "no check is requested for an incomplete state");
         },
         |device| {
             let mut saver = device.save(ample()).expect("it begins");
@@ -254,8 +254,8 @@ fn a_state_that_was_not_read_to_its_end_cannot_be_finished() {
 }
 
 #[test]
-fn a_back_end_that_answers_no_message_is_given_up_and_disconnected() {
-    // Whether the message still comes is open; that nothing else does, and the connection ends, is not.
+fn a_back_end_that_answers_no_message_is_disconnected_at_the_deadline() {
+    // The message may still arrive; no other one does, and the connection ends.
     fn hang(mut back_end: Double) {
         while let Some((request, ..)) = back_end.next() {
             assert!([double::SET_DEVICE_STATE_FD, double::CHECK_DEVICE_STATE].contains(&request), "{request}");
@@ -280,12 +280,12 @@ fn a_back_end_that_answers_no_message_is_given_up_and_disconnected() {
 }
 
 #[test]
-fn a_back_end_that_hangs_in_the_pipe_is_given_up_and_keeps_its_connection() {
+fn a_back_end_that_hangs_in_the_pipe_keeps_its_connection_at_the_deadline() {
     against(
         |mut back_end| {
             let pipe = back_end.expect_state_fd(SAVE);
             back_end.reply(NO_CHANNEL, None);
-            // Asked once more while the first pipe was neither written nor closed.
+            // The second save begins while the first pipe is neither written nor closed.
             drop(back_end.expect_state_fd(SAVE));
             back_end.reply(NO_CHANNEL, None);
             drop(pipe);
@@ -310,7 +310,7 @@ fn a_back_end_that_hangs_in_the_pipe_is_given_up_and_keeps_its_connection() {
         },
         |device| {
             let mut loader = device.load(ample()).expect("it begins");
-            // More than any pipe has room for.
+            // More than fits any pipe.
             error(loader.write(&vec![1; 4 * PIPE], past()))
         },
     );
@@ -318,11 +318,11 @@ fn a_back_end_that_hangs_in_the_pipe_is_given_up_and_keeps_its_connection() {
 }
 
 #[test]
-fn a_back_end_that_goes_away_is_reported_at_every_step() {
+fn a_back_end_that_ends_is_reported_at_every_step() {
     let asked = against(|mut back_end| drop(back_end.expect_state_fd(SAVE)), |device| error(device.save(ample())));
     assert!(matches!(asked, Error::Gone { step: Step::AskToSave, .. }), "{asked:?}");
 
-    // A child of it may still have the pipe: its end never comes.
+    // A child of the back-end may still have the pipe open, so the pipe does not end.
     let (keep, kept) = std::sync::mpsc::channel();
     let reading = against(
         move |mut back_end| {
@@ -335,7 +335,7 @@ fn a_back_end_that_goes_away_is_reported_at_every_step() {
     drop(kept);
     assert!(matches!(reading, Error::Gone { step: Step::Read, .. }), "{reading:?}");
 
-    // With its pipe: what was read looks like a whole state until it is asked.
+    // The pipe ends too: the bytes look like a complete state until the check.
     let checking = against(
         |mut back_end| {
             let mut pipe = back_end.expect_state_fd(SAVE);
@@ -345,7 +345,7 @@ fn a_back_end_that_goes_away_is_reported_at_every_step() {
         |device| {
             let mut saver = device.save(ample()).expect("it begins");
             match read_all(&mut saver, 16) {
-                // The connection may be seen to close before the pipe.
+                // The connection may close before the pipe.
                 Err(gone) => gone,
                 Ok(half) => {
                     assert_eq!(half, b"half");
@@ -420,7 +420,7 @@ fn a_state_beyond_the_limit_is_neither_saved_nor_loaded() {
 }
 
 #[test]
-fn an_answer_that_is_none_is_a_violation_of_the_protocol() {
+fn an_invalid_answer_is_a_violation_of_the_protocol() {
     let error = against(
         |mut back_end| {
             let _pipe = back_end.expect_state_fd(SAVE);
@@ -432,12 +432,12 @@ fn an_answer_that_is_none_is_a_violation_of_the_protocol() {
 }
 
 #[test]
-fn savers_and_loaders_go_from_thread_to_thread() {
+fn savers_and_loaders_can_move_between_threads() {
     fn send<T: Send + 'static>() {}
     send::<BackEnd>();
     send::<Saver>();
     send::<Loader>();
     let (frontend, features, _back_end) = connected(FEATURE);
-    assert!(frontend.clone().get_max_mem_slots().is_err(), "only what was negotiated is there");
+    assert!(frontend.clone().get_max_mem_slots().is_err(), "only negotiated features are available");
     BackEnd::new("disk-0", &frontend, features).expect("the feature was negotiated");
 }

@@ -1,4 +1,5 @@
-//! What goes wrong: the guest runs at the source with all its devices, or it belongs to the destination. Never both.
+//! Migrations with faults: the guest runs at the source with all its devices, or it belongs to the destination, never
+//! both.
 
 use sterna_devices::vfio::model::{Call, Config, Fault, Leaves};
 use sterna_devices::vfio::{Flags, Peers, State, VfioError};
@@ -13,17 +14,17 @@ use crate::server::{Manner, Trouble};
 const SIZE: usize = 30_000;
 const COUNT: usize = 3;
 
-/// Which side's device has a fault.
+/// The side whose device has a fault.
 #[derive(Clone, Copy, Debug)]
 enum At {
     Source,
     Destination,
 }
 
-/// Three devices, read and written in pieces, so that a fault meets them in the middle.
+/// Returns a guest with three devices, read and written in pieces, so that a fault occurs in the middle.
 fn guest(flags: Flags) -> Guest {
-    let here = |number| Config { most: 1000, ..Config::with_state(some_state(number, SIZE)).flags(flags) };
-    let there = |_| Config { most: 1000, ..Config::empty(SIZE).flags(flags) };
+    let here = |number| Config { max_transfer: 1000, ..Config::with_state(some_state(number, SIZE)).flags(flags) };
+    let there = |_| Config { max_transfer: 1000, ..Config::empty(SIZE).flags(flags) };
     Guest::new((0..COUNT).map(here).collect(), (0..COUNT).map(there).collect(), Peers::MayWrite)
 }
 
@@ -31,7 +32,7 @@ fn fault(call: Call, after: u32, leaves: Leaves) -> Fault {
     Fault { after, leaves, ..Fault::of(call) }
 }
 
-/// The guest stays, its devices run, and when nothing is wrong any more it moves.
+/// Checks that the guest stays, that its devices run, and that it moves once there is no fault any more.
 fn ends_at_the_source(flags: Flags, at: At, fault: Fault) {
     let what = format!("{flags:?} {at:?} {fault:?}");
     for ways in [DeviceChannels::Mixed, DeviceChannels::Serial] {
@@ -86,7 +87,7 @@ fn a_device_that_does_not_stop_ends_the_migration_at_the_source() {
 }
 
 #[test]
-fn a_device_that_fails_when_it_is_saved_ends_the_migration_at_the_source() {
+fn a_device_that_fails_while_it_is_saved_ends_the_migration_at_the_source() {
     for after in [0, 15] {
         ends_at_the_source(NOTHING_AHEAD, At::Source, fault(Call::Read, after, Leaves::Unchanged));
     }
@@ -121,7 +122,7 @@ fn a_device_that_does_not_load_ends_the_migration_at_the_source() {
 #[test]
 fn a_log_of_dma_that_fails_ends_the_migration_at_the_source() {
     for call in [Call::DmaLoggingStart, Call::DmaLoggingReport] {
-        // The second report is the first of a round: the first one tries whether there are any.
+        // The second report is the first of a round: the first one tests whether the kernel can report.
         for after in 0..2 {
             if call == Call::DmaLoggingReport || after == 0 {
                 ends_at_the_source(ALL, At::Source, fault(call, after, Leaves::Unchanged));
@@ -131,7 +132,7 @@ fn a_log_of_dma_that_fails_ends_the_migration_at_the_source() {
 }
 
 #[test]
-fn a_device_that_does_not_say_how_much_is_left_moves_nevertheless() {
+fn a_device_that_does_not_report_how_much_is_left_moves_nevertheless() {
     for call in [Call::DataSize, Call::PrecopyInfo] {
         let mut guest = guest(ALL);
         (0..4).for_each(|_| guest.from.models[1].fail(Fault::of(call)));
@@ -143,9 +144,9 @@ fn a_device_that_does_not_say_how_much_is_left_moves_nevertheless() {
 }
 
 #[test]
-fn a_device_that_does_not_run_at_the_destination_is_told_again_and_the_source_stays_stopped() {
+fn a_device_that_does_not_run_at_the_destination_is_retried_and_the_source_stays_stopped() {
     let mut guest = guest(ALL);
-    // Once more than it is tried by itself.
+    // One more fault than there are automatic retries.
     (0..3).for_each(|_| guest.to.models[2].fail(Fault::of(Call::SetStateTo(State::RunningP2p))));
     let (_, received) = guest.migrate(DeviceChannels::Mixed);
     let received = received.unwrap_err();
@@ -213,7 +214,7 @@ fn case(seed: u64) -> Outcome {
         (sent, Err(received)) if received.guest == GuestState::PausedAtDestination => {
             assert!(sent.is_err_and(|sent| sent.guest != GuestState::RunsAtSource));
             assert_eq!((guest.from.fabric.running(), guest.running.now()), (0, 0));
-            // It is tried again, and that helps unless the device has failed.
+            // It is retried, which succeeds unless the device has failed.
             let again = || guest.to.devices.run();
             let again = (0..5).map(|_| again()).find(Result::is_ok).unwrap_or_else(again);
             assert!(matches!(again, Ok(()) | Err(VfioError::NeedsReset { .. })), "{again:?}");
@@ -243,21 +244,24 @@ fn random_faults_never_leave_two_guests_nor_a_device_of_the_source_stopped() {
     let count = |wanted| outcomes.iter().filter(|outcome| **outcome == wanted).count();
     let all = [Outcome::Moved, Outcome::Stayed, Outcome::PausedAtDestination];
     println!("seeds from {first}: {:?}", all.map(|outcome| (outcome, count(outcome))));
-    assert!(one.is_some() || all[..2].iter().all(|outcome| count(*outcome) > 0), "a case that these seeds never met");
+    assert!(
+        one.is_some() || all[..2].iter().all(|outcome| count(*outcome) > 0),
+        "an outcome that these seeds never produced"
+    );
 }
 
-/// Replies within which a server, or rather its connection, ends.
+/// The replies during which a server's connection ends.
 struct Deaths {
     at_source: bool,
     command: Command,
-    /// Of those that leave the device in this state only.
+    /// Counts only replies that leave the device in this state.
     only_in: Option<State>,
-    /// The first that counts, and how many.
+    /// The first reply that counts, and how many.
     first: u32,
     replies: u32,
 }
 
-/// What became of the guest.
+/// Returns the state of the guest afterwards.
 fn a_server_dies(deaths: &Deaths, after: u32, pre_copy: bool) -> Option<GuestState> {
     let flags = if pre_copy { Flags::STOP_COPY.with_pre_copy() } else { Flags::STOP_COPY };
     let dies = Manner { only_in: deaths.only_in, ..Manner::trouble(deaths.command, after, Trouble::EndsMidway) };
@@ -283,8 +287,8 @@ fn a_server_dies(deaths: &Deaths, after: u32, pre_copy: bool) -> Option<GuestSta
 
 #[test]
 fn wherever_a_vfio_user_server_dies_there_is_one_guest_and_its_device_is_named() {
-    // How many replies there are while the guest runs depends on the rounds, so those when it does not are asked for by the state. The
-    // first two are to what is asked before anything is begun.
+    // The number of replies while the guest runs depends on the rounds, so replies while it is paused are selected by
+    // the state. The first two replies are to queries before anything is begun.
     let all = Deaths { at_source: true, command: Command::DEVICE_FEATURE, only_in: None, first: 2, replies: 12 };
     let reads = Command::MIG_DATA_READ;
     let source = [

@@ -1,4 +1,4 @@
-//! A monitor with VFIO devices, as one is to be written, around the guest of the engine's tests; and threads that do what such devices do:
+//! A model monitor with VFIO devices, around the guest of the engine's tests; and threads that act like such devices:
 //! their state changes, and they write to the guest's memory.
 
 use std::io::{Read, Write};
@@ -26,7 +26,8 @@ use crate::guest::{Memory, Monitor, PAGE, Running, Workload};
 use crate::reached::{By, Reached};
 use crate::server::Manner;
 
-/// The CPUs write these pages of each block, the devices those behind them: who has written a page has to be known by that one's log.
+/// The CPUs write these pages of each block, the devices those behind them, so that each written page must be in its
+/// writer's log.
 const CPUS: u64 = 40;
 const BLOCKS: [usize; 2] = [160, 80];
 const WORKLOAD: Workload = Workload { writers: 1, span: CPUS, seed: 7, burst: 8 };
@@ -35,19 +36,19 @@ pub(crate) fn id(at: usize) -> DeviceId {
     DeviceId::new("nic", at as u32)
 }
 
-/// State of `size` bytes, of a device of this number.
+/// Returns a state of `size` bytes, of the device with this number.
 pub(crate) fn some_state(number: usize, size: usize) -> Vec<u8> {
     (0..size).map(|at| (at ^ (at >> 8).wrapping_mul(31) ^ number.wrapping_mul(77)) as u8).collect()
 }
 
-/// Where the devices see the guest's memory: each block at an address of its own.
+/// Returns the devices' mappings of the guest's memory: each block at a separate address.
 fn mappings(pages: &[u64]) -> Vec<DmaMapping> {
     let mapping =
         |(block, pages): (usize, &u64)| DmaMapping { iova: (block as u64) << 32, pages: *pages, block, first_page: 0 };
     pages.iter().enumerate().map(mapping).collect()
 }
 
-/// What the devices do of themselves.
+/// The devices' work.
 struct Work {
     over: Arc<AtomicBool>,
     thread: JoinHandle<()>,
@@ -89,9 +90,9 @@ pub(crate) struct From {
     reached: Vec<Reached>,
     pub(crate) models: Vec<ModelDevice>,
     pub(crate) fabric: Fabric,
-    /// What is at the other side must not run when this does.
+    /// The devices of the other side, which must not run while these do.
     there: Fabric,
-    /// Devices that had failed and were reset when the guest ran on.
+    /// Devices that had failed and were reset when the guest was resumed.
     pub(crate) reset: Vec<DeviceId>,
     work: Option<Work>,
 }
@@ -138,7 +139,7 @@ impl SourceVmm for From {
             tries += 1;
             match error {
                 VfioError::NeedsReset { .. } => self.reset.extend(self.devices.reset_failed().unwrap_or_default()),
-                // Again may help, but not against a server that is gone.
+                // A retry may succeed, but not if a server is gone.
                 _ if tries < 20 => {}
                 error => return Err(error.into()),
             }
@@ -189,16 +190,16 @@ pub(crate) struct Guest {
 
 pub(crate) type Ends = (Result<Report, MigrationError>, Result<ReceiveReport, MigrationError>);
 
-/// What a test puts around the engine's devices.
+/// A test's wrapper around the engine's devices.
 pub(crate) type Around<T> = dyn Fn(usize, Box<T>) -> Box<T>;
 
 impl Guest {
-    /// With these devices at the source, and those at the destination.
+    /// Makes a guest with these devices at the source, and those at the destination.
     pub(crate) fn new(here: Vec<Config>, there: Vec<Config>, peers: Peers) -> Self {
         Self::reached(here, there, peers, &[By::Calls, By::Calls])
     }
 
-    /// The same behind vfio-user servers, each of which speaks in such a manner.
+    /// Makes a guest with devices behind vfio-user servers, each with this manner.
     pub(crate) fn by_servers(here: Vec<Config>, there: Vec<Config>, manners: [Manner; 2]) -> Self {
         Self::reached(here, there, Peers::Separate, &manners.map(By::VfioUser))
     }
@@ -238,7 +239,7 @@ impl Guest {
         Self { running, from, to, cancel: Cancel::new(), peers }
     }
 
-    /// So many devices that have everything optional, each with a state of `size` bytes.
+    /// Makes a guest with so many devices that have all optional features, each with a state of `size` bytes.
     pub(crate) fn with(count: usize, size: usize) -> Self {
         let here = (0..count).map(|number| Config::with_state(some_state(number, size)));
         Self::new(here.collect(), (0..count).map(|_| Config::empty(size)).collect(), Peers::MayWrite)
@@ -248,14 +249,14 @@ impl Guest {
         self.migrate_with(ways, &|_, device| device, &|_, device| device)
     }
 
-    /// Moves the guest, with something around each device at the source and at the destination.
+    /// Moves the guest, with a wrapper around each device at the source and at the destination.
     pub(crate) fn migrate_with(
         &mut self,
         ways: DeviceChannels,
         saving: &Around<dyn SaveDevice>,
         loading: &Around<dyn LoadDevice>,
     ) -> Ends {
-        // The log of the CPUs belongs to a monitor; the guest's memory goes on.
+        // The log of the CPUs belongs to a monitor; the guest's memory stays.
         let (monitor, cpus) = Monitor::new(&self.from.monitor.memory, &self.running, WORKLOAD);
         self.from.stop();
         self.from.monitor = monitor;
@@ -276,7 +277,7 @@ impl Guest {
         let address = listening.address().clone();
 
         let mut source = Source::new(self.from.monitor.memory.ram(), Box::new(UnionLog::new(logs)));
-        // Whatever the machine is busy with, the guest is to be stopped.
+        // So long that the guest is paused also on a busy machine.
         source = source.method(MethodChoice::default()).downtime(Duration::from_secs(20)).device_channels(ways);
         for (number, (id, device)) in self.from.devices.save_devices().into_iter().enumerate() {
             source = source.device(id, saving(number, device));
@@ -314,7 +315,8 @@ impl Guest {
         self.no_violations();
     }
 
-    /// Devices that are stopped one after another are not to write to each other, and here it is not known whom they write to.
+    /// Checks that no device could have written to a stopped one. Devices that are stopped one after another must not
+    /// write to each other; their targets are unknown here.
     pub(crate) fn no_violations(&self) {
         if self.peers == Peers::Separate {
             return;
@@ -323,7 +325,7 @@ impl Guest {
         assert_eq!(self.to.fabric.violations(), [""; 0]);
     }
 
-    /// The destination as it was before.
+    /// Restores the destination as it was before.
     pub(crate) fn clear_destination(&mut self) {
         self.to.devices.abort().unwrap();
         assert!(self.to.models.iter().all(|model| model.is_in() == State::Running && !model.runs_guest()));

@@ -1,5 +1,5 @@
-//! A guest with VFIO and vfio-user devices moves by the library, over loopback, both sides in this process: the devices are the model's, and
-//! everything else is what a monitor has.
+//! The library moves a guest with VFIO and vfio-user devices, over loopback, with both sides in this process: the
+//! devices are models, and everything else is as in a monitor.
 
 mod faults;
 #[path = "../../../engine/tests/engine/guest/mod.rs"]
@@ -7,6 +7,6 @@ mod guest;
 mod machine;
 mod moves;
 mod reached;
-#[allow(dead_code, reason = "what goes wrong there is the other tests' matter")]
+#[allow(dead_code, reason = "other tests use its faults")]
 #[path = "../vfio/user/server.rs"]
 mod server;

@@ -1,4 +1,4 @@
-//! What is to go well.
+//! Migrations that succeed.
 
 use std::io::{self, BufRead, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,18 +9,18 @@ use sterna_devices::migration::VfioSource;
 use sterna_devices::vfio::model::{Call, Config, Fault, ModelDevice};
 use sterna_devices::vfio::{Flags, Peers, State, VfioError};
 use sterna_engine::device_state::{Ahead, DeviceChannels, LoadDevice, SaveDevice};
-use sterna_engine::migration::GuestState;
+use sterna_engine::migration::{ErrorKind, GuestState};
 use sterna_engine::vmm::VmmError;
 
 use crate::machine::{Guest, id, some_state};
 use crate::reached::{By, Reached};
 use crate::server::Manner;
 
-const WAYS: [DeviceChannels; 3] = [DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial];
+const CHANNELS: [DeviceChannels; 3] = [DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial];
 
 #[test]
-fn one_four_and_sixteen_devices_move_by_every_way() {
-    for ways in WAYS {
+fn one_four_and_sixteen_devices_move_over_every_kind_of_channel() {
+    for ways in CHANNELS {
         for count in [1, 4, 16] {
             let mut guest = Guest::with(count, 50_000);
             let (sent, received) = guest.migrate(ways);
@@ -43,9 +43,9 @@ fn devices_of_every_kind_move_together() {
         let flags = [Flags::STOP_COPY, Flags::STOP_COPY.with_pre_copy(), Flags::STOP_COPY.with_p2p().with_pre_copy()];
         let flags = flags.map(|flags| if p2p { flags.with_p2p() } else { flags });
         let here = |(number, flags): (usize, &Flags)| Config {
-            most: 777,
+            max_transfer: 777,
             seed: Some(number as u64),
-            tells_size: number % 2 == 0,
+            reports_size: number % 2 == 0,
             zero_for_nothing: number == 1,
             ..Config::with_state(some_state(number, 9_000 * number + 300)).flags(*flags)
         };
@@ -69,11 +69,11 @@ fn devices_of_every_kind_move_together() {
 }
 
 #[test]
-fn devices_of_vfio_user_servers_move_with_what_they_write_meanwhile() {
+fn devices_of_vfio_user_servers_move_with_the_memory_that_they_write_meanwhile() {
     let flags = [Flags::STOP_COPY, Flags::STOP_COPY.with_pre_copy()];
-    for ways in WAYS {
+    for ways in CHANNELS {
         for count in [1, 4] {
-            // Larger than a message.
+            // Larger than one message.
             let size = |number| 700_000 * number + 2_000;
             let flagged = |config: Config, number: usize| config.flags(flags[number % 2]);
             let here = (0..count).map(|at| flagged(Config::with_state(some_state(at, size(at))), at)).collect();
@@ -113,10 +113,10 @@ fn a_vfio_user_device_that_fails_leaves_the_guest_at_the_source() {
     }
 }
 
-/// Counts the calls of a device and what it writes in them.
+/// The number of calls of a device, and of bytes that it writes in them.
 #[derive(Default)]
 struct Counts {
-    goes: AtomicU64,
+    calls: AtomicU64,
     bytes: AtomicU64,
     remaining: AtomicU64,
 }
@@ -143,7 +143,7 @@ impl Write for CountedWrite<'_> {
 impl SaveDevice for Counted {
     fn save_ahead(&mut self, state: &mut dyn Write) -> Result<Ahead, VmmError> {
         let ahead = self.device.save_ahead(&mut CountedWrite(state, &self.counts.bytes))?;
-        self.counts.goes.fetch_add(1, Ordering::SeqCst);
+        self.counts.calls.fetch_add(1, Ordering::SeqCst);
         Ok(ahead)
     }
 
@@ -158,7 +158,7 @@ impl SaveDevice for Counted {
     }
 }
 
-/// Takes nothing until a condition holds: so long the guest is not stopped.
+/// Loads nothing until a condition holds; until then the guest is not paused.
 struct Held<F> {
     device: Box<dyn LoadDevice>,
     until: F,
@@ -169,7 +169,7 @@ impl<F: Fn() -> bool + Send> LoadDevice for Held<F> {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !(self.until)() {
             if Instant::now() > deadline {
-                return Err("what was waited for has not come".into());
+                return Err("the awaited condition did not occur".into());
             }
             std::thread::yield_now();
         }
@@ -178,7 +178,7 @@ impl<F: Fn() -> bool + Send> LoadDevice for Held<F> {
 }
 
 #[test]
-fn a_device_that_goes_on_changing_is_read_ahead_again_and_again() {
+fn a_device_that_keeps_changing_is_read_ahead_repeatedly() {
     const SIZE: usize = 40_000;
     let mut guest = Guest::with(2, SIZE);
     let counts: [Arc<Counts>; 2] = Default::default();
@@ -186,9 +186,9 @@ fn a_device_that_goes_on_changing_is_read_ahead_again_and_again() {
     let saving = move |number: usize, device| -> Box<dyn SaveDevice> {
         Box::new(Counted { device, counts: Arc::clone(&mine[number]) })
     };
-    // Far more than the first pass over the state, which the changes of a running device alone can be.
+    // Far more than the first pass over the state: only changes of a running device can be so much.
     let often = move |counts: &Arc<Counts>| {
-        counts.goes.load(Ordering::SeqCst) >= 4 && counts.bytes.load(Ordering::SeqCst) > 3 * SIZE as u64
+        counts.calls.load(Ordering::SeqCst) >= 4 && counts.bytes.load(Ordering::SeqCst) > 3 * SIZE as u64
     };
     let loading = move |_, device| -> Box<dyn LoadDevice> {
         let seen = seen.clone();
@@ -200,14 +200,14 @@ fn a_device_that_goes_on_changing_is_read_ahead_again_and_again() {
     guest.has_moved();
     for (device, counts) in report.devices.iter().zip(&counts) {
         assert!(device.ahead_bytes > 3 * SIZE as u64, "{device:?}");
-        // Not all of the state any more, and never nothing: the end of a state is read when its device stands.
+        // Less than all of the state, but never nothing: the end of a state is read when its device is stopped.
         let remaining = counts.remaining.load(Ordering::SeqCst);
         assert!((1..2 * SIZE as u64).contains(&remaining), "{remaining}");
     }
 }
 
 #[test]
-fn no_more_goes_ahead_than_was_allowed() {
+fn no_more_is_saved_ahead_than_allowed() {
     let mut guest = Guest::with(3, 30_000);
     guest.from.devices = guest.from.devices.clone().ahead_at_most(5_000);
     let (sent, _) = guest.migrate(DeviceChannels::Mixed);
@@ -237,8 +237,8 @@ fn a_migration_that_is_cancelled_while_the_guest_runs_leaves_devices_that_can_be
         let loading = move |_, device| -> Box<dyn LoadDevice> {
             let (seen, cancel) = (Arc::clone(&seen), cancel.clone());
             let until = move || {
-                // Each device has been begun.
-                let begun = seen.goes.load(Ordering::SeqCst) >= 4;
+                // Saving has begun for each device.
+                let begun = seen.calls.load(Ordering::SeqCst) >= 4;
                 if begun {
                     cancel.cancel();
                 }
@@ -248,7 +248,7 @@ fn a_migration_that_is_cancelled_while_the_guest_runs_leaves_devices_that_can_be
         };
         let (sent, _) = guest.migrate_with(ways, &saving, &loading);
         let sent = sent.unwrap_err();
-        assert!(sent.cancelled && sent.guest == GuestState::RunsAtSource, "{sent}");
+        assert!(sent.kind == ErrorKind::Cancelled && sent.guest == GuestState::RunsAtSource, "{sent}");
         guest.stays();
         guest.clear_destination();
         guest.cancel = Default::default();
@@ -260,7 +260,7 @@ fn a_migration_that_is_cancelled_while_the_guest_runs_leaves_devices_that_can_be
 }
 
 #[test]
-fn a_monitor_that_forgets_to_stop_its_devices_is_told() {
+fn a_monitor_that_forgets_to_stop_its_devices_gets_an_error() {
     let model = ModelDevice::new(Config::with_state(vec![1; 100]));
     let devices = VfioSource::new([(id(0), model.clone())], Peers::MayWrite).unwrap();
     let (_, mut device) = devices.save_devices().pop().unwrap();
@@ -270,20 +270,20 @@ fn a_monitor_that_forgets_to_stop_its_devices_is_told() {
     let error = device.save(&mut state).unwrap_err();
     assert!(error.to_string().contains("VfioSource::stop"), "{error}");
     assert_eq!(state.len(), ahead);
-    // Once it was stopped, nothing is ahead any more.
+    // Once the device was stopped, nothing is saved ahead any more.
     devices.stop().unwrap();
     assert_eq!(device.save_ahead(&mut state).unwrap(), Ahead::Nothing);
     assert_eq!(state.len(), ahead);
     device.save(&mut state).unwrap();
     assert!(state.len() > ahead);
-    // To whom the guest belongs is not decided by who has read it.
+    // Reading the state does not decide to which host the guest belongs.
     drop(device);
     assert_eq!(model.is_in(), State::Stop);
     devices.run_on().unwrap();
     assert_eq!(model.is_in(), State::Running);
 }
 
-/// A network that takes the first bytes when the monitor has stopped all devices.
+/// A network that accepts the first bytes only after the monitor has stopped all devices.
 struct TakesWhenStopped<'a>(&'a VfioSource<ModelDevice>, bool);
 
 impl Write for TakesWhenStopped<'_> {
@@ -292,7 +292,7 @@ impl Write for TakesWhenStopped<'_> {
             let (devices, (done, stopped)) = (self.0.clone(), mpsc::channel());
             std::thread::spawn(move || {
                 devices.stop().unwrap();
-                // Nobody waits for it any more where it came too late.
+                // If this comes too late, no thread waits for it any more.
                 let _ = done.send(());
             });
             stopped.recv_timeout(Duration::from_secs(30)).map_err(io::Error::other)?;
@@ -306,8 +306,9 @@ impl Write for TakesWhenStopped<'_> {
 }
 
 #[test]
-fn devices_can_be_stopped_while_what_was_read_of_one_waits_for_the_network() {
-    let model = |number| ModelDevice::new(Config { most: 100, ..Config::with_state(some_state(number, 5_000)) });
+fn devices_can_be_stopped_while_bytes_of_one_wait_for_the_network() {
+    let model =
+        |number| ModelDevice::new(Config { max_transfer: 100, ..Config::with_state(some_state(number, 5_000)) });
     let models = [model(0), model(1)];
     let devices = models.iter().cloned().enumerate().map(|(at, model)| (id(at), model));
     let devices = VfioSource::new(devices, Peers::MayWrite).unwrap();
@@ -320,7 +321,7 @@ fn devices_can_be_stopped_while_what_was_read_of_one_waits_for_the_network() {
 }
 
 #[test]
-fn what_would_be_saved_is_told_as_the_device_estimates_it() {
+fn the_remaining_state_is_reported_as_the_device_estimates_it() {
     const SIZE: usize = 6_000;
     let told = |config: Config| {
         let model = ModelDevice::new(config);
@@ -329,23 +330,23 @@ fn what_would_be_saved_is_told_as_the_device_estimates_it() {
     };
     let (_, mut device) = told(Config::with_state(some_state(0, SIZE)).flags(Flags::STOP_COPY));
     assert_eq!(device.save_ahead(&mut io::sink()).unwrap(), Ahead::Nothing);
-    assert!(device.remaining() > SIZE as u64, "all of it is read when it stands");
-    for tells_size in [true, false] {
-        let (model, mut device) = told(Config { tells_size, ..Config::with_state(some_state(0, SIZE)) });
+    assert!(device.remaining() > SIZE as u64, "all of it is read when the device is stopped");
+    for reports_size in [true, false] {
+        let (model, mut device) = told(Config { reports_size, ..Config::with_state(some_state(0, SIZE)) });
         assert_eq!(device.save_ahead(&mut io::sink()).unwrap(), Ahead::Later);
         let end = device.remaining();
-        assert_eq!(end > 0, tells_size, "what is read at the end");
+        assert_eq!(end > 0, reports_size, "bytes read at the end");
         model.run(0);
         let changed = device.remaining();
         assert!(changed > end + 100 && changed < SIZE as u64, "{changed}");
-        model.fail(Fault::of(if tells_size { Call::DataSize } else { Call::PrecopyInfo }));
-        assert_eq!(device.remaining(), changed, "the last that is known");
+        model.fail(Fault::of(if reports_size { Call::DataSize } else { Call::PrecopyInfo }));
+        assert_eq!(device.remaining(), changed, "the last known estimate");
     }
 }
 
 #[test]
-fn of_a_device_that_does_not_say_what_it_has_as_much_is_expected_as_it_had_the_last_time() {
-    // More than is read at once of such a device.
+fn a_device_without_estimates_is_expected_to_have_as_much_as_the_last_time() {
+    // More than is read at once from such a device.
     const SIZE: usize = 80 << 20;
     let model = ModelDevice::new(Config::with_state(some_state(0, SIZE)).flags(Flags::STOP_COPY.with_pre_copy()));
     let devices =
@@ -367,7 +368,7 @@ fn of_a_device_that_does_not_say_what_it_has_as_much_is_expected_as_it_had_the_l
     assert_eq!(device.remaining(), second as u64);
 }
 
-/// Changes a device with each piece that was read of it, and takes only so much.
+/// Changes a device with each piece that was read from it, and accepts only so many bytes.
 struct Changes<'a>(&'a ModelDevice, usize);
 
 impl Write for Changes<'_> {
@@ -375,7 +376,7 @@ impl Write for Changes<'_> {
         self.0.run(self.1 % 5_000);
         self.1 += bytes.len();
         if self.1 > 64 << 20 {
-            return Err(io::Error::other("it does not come to an end"));
+            return Err(io::Error::other("the state does not end"));
         }
         Ok(bytes.len())
     }
@@ -386,7 +387,7 @@ impl Write for Changes<'_> {
 }
 
 #[test]
-fn a_device_that_changes_as_fast_as_it_is_read_does_not_keep_the_guest_from_being_stopped() {
+fn a_device_that_changes_as_fast_as_it_is_read_does_not_prevent_the_pause() {
     let model = ModelDevice::new(Config::with_state(some_state(0, 5_000)));
     let devices = VfioSource::new([(id(0), model.clone())], Peers::MayWrite).unwrap();
     let (_, mut device) = devices.save_devices().pop().unwrap();

@@ -1,4 +1,4 @@
-//! A device in software, by calls as the kernel's, or behind a vfio-user server.
+//! A device in software, accessed by calls like the kernel's, or behind a vfio-user server.
 
 use std::io;
 use std::sync::Arc;
@@ -9,11 +9,11 @@ use sterna_devices::vfio_user::{Client, VfioUserData, VfioUserDevice};
 
 use crate::server::{Manner, Server, reach};
 
-/// How a monitor has its devices.
+/// How a monitor accesses its devices.
 #[derive(Clone, Debug)]
 pub(crate) enum By {
     Calls,
-    /// Of a server that speaks in this manner.
+    /// Through a vfio-user server with this manner.
     VfioUser(Manner),
 }
 
@@ -21,10 +21,7 @@ pub(crate) enum By {
 #[derive(Clone)]
 pub(crate) enum Reached {
     Here(ModelDevice),
-    There(
-        VfioUserDevice<Client>,
-        #[expect(dead_code, reason = "serves as long as somebody has the device")] Arc<Server>,
-    ),
+    There(VfioUserDevice<Client>, #[expect(dead_code, reason = "serves while the device exists")] Arc<Server>),
 }
 
 impl Reached {
@@ -39,7 +36,7 @@ impl Reached {
     }
 }
 
-/// Its stream.
+/// The stream of a monitor's device.
 pub(crate) enum ReachedData {
     Here(ModelData),
     There(VfioUserData<Client>),

@@ -1,6 +1,7 @@
-//! What the header promises of every device: asked of the model, and of a real device where `STERNA_VFIO_DEVICE` names one:
-//! `/dev/vfio/devices/vfio0`, or `/dev/vfio/12=0000:06:00.1` for a device of a group. It must have a VFIO driver that migrates
-//! and no user; what it holds is lost. Several of the same kind, with commas between, are also stopped and loaded together.
+//! The header's guarantees for every device, checked for the model, and for a real device if `STERNA_VFIO_DEVICE` names
+//! one: `/dev/vfio/devices/vfio0`, or `/dev/vfio/12=0000:06:00.1` for a device of a group. The device must have a VFIO
+//! driver that migrates and no user; its state is lost. Several devices of the same kind, separated by commas, are also
+//! stopped and loaded together.
 
 use std::io;
 use std::path::Path;
@@ -29,11 +30,11 @@ fn refused<T>(answer: io::Result<T>) {
     assert_eq!(answer.err().and_then(|error| error.raw_os_error()), Some(libc::EINVAL));
 }
 
-/// The tests, for whatever device.
+/// The tests, for any device.
 pub(crate) struct Conformance<D>(pub(crate) Arc<D>);
 
 impl<D: Device> Conformance<D> {
-    pub(crate) fn refuses_what_is_no_state(&self) {
+    pub(crate) fn refuses_invalid_states(&self) {
         let flags = self.0.migration().unwrap();
         let none = [State::Error, State::Other(8), State::Other(u32::MAX)];
         for state in none.into_iter().chain(State::ALL.into_iter().filter(|state| !state.offered(flags))) {
@@ -42,8 +43,9 @@ impl<D: Device> Conformance<D> {
         }
     }
 
-    /// Not asked of the kernel: Linux 6.12 does not refuse these but looks for the way for ever (`vfio_mig_get_next_state`
-    /// takes ERROR for a state that is not offered, and steps from ERROR to ERROR), and its CPU is lost. Tried with `mtty`.
+    /// Not for the kernel: Linux 6.12 does not refuse these transitions but searches for a path for ever
+    /// (`vfio_mig_get_next_state` treats ERROR as a state that is not offered, and steps from ERROR to ERROR), which
+    /// occupies a CPU for good. Tried with `mtty`.
     pub(crate) fn does_not_go_back_from_stop_copy(&self) {
         let stream = self.0.set_state(State::StopCopy).unwrap();
         for state in [State::PreCopy, State::PreCopyP2p] {
@@ -70,7 +72,7 @@ impl<D: Device> Conformance<D> {
         }
     }
 
-    fn takes_back_what_it_gave(&self) {
+    fn loads_its_own_state(&self) {
         let mut saver = Saver::new(self.0.clone(), "device under test").unwrap();
         let mut state = Vec::new();
         let mut buffer = vec![0; 100_000];
@@ -105,7 +107,7 @@ impl<D: Device> Conformance<D> {
         assert_eq!(self.0.state().unwrap(), State::Running);
 
         loader.begin().unwrap();
-        // Divided otherwise than it came.
+        // Divided differently than it was read.
         state.chunks(4093).for_each(|chunk| loader.write(chunk).unwrap());
         loader.finish().unwrap();
         loader.run_quiesced().unwrap();
@@ -113,7 +115,7 @@ impl<D: Device> Conformance<D> {
         assert_eq!(self.0.state().unwrap(), State::Running);
     }
 
-    pub(crate) fn runs_again_when_given_up(&self) {
+    pub(crate) fn runs_again_after_abort(&self) {
         let mut saver = Saver::new(self.0.clone(), "device under test").unwrap();
         for read in [0, 1, 2] {
             saver.begin(u64::MAX).unwrap();
@@ -143,8 +145,8 @@ impl<D: Device> Conformance<D> {
             }
             report => report.unwrap(),
         }
-        assert_eq!(words, [0; 4], "nobody has told the device to write");
-        // Not asked: a second start, a report without one. `mtty` writes nothing and takes all of it.
+        assert_eq!(words, [0; 4], "nothing has made the device write");
+        // Not tested: a second start, a report without a start. `mtty` writes nothing and accepts both.
         let mapping = DmaMapping { iova: 0, pages: 256, block: 0, first_page: 0 };
         let mut log = DmaLog::new(self.0.clone(), "device under test", &[256], vec![mapping]).unwrap();
         let mut dirty = PageBitmap::new(256);
@@ -157,15 +159,15 @@ impl<D: Device> Conformance<D> {
     }
 
     fn all(&self) {
-        self.refuses_what_is_no_state();
+        self.refuses_invalid_states();
         self.goes_to_every_state_that_it_offers();
-        self.takes_back_what_it_gave();
-        self.runs_again_when_given_up();
+        self.loads_its_own_state();
+        self.runs_again_after_abort();
         self.logs_dma();
     }
 }
 
-/// All stop together, run again together, and then each runs with the state of the one before it.
+/// Stops all together, runs them again together, and then each with the state of the previous one.
 fn several<D: Device>(devices: &[Arc<D>]) {
     let saver = |(at, device): (usize, &Arc<D>)| Saver::new(device.clone(), format!("device {at}")).unwrap();
     let mut savers: Vec<_> = devices.iter().enumerate().map(saver).collect();
@@ -220,7 +222,7 @@ fn several_models_run_with_each_others_state() {
 }
 
 #[test]
-fn the_model_keeps_what_the_header_promises() {
+fn the_model_keeps_the_headers_guarantees() {
     for flags in FLAGS {
         let model = Conformance(Arc::new(ModelDevice::new(Config::with_state(some_state(4000)).flags(flags))));
         model.does_not_go_back_from_stop_copy();
@@ -229,7 +231,7 @@ fn the_model_keeps_what_the_header_promises() {
 }
 
 #[test]
-fn the_model_behind_a_vfio_user_server_keeps_what_the_header_promises() {
+fn the_model_behind_a_vfio_user_server_keeps_the_headers_guarantees() {
     for flags in user::FLAGS {
         let model = ModelDevice::new(Config::with_state(some_state(4000)).flags(flags));
         let (_server, stream) = Server::start(model, Manner::default());
@@ -241,7 +243,7 @@ fn the_model_behind_a_vfio_user_server_keeps_what_the_header_promises() {
 
 /// One test, since a real device has one user at a time.
 #[test]
-fn a_real_device_keeps_what_the_header_promises() {
+fn a_real_device_keeps_the_headers_guarantees() {
     let Ok(name) = std::env::var(REAL) else {
         return println!("skipped: {REAL} names no device (docs/devices.md says how)");
     };
@@ -258,7 +260,7 @@ fn a_real_device_keeps_what_the_header_promises() {
 }
 
 #[test]
-fn what_is_no_vfio_device_does_not_migrate() {
+fn a_file_that_is_not_a_vfio_device_does_not_migrate() {
     let file = tempfile::tempfile().unwrap();
     let device = KernelDevice::new(file.into());
     assert_eq!(super::errno(device.migration()), libc::ENOTTY);

@@ -1,4 +1,4 @@
-//! One saver, one loader, each against the model.
+//! One saver and one loader, each with the model.
 
 use super::{ALL, FLAGS, loading, read_all, some_state};
 use sterna_devices::vfio::model::{Call, Config, Fault, Leaves, ModelDevice};
@@ -54,7 +54,7 @@ fn state_arrives_with_and_without_each_optional_state_while_the_guest_changes_it
 }
 
 #[test]
-fn what_is_left_is_told_and_counts_down() {
+fn the_remaining_state_is_reported_and_decreases() {
     let (device, mut saver) = source(ALL);
     let before = saver.remaining().unwrap();
     assert_eq!(before.ahead, Some(PrecopyInfo::default()), "nothing can be read yet");
@@ -78,8 +78,8 @@ fn what_is_left_is_told_and_counts_down() {
 }
 
 #[test]
-fn a_kernel_that_does_not_tell_the_size_is_no_error_but_a_failing_one_is() {
-    let device = ModelDevice::new(Config { tells_size: false, ..Config::with_state(some_state(100)) });
+fn a_kernel_that_does_not_report_the_size_is_no_error_but_a_failing_one_is() {
+    let device = ModelDevice::new(Config { reports_size: false, ..Config::with_state(some_state(100)) });
     assert_eq!(Saver::new(device, "nic").unwrap().remaining().unwrap().stopped, None);
     for call in [Call::DataSize, Call::PrecopyInfo] {
         let (device, mut saver) = source(ALL);
@@ -108,7 +108,7 @@ fn no_more_is_read_ahead_than_allowed_and_the_rest_comes_after_the_stop() {
 }
 
 #[test]
-fn an_empty_buffer_is_not_taken_for_the_end() {
+fn an_empty_buffer_is_not_mistaken_for_the_end() {
     let (_device, mut saver) = source(ALL);
     saver.begin(u64::MAX).unwrap();
     assert_eq!(saver.read(&mut []).unwrap(), Chunk::Bytes(0));
@@ -139,7 +139,7 @@ fn enomsg_from_a_stopped_device_is_an_error() {
 }
 
 #[test]
-fn signals_between_are_no_errors() {
+fn interrupting_signals_are_not_errors() {
     let (device, mut saver) = source(ALL);
     let to = ModelDevice::new(Config::empty(5000));
     let mut loader = loading(&to);
@@ -154,7 +154,7 @@ fn signals_between_are_no_errors() {
 }
 
 #[test]
-fn giving_up_from_every_phase_has_the_source_run_with_its_state() {
+fn after_an_abort_in_any_phase_the_source_runs_with_its_state() {
     for flags in FLAGS {
         for phase in 0..6 {
             let (device, mut saver) = source(flags);
@@ -171,7 +171,7 @@ fn giving_up_from_every_phase_has_the_source_run_with_its_state() {
             assert_eq!(device.state().unwrap(), State::Running, "{flags:?}, after {phase} steps");
             assert_eq!(device.contents(), contents);
             assert!(device.runs_guest());
-            // And it can begin anew.
+            // And the saver can begin again.
             steps.iter().for_each(|step| step(&mut saver));
             saver.abort().unwrap();
         }
@@ -199,12 +199,12 @@ fn a_source_in_error_is_not_reset_behind_the_callers_back() {
 }
 
 #[test]
-fn giving_up_is_tried_again_where_the_kernel_left_the_device() {
+fn an_abort_is_retried_from_the_state_in_which_the_kernel_left_the_device() {
     for leaves in [Leaves::Unchanged, Leaves::Midway(1), Leaves::Midway(2)] {
         let (device, mut saver) = source(ALL);
         saver.stop().unwrap();
         device.fail(Fault { leaves, ..Fault::of(Call::SetState) });
-        // And the kernel does not say where.
+        // And the kernel does not report the state.
         device.fail(Fault::of(Call::State));
         saver.abort().unwrap();
         assert!(device.runs_guest(), "{leaves:?}");
@@ -218,7 +218,7 @@ fn giving_up_is_tried_again_where_the_kernel_left_the_device() {
 }
 
 #[test]
-fn devices_that_cannot_be_migrated_are_found_before_anything_is_done() {
+fn devices_that_cannot_be_migrated_are_refused_before_anything_is_done() {
     let none = ModelDevice::new(Config { flags: None, ..Config::empty(1) });
     let error = Saver::new(none, "0000:06:00.0").unwrap_err();
     assert!(matches!(error, VfioError::NoMigration { .. }));
@@ -284,8 +284,8 @@ fn a_destination_that_cannot_load_is_reset_and_can_begin_again() {
 }
 
 #[test]
-fn after_a_failed_write_nothing_more_is_taken() {
-    let to = ModelDevice::new(Config { most: 3, ..Config::empty(5000) });
+fn after_a_failed_write_nothing_more_is_accepted() {
+    let to = ModelDevice::new(Config { max_transfer: 3, ..Config::empty(5000) });
     let mut loader = loading(&to);
     to.fail(Fault { after: 2, errno: libc::ENOSPC, ..Fault::of(Call::Write) });
     assert!(matches!(loader.write(&[1; 100]), Err(VfioError::Write { after: 6, .. })));

@@ -1,4 +1,4 @@
-//! DMA logging: the model as the kernel's core has it, and the dirty log over it.
+//! DMA logging: the model compared with the kernel's core, and the dirty log that uses it.
 
 use super::errno;
 use sterna_devices::vfio::model::{Call, Config, Fault, ModelDevice};
@@ -23,7 +23,7 @@ fn set(bitmap: &PageBitmap) -> Vec<u64> {
 }
 
 #[test]
-fn the_model_notes_writes_within_its_ranges_and_tells_them_once() {
+fn the_model_records_writes_within_its_ranges_and_reports_them_once() {
     let device = ModelDevice::new(Config::empty(0));
     assert!(device.dma_write(pages(10, 1)));
     assert_eq!(device.dma_logging_start(PAGE, &[pages(0, 100), pages(200, 10)]).unwrap(), PAGE);
@@ -67,9 +67,9 @@ fn whole(block: usize, pages: u64) -> DmaMapping {
 }
 
 #[test]
-fn the_log_tells_what_was_written_of_each_block_and_once() {
+fn the_log_reports_the_written_pages_of_each_block_once() {
     let device = ModelDevice::new(Config::empty(0));
-    // The first block is seen in two parts, by the address map of a machine with a hole.
+    // The first block is mapped in two parts, as in the address map of a machine with a hole.
     let first = DmaMapping { iova: 1 << 20, pages: 1000, block: 0, first_page: 24 };
     let second = DmaMapping { iova: 1 << 32, pages: 476, block: 0, first_page: 1024 };
     let mut log = DmaLog::new(device.clone(), "nic", &[1500, 70], vec![first, second, whole(1, 70)]).unwrap();
@@ -99,7 +99,7 @@ fn the_log_tells_what_was_written_of_each_block_and_once() {
 }
 
 #[test]
-fn a_device_with_larger_pages_names_their_neighbours_too() {
+fn a_device_with_larger_pages_names_neighbouring_pages_too() {
     let device = ModelDevice::new(Config { dma_page_size: Some(4 * PAGE), ..Config::empty(0) });
     let mut log = DmaLog::new(device.clone(), "nic", &[100], vec![whole(0, 100)]).unwrap();
     log.start().unwrap();
@@ -110,9 +110,9 @@ fn a_device_with_larger_pages_names_their_neighbours_too() {
 }
 
 #[test]
-fn a_block_of_many_pieces_is_reported_whole() {
+fn a_block_of_many_pieces_is_reported_completely() {
     let device = ModelDevice::new(Config::empty(0));
-    // A little over three of the pieces that the log asks for.
+    // A little more than three of the pieces that the log queries.
     let count = 3 * 8 * 65536 + 77;
     let mut log = DmaLog::new(device.clone(), "nic", &[count], vec![whole(0, count)]).unwrap();
     log.start().unwrap();
@@ -125,7 +125,7 @@ fn a_block_of_many_pieces_is_reported_whole() {
 }
 
 #[test]
-fn a_report_that_failed_is_not_mended_by_the_next() {
+fn a_failed_report_is_not_repaired_by_the_next() {
     let device = ModelDevice::new(Config::empty(0));
     let mut log = DmaLog::new(device.clone(), "nic", &[100], vec![whole(0, 100)]).unwrap();
     log.start().unwrap();
@@ -146,7 +146,7 @@ fn a_report_that_failed_is_not_mended_by_the_next() {
 }
 
 #[test]
-fn a_log_that_cannot_report_is_found_at_the_start() {
+fn a_log_that_cannot_report_is_detected_at_the_start() {
     let device = ModelDevice::new(Config::empty(0));
     let mut log = DmaLog::new(device.clone(), "nic", &[100], vec![whole(0, 100)]).unwrap();
     device.fail(Fault { errno: libc::EOPNOTSUPP, ..Fault::of(Call::DmaLoggingReport) });
@@ -175,7 +175,7 @@ fn mappings_that_do_not_fit_are_refused() {
     new(vec![]).unwrap();
 }
 
-/// As a monitor has it: one log of the CPUs, one per device, the last round after the devices stopped.
+/// As in a monitor: one log of the CPUs, one per device, and the last round after the devices stopped.
 #[test]
 fn in_a_guests_log_a_device_is_one_of_several() {
     let device = ModelDevice::new(Config::empty(0));

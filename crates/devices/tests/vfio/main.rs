@@ -1,4 +1,5 @@
-//! VFIO: the model against the kernel header's state machine, and the consumer against the model, by calls and by vfio-user.
+//! VFIO: the model compared with the kernel header's state machine, and the consumer tested with the model, by calls
+//! and by vfio-user.
 
 mod conformance;
 mod consumer;
@@ -23,7 +24,7 @@ const FLAGS: [Flags; 4] = [
 
 const ALL: Flags = FLAGS[3];
 
-/// State of `size` bytes in which no two pieces are alike.
+/// Returns a state of `size` bytes without equal pieces.
 fn some_state(size: usize) -> Vec<u8> {
     (0..size).map(|at| (at ^ (at >> 8).wrapping_mul(31)) as u8).collect()
 }
@@ -32,7 +33,7 @@ fn errno<T: std::fmt::Debug>(result: io::Result<T>) -> i32 {
     result.unwrap_err().raw_os_error().unwrap()
 }
 
-/// Reads until there is nothing now or no more. The last answer, and the bytes.
+/// Reads until there is nothing now, or the end. Returns the last answer, and the bytes.
 fn read_all(saver: &mut Saver<ModelDevice>) -> Result<(Chunk, Vec<u8>), VfioError> {
     let mut bytes = Vec::new();
     let mut buffer = [0; 700];
@@ -44,7 +45,7 @@ fn read_all(saver: &mut Saver<ModelDevice>) -> Result<(Chunk, Vec<u8>), VfioErro
     }
 }
 
-/// A loader that is ready to take state.
+/// Returns a loader that is ready to load a state.
 fn loading(device: &ModelDevice) -> Loader<ModelDevice> {
     let mut loader = Loader::new(device.clone(), "destination").unwrap();
     loader.begin().unwrap();

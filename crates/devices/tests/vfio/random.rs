@@ -1,5 +1,5 @@
-//! Random devices, random faults: the state arrives byte for byte, or the failure is clean and the source runs again. Never do
-//! both sides run. The seed is printed; `STERNA_TEST_SEED` repeats a run.
+//! Random devices, random faults: the state arrives byte for byte, or the failure is clean and the source runs again.
+//! Never do both sides run. The seed is printed; `STERNA_TEST_SEED` repeats a run.
 
 use std::thread;
 
@@ -34,7 +34,7 @@ impl Side {
                 flags: Some(flags),
                 state: if live { state.clone() } else { vec![0; state.len()] },
                 live,
-                most: 1 + random.index(2000),
+                max_transfer: 1 + random.index(2000),
                 seed: random.once_in(2).then(|| random.next_u64()),
                 zero_for_nothing: random.once_in(4),
                 bad_state_is_error: random.once_in(2),
@@ -75,7 +75,7 @@ fn fault(random: &mut Random) -> Fault {
     }
 }
 
-/// What is in common of moving a device before and after the stop: reads to the end, or to nothing now.
+/// Moves a device's state before or after the stop: reads until there is nothing now, or the end.
 fn carry(
     saver: &mut Saver<ModelDevice>,
     loader: &mut Loader<ModelDevice>,
@@ -89,7 +89,7 @@ fn carry(
     }
 }
 
-/// A migration up to the decision to whom the guest belongs.
+/// Runs a migration up to the decision to which host the guest belongs.
 fn migrate(
     random: &mut Random,
     from: &Side,
@@ -122,7 +122,7 @@ fn migrate(
     let peers = if from.all_p2p { Peers::MayWrite } else { Peers::Separate };
     stop_together(&mut savers.iter_mut().collect::<Vec<_>>(), peers)?;
     assert_eq!(from.fabric.running(), 0);
-    // Each device's state by a thread of its own, as an engine has it.
+    // Each device's state on a separate thread, as in an engine.
     thread::scope(|scope| {
         let moving: Vec<_> = savers
             .iter_mut()
@@ -141,7 +141,7 @@ fn migrate(
     Ok(())
 }
 
-/// Until `act` succeeds: faults are few. The last error if they were not.
+/// Repeats `act` until it succeeds, because faults are few. Returns the last error if they are not.
 fn insist(mut act: impl FnMut() -> Result<(), VfioError>) -> Result<(), VfioError> {
     for _ in 0..5 {
         if act().is_ok() {
@@ -203,7 +203,7 @@ fn case(seed: u64) -> (Outcome, usize) {
             assert_eq!(to.fabric.running(), 0);
             let mut all: Vec<_> = savers.iter_mut().collect();
             let mut reset = false;
-            // As many resets as there are faults that can take a device to ERROR, also on the way back.
+            // As many resets as there are faults that can take a device to ERROR, also during the abort.
             while let Err(error) = insist(|| abort_together(&mut all)) {
                 assert!(matches!(error, VfioError::NeedsReset { .. }), "{error}");
                 let failed: Vec<_> = all.iter_mut().filter(|saver| saver.state() == Some(State::Error)).collect();
@@ -217,7 +217,7 @@ fn case(seed: u64) -> (Outcome, usize) {
             if reset {
                 Outcome::StayedAfterReset
             } else {
-                assert_eq!(from.contents(), contents, "giving up changed the state");
+                assert_eq!(from.contents(), contents, "the abort changed the state");
                 assert_eq!(from.fabric.running(), states.len());
                 Outcome::Stayed
             }
@@ -252,7 +252,7 @@ fn state_arrives_or_the_source_runs_again() {
     let all = [Outcome::Moved, Outcome::Stayed, Outcome::StayedAfterReset, Outcome::MovedToFailed];
     println!("seeds from {first}: {:?}", all.map(|outcome| (outcome, count(outcome))));
     if one.is_none() {
-        assert!(all.iter().all(|outcome| count(*outcome) > 0), "a case that these seeds never met");
+        assert!(all.iter().all(|outcome| count(*outcome) > 0), "an outcome that these seeds never produced");
         assert!(outcomes.iter().all(|(outcome, faults)| *faults > 0 || *outcome == Outcome::Moved));
     }
 }

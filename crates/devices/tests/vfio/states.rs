@@ -1,4 +1,4 @@
-//! The model's state machine against what the header says, for every set of flags.
+//! The model's state machine compared with the header, for every set of flags.
 
 use super::{ALL, FLAGS, errno, some_state};
 use sterna_devices::vfio::model::{Call, Config, Fault, Leaves, ModelDevice, arcs};
@@ -8,7 +8,8 @@ fn device(flags: Flags) -> ModelDevice {
     ModelDevice::new(Config::with_state(some_state(3000)).flags(flags))
 }
 
-/// A device in `state`, or `None` where it is not offered. One in RESUMING has a whole state written.
+/// Returns a device in `state`, or `None` if the state is not offered. A device in RESUMING has received a complete
+/// state.
 fn device_in(flags: Flags, state: State) -> Option<(ModelDevice, Option<impl Data>)> {
     if !state.offered(flags) {
         return None;
@@ -27,7 +28,7 @@ fn device_in(flags: Flags, state: State) -> Option<(ModelDevice, Option<impl Dat
     Some((device, stream))
 }
 
-/// What a device of these tests gives when it is stopped.
+/// Returns the stream of a stopped device of these tests.
 fn whole_stream(flags: Flags) -> Vec<u8> {
     let device = device(flags);
     let mut stream = device.set_state(State::StopCopy).unwrap().unwrap();
@@ -38,9 +39,10 @@ fn whole_stream(flags: Flags) -> Vec<u8> {
     whole
 }
 
-/// The combinations that the kernel's documentation of `vfio_mig_get_next_state()` spells out for a device with everything.
+/// The paths that the kernel's documentation of `vfio_mig_get_next_state()` lists for a device with all optional
+/// states.
 #[test]
-fn combinations_go_the_ways_that_the_kernel_documents() {
+fn changes_of_state_take_the_paths_that_the_kernel_documents() {
     use State::{PreCopy as PRE, PreCopyP2p as PRE_P2P, Resuming as RES, Running as RUN, RunningP2p as P2P};
     use State::{Stop as STOP, StopCopy as COPY};
     let documented: [&[State]; 26] = [
@@ -72,20 +74,21 @@ fn combinations_go_the_ways_that_the_kernel_documents() {
         &[PRE, PRE_P2P],
     ];
     for way in documented {
-        assert_eq!(arcs::way(ALL, way[0], way[way.len() - 1]).as_deref(), Some(&way[1..]), "{way:?}");
+        assert_eq!(arcs::path(ALL, way[0], way[way.len() - 1]).as_deref(), Some(&way[1..]), "{way:?}");
     }
 }
 
-/// Optional states that a device lacks are left out of the ways of the one that has everything: nothing else changes.
+/// Optional states that a device lacks are omitted from the paths of a device that has all of them; nothing else
+/// changes.
 #[test]
 fn a_device_without_optional_states_skips_them() {
     let states = State::ALL.into_iter().filter(|state| *state != State::Error);
     for flags in FLAGS {
         for from in states.clone().filter(|state| state.offered(flags)) {
             for to in states.clone().filter(|state| state.offered(flags)) {
-                let full = arcs::way(ALL, from, to);
+                let full = arcs::path(ALL, from, to);
                 let expected = full.map(|way| way.into_iter().filter(|state| state.offered(flags)).collect::<Vec<_>>());
-                assert_eq!(arcs::way(flags, from, to), expected, "{flags:?}: {from} to {to}");
+                assert_eq!(arcs::path(flags, from, to), expected, "{flags:?}: {from} to {to}");
             }
         }
     }
@@ -119,7 +122,7 @@ fn every_change_of_state_is_done_or_refused_with_einval_and_nothing_changed() {
             }
         }
     }
-    // Of 5, 6, 6 and 8 states (with ERROR), but for the ones above.
+    // Of 5, 6, 6 and 8 states (with ERROR), without the ones above.
     assert_eq!((done, refused), (16 + 25 + 24 + 47, 5 * 10 + 6 * 10 + 6 * 10 + 8 * 10 - 112));
 }
 
@@ -184,7 +187,7 @@ fn in_precopy_the_stream_ends_for_now_and_in_stop_copy_for_good() {
 }
 
 #[test]
-fn what_does_not_load_is_refused_when_resuming_is_left() {
+fn an_invalid_state_is_refused_when_the_device_leaves_resuming() {
     let whole = whole_stream(ALL);
     let mut repeated = whole.clone();
     repeated.extend(&whole);
@@ -209,7 +212,7 @@ fn what_does_not_load_is_refused_when_resuming_is_left() {
 }
 
 #[test]
-fn faults_leave_the_device_where_they_say() {
+fn faults_leave_the_device_in_the_configured_state() {
     let cases = [
         (Leaves::Unchanged, State::PreCopy),
         (Leaves::Midway(1), State::Running),
@@ -234,7 +237,7 @@ fn faults_leave_the_device_where_they_say() {
 }
 
 #[test]
-fn a_fault_waits_for_its_turn_and_happens_once() {
+fn a_fault_occurs_once_after_its_number_of_calls() {
     let device = device(ALL);
     device.fail(Fault { after: 2, errno: libc::ENOSPC, ..Fault::of(Call::DataSize) });
     let answers: Vec<_> = (0..5).map(|_| device.data_size().map_err(|error| error.raw_os_error())).collect();
@@ -243,7 +246,7 @@ fn a_fault_waits_for_its_turn_and_happens_once() {
 }
 
 #[test]
-fn a_device_that_does_not_migrate_says_enotty_to_all_of_it() {
+fn a_device_that_does_not_migrate_answers_enotty_to_every_call() {
     let device = ModelDevice::new(Config { flags: None, dma_page_size: None, ..Config::empty(10) });
     assert_eq!(errno(device.migration()), libc::ENOTTY);
     assert_eq!(errno(device.state()), libc::ENOTTY);

@@ -47,7 +47,7 @@ fn all_are_quiesced_before_one_stops_and_all_run_quiesced_before_one_writes() {
 }
 
 #[test]
-fn the_fabric_sees_what_the_order_is_for() {
+fn the_fabric_detects_a_wrong_order() {
     let fabric = Fabric::default();
     let (_devices, mut savers) = devices(&fabric, &[ALL, ALL]);
     savers[0].stop().unwrap();
@@ -55,7 +55,7 @@ fn the_fabric_sees_what_the_order_is_for() {
 }
 
 #[test]
-fn one_without_p2p_is_stopped_alone_or_with_the_callers_word_only() {
+fn a_device_without_p2p_is_stopped_alone_or_with_the_callers_declaration() {
     let fabric = Fabric::default();
     let (devices, mut savers) = devices(&fabric, &[ALL, Flags::STOP_COPY]);
     let error = stop_together(&mut all(&mut savers), Peers::MayWrite).unwrap_err();
@@ -69,7 +69,7 @@ fn one_without_p2p_is_stopped_alone_or_with_the_callers_word_only() {
 }
 
 #[test]
-fn when_one_cannot_stop_all_run_again() {
+fn if_one_device_cannot_stop_all_run_again() {
     for call in [State::PreCopyP2p, State::StopCopy].map(Call::SetStateTo) {
         let fabric = Fabric::default();
         let (devices, mut savers) = devices(&fabric, &[ALL; 3]);
@@ -101,7 +101,7 @@ fn while_one_has_failed_no_other_may_write_and_after_its_reset_all_run() {
 }
 
 #[test]
-fn running_is_tried_again_where_it_failed() {
+fn a_failed_run_can_be_retried() {
     let there = Fabric::default();
     let (_source, mut savers) = devices(&Fabric::default(), &[ALL; 2]);
     stop_together(&mut all(&mut savers), Peers::MayWrite).unwrap();

@@ -1,4 +1,4 @@
-//! vfio-user: the consumer against servers, right and wrong ones, with a device in software behind them.
+//! vfio-user: the consumer with correct and faulty servers, with a device in software behind them.
 
 mod libvfio_user;
 pub(crate) mod server;
@@ -15,12 +15,12 @@ use sterna_devices::vfio_user::{Client, Command, Connection, VfioUserDevice};
 use super::some_state;
 use server::{Manner, Server, Trouble, reach};
 
-/// What vfio-user has: no P2P.
+/// The flags that vfio-user can have: no P2P.
 pub(crate) const FLAGS: [Flags; 2] = [Flags::STOP_COPY, Flags::STOP_COPY.with_pre_copy()];
 
 type Remote = VfioUserDevice<Client>;
 
-/// A device in software, its server, and the way to it.
+/// Returns a device in software, its server, and the remote device.
 fn remote(config: Config, manner: Manner) -> (ModelDevice, Server, Remote) {
     let model = ModelDevice::new(config);
     let (server, stream) = Server::start(model.clone(), manner);
@@ -35,7 +35,7 @@ fn destination(size: usize) -> Config {
     Config::empty(size).flags(FLAGS[1])
 }
 
-/// Moves all of a device's state, ahead where it can; `changes` is between that and the stop.
+/// Moves all of a device's state, ahead if possible; calls `changes` between that and the stop.
 fn carry(from: Remote, to: Remote, buffer: usize, changes: impl FnOnce()) -> Result<(), VfioError> {
     let (mut saver, mut loader) = (Saver::new(from, "source")?, Loader::new(to, "destination")?);
     let mut buffer = vec![0; buffer];
@@ -70,7 +70,7 @@ fn state_arrives_whole_in_messages_of_any_size() {
                 let manner = || Manner { enomsg, padded, ..Manner::with_max_data(max_data) };
                 let size = if max_data == 1 { 100 } else { 5000 };
                 let (model, _server, from) =
-                    remote(Config { most, seed: Some(3), ..source(size) }.flags(flags), manner());
+                    remote(Config { max_transfer: most, seed: Some(3), ..source(size) }.flags(flags), manner());
                 let (there, _other, to) = remote(destination(size).flags(flags), manner());
                 carry(from, to, buffer, || (0..50).for_each(|at| assert!(model.run(at)))).unwrap();
                 assert_eq!(there.contents(), model.contents());
@@ -82,26 +82,26 @@ fn state_arrives_whole_in_messages_of_any_size() {
 }
 
 #[test]
-fn what_the_server_takes_in_one_message_is_negotiated() {
-    let said = |capabilities: &str| {
+fn the_servers_maximum_message_size_is_negotiated() {
+    let negotiated = |capabilities: &str| {
         let manner = Manner { capabilities: capabilities.as_bytes().to_vec(), ..Manner::default() };
         let (_server, stream) = Server::start(ModelDevice::new(source(10)), manner);
         Client::new(stream, Duration::from_secs(60)).map(|client| client.max_data())
     };
-    let with = |text: &str| said(&format!("{{\"capabilities\":{{{text}}}}}\0"));
+    let with = |text: &str| negotiated(&format!("{{\"capabilities\":{{{text}}}}}\0"));
     assert_eq!(with("\"max_data_xfer_size\":70000").unwrap(), 70_000);
     assert_eq!(with("\"max_data_xfer_size\":18446744073709551615").unwrap(), 1 << 20);
     for nothing in ["", "{}\0", "{\"capabilities\":{}}\0", "{\"capabilities\":{\"max_msg_fds\":1}}\0"] {
-        assert_eq!(said(nothing).unwrap(), 1 << 20);
+        assert_eq!(negotiated(nothing).unwrap(), 1 << 20);
     }
     for wrong in ["\"max_data_xfer_size\":0", "\"max_data_xfer_size\":-1", "\"max_data_xfer_size\":\"much\""] {
         assert!(with(wrong).unwrap_err().to_string().contains("bytes of data in a message"));
     }
-    assert!(said("{}").unwrap_err().to_string().contains("do not end in 0"));
+    assert!(negotiated("{}").unwrap_err().to_string().contains("do not end in 0"));
     for wrong in ["\0", "{\0", "\u{1}\0"] {
-        assert!(said(wrong).unwrap_err().to_string().contains("cannot be read"), "{wrong:?}");
+        assert!(negotiated(wrong).unwrap_err().to_string().contains("cannot be read"), "{wrong:?}");
     }
-    let long = said(&format!("{}\0", " ".repeat(70_000))).unwrap_err();
+    let long = negotiated(&format!("{}\0", " ".repeat(70_000))).unwrap_err();
     assert!(long.to_string().contains("were asked for"), "{long}");
     for version in [(1, 1), (0, 2)] {
         let (_server, stream) = Server::start(ModelDevice::new(source(10)), Manner { version, ..Manner::default() });
@@ -113,7 +113,7 @@ fn what_the_server_takes_in_one_message_is_negotiated() {
     assert_eq!(Client::new(stream, Duration::from_secs(60)).unwrap_err().raw_os_error(), Some(libc::EINVAL));
 }
 
-/// What the server does wrong, and the words for it.
+/// The faults of a server, and the error texts.
 const TROUBLES: [(Trouble, &str); 11] = [
     (Trouble::OtherNumber, "is answered as command"),
     (Trouble::OtherCommand, "is answered as command"),
@@ -123,13 +123,13 @@ const TROUBLES: [(Trouble, &str); 11] = [
     (Trouble::Silence, "did not answer within"),
     (Trouble::Ends, "closed the connection"),
     (Trouble::EndsMidway, "closed the connection"),
-    (Trouble::AsksTooMuch, "command 11 with flags 0x0 has"),
+    (Trouble::SendsTooLong, "command 11 with flags 0x0 has"),
     (Trouble::Floods, "did not answer within"),
     (Trouble::OtherType, "unknown type 2"),
 ];
 
 #[test]
-fn a_server_that_does_not_keep_to_the_protocol_is_lost_and_nobody_waits_for_it() {
+fn a_server_that_violates_the_protocol_is_lost_and_not_waited_for() {
     for (trouble, words) in TROUBLES {
         let nothing_comes = matches!(trouble, Trouble::Silence | Trouble::Floods);
         let patience = Duration::from_millis(if nothing_comes { 100 } else { 60_000 });
@@ -146,22 +146,22 @@ fn a_server_that_does_not_keep_to_the_protocol_is_lost_and_nobody_waits_for_it()
             };
             assert!(error.to_string().contains(words), "{trouble:?}: {error}");
             assert_eq!(error.raw_os_error(), None);
-            // For good: what would come next could be the reply to this.
+            // The connection is lost for good: the next message could be the reply to this command.
             let error = device.state().unwrap_err();
-            assert!(error.to_string().contains("was given up") && error.to_string().contains(words), "{error}");
+            assert!(error.to_string().contains("was shut down") && error.to_string().contains(words), "{error}");
         }
     }
 }
 
 #[test]
-fn a_reply_that_holds_less_or_more_than_it_may_is_an_error() {
-    for trouble in [Trouble::Shorter, Trouble::SaysMore] {
+fn a_reply_that_is_too_short_or_too_long_is_an_error() {
+    for trouble in [Trouble::Shorter, Trouble::ClaimsMore] {
         let (_model, _server, device) = remote(source(5000), Manner::trouble(Command::MIG_DATA_READ, 0, trouble));
         let mut stream = device.set_state(State::StopCopy).unwrap().unwrap();
         let error = sterna_devices::vfio::Data::read(&mut stream, &mut [0; 100]).unwrap_err();
         assert!(error.to_string().contains("bytes where"), "{error}");
     }
-    // What changes a state is to say so.
+    // A change of state must report the new state.
     for (trouble, words) in [(Trouble::Shorter, "bytes where"), (Trouble::OtherState, "went to RUNNING_P2P")] {
         let (_model, _server, device) = remote(source(5000), Manner::trouble(Command::DEVICE_FEATURE, 1, trouble));
         let error = device.set_state(State::Resuming).unwrap_err();
@@ -180,27 +180,27 @@ fn a_reply_that_holds_less_or_more_than_it_may_is_an_error() {
 }
 
 #[test]
-fn a_servers_errors_are_the_kernels_and_no_errno_is_one() {
-    let said = [
+fn a_servers_errors_are_the_kernels_and_error_0_is_a_violation() {
+    let negotiated = [
         (Trouble::Errno(libc::EIO), libc::EIO),
         (Trouble::Errno(libc::ENOSPC), libc::ENOSPC),
         (Trouble::LoudError(libc::ENOSPC), libc::ENOSPC),
         (Trouble::Errno(0), libc::EIO),
         (Trouble::Errno(5000), libc::EIO),
-        // Nobody asks again for ever.
+        // The caller does not retry for ever.
         (Trouble::Errno(libc::EINTR), libc::EIO),
     ];
-    for (number, means) in said {
+    for (number, means) in negotiated {
         let (_model, _server, device) = remote(source(10), Manner::trouble(Command::DEVICE_FEATURE, 0, number));
         assert_eq!(super::errno(device.state()), means, "{number:?}");
-        assert_eq!(super::errno(device.state()), means, "it goes on as before");
+        assert_eq!(super::errno(device.state()), means, "the connection continues as before");
     }
 }
 
 #[test]
 fn commands_of_the_server_are_refused_and_the_reply_is_found_behind_them() {
     for command in [Command::DEVICE_FEATURE, Command::MIG_DATA_READ, Command::MIG_DATA_WRITE] {
-        let manner = || Manner::trouble(command, 1, Trouble::Asks);
+        let manner = || Manner::trouble(command, 1, Trouble::SendsCommands);
         let (model, _server, from) = remote(source(3000), manner());
         let (there, _other, to) = remote(destination(3000), manner());
         carry(from, to, 700, || ()).unwrap();
@@ -209,12 +209,12 @@ fn commands_of_the_server_are_refused_and_the_reply_is_found_behind_them() {
 }
 
 #[test]
-fn a_stream_begins_where_the_kernels_would() {
+fn a_stream_begins_at_the_same_steps_as_the_kernels() {
     for from in [State::Running, State::PreCopy, State::Stop, State::StopCopy] {
         for to in State::ALL {
             let (model, _server, device) = remote(source(100), Manner::default());
             let alone = ModelDevice::new(source(100));
-            // Streams of the model end where they are dropped, as they would not be by a program.
+            // Streams of the model end when they are dropped here; a program would keep them.
             let _keep = (device.set_state(from).unwrap(), alone.set_state(from).unwrap());
             let (theirs, ours) = (alone.set_state(to), device.set_state(to));
             match (theirs, ours) {
@@ -228,7 +228,7 @@ fn a_stream_begins_where_the_kernels_would() {
 }
 
 #[test]
-fn what_the_server_writes_is_reported_and_other_bits_stay() {
+fn pages_that_the_server_writes_are_reported_and_other_bits_stay() {
     let (model, _server, device) = remote(source(100), Manner::default());
     let range = DmaRange { iova: 1 << 20, length: 200 * 4096 };
     assert_eq!(device.dma_logging_start(4096, &[range]).unwrap(), 4096);
@@ -259,7 +259,7 @@ fn a_device_without_migration_is_refused_before_anything_is_begun() {
 }
 
 #[test]
-fn a_reset_that_does_not_reset_is_no_success() {
+fn a_reset_without_effect_is_an_error() {
     let (model, _server, device) = remote(source(10), Manner::default());
     let _stream = device.set_state(State::Resuming).unwrap();
     device.reset().unwrap();
@@ -267,7 +267,7 @@ fn a_reset_that_does_not_reset_is_no_success() {
     let (model, _server, device) = remote(source(10), Manner::default());
     model.fail(Fault { leaves: Leaves::InError, ..Fault::of(Call::SetState) });
     assert_eq!(super::errno(device.set_state(State::Stop)), libc::EIO);
-    // The server answers without having done anything.
+    // The server answers without doing anything.
     let lazy = Lazy(model);
     let (_server, stream) = Server::start(lazy, Manner::default());
     let error = reach(stream).unwrap().reset().unwrap_err();
@@ -314,7 +314,7 @@ impl Device for Lazy {
 }
 
 #[test]
-fn a_server_that_is_gone_fails_the_saver_and_the_loader_and_says_so() {
+fn a_server_that_is_gone_fails_the_saver_and_the_loader_with_the_reason() {
     let (model, server, device) = remote(source(5000), Manner::default());
     let mut saver = Saver::new(device, "nic").unwrap();
     saver.begin(u64::MAX).unwrap();
@@ -323,11 +323,11 @@ fn a_server_that_is_gone_fails_the_saver_and_the_loader_and_says_so() {
     let error = saver.read(&mut [0; 100]).unwrap_err();
     assert!(matches!(&error, VfioError::Read { after: 100, .. }), "{error}");
     let error = saver.abort().unwrap_err();
-    assert!(error.to_string().contains("was given up"), "{error}");
+    assert!(error.to_string().contains("was shut down"), "{error}");
     assert_eq!((saver.state(), model.is_in()), (None, State::PreCopy));
 
     assert!(Client::connect("/nowhere/at/all".as_ref(), Duration::from_secs(1)).is_err());
-    // Nobody lets anybody in, and the queue is full.
+    // The server accepts no client, and its queue is full.
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("socket");
     let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
@@ -342,7 +342,7 @@ fn a_server_that_is_gone_fails_the_saver_and_the_loader_and_says_so() {
         }
     };
     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
-    assert!(error.to_string().contains("lets nobody in now"), "{error}");
+    assert!(error.to_string().contains("accepts no client now"), "{error}");
     let (alone, silent) = UnixStream::pair().unwrap();
     let error = Client::new(alone, Duration::from_millis(20)).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);

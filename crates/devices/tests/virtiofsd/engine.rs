@@ -1,5 +1,5 @@
-//! The same moves by the library: the guest's memory in rounds, the state of virtiofsd as a device's, and what is the monitor's own (where
-//! the rings are) in the monitor's state.
+//! The same moves by the library: the guest's memory in rounds, the state of virtiofsd as a device's, and the monitor's
+//! own state (the positions of the rings).
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::sync::{Arc, Mutex};
@@ -19,8 +19,8 @@ use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 use super::support::{Daemon, Fuse, Machine, ROOT};
 use super::{Shared, Side, lengthen};
 
-const WAYS: [DeviceChannels; 3] = [DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial];
-/// Far more than any back-end here needs.
+const CHANNELS: [DeviceChannels; 3] = [DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial];
+/// A time limit that no correct back-end reaches.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A daemon that a test may end.
@@ -30,16 +30,16 @@ fn kill(daemon: &Process) {
     daemon.lock().unwrap().kill();
 }
 
-/// A monitor, at either side.
+/// A monitor, on either side.
 struct Monitor {
     guest: Fuse,
     device: super::Device,
     daemon: Process,
     dirty: DirtyMarker,
-    /// A file that the guest writes when it is about to be stopped: its last request.
+    /// A file that the guest writes when it is about to be paused: its last request.
     last: Option<(u64, u64)>,
     runs: bool,
-    /// Of the back-ends of the next migration.
+    /// The time limit of the back-ends of the next migration.
     patience: Duration,
 }
 
@@ -79,7 +79,7 @@ impl SourceVmm for Monitor {
             self.write(opened, 0, b"written last");
         }
         self.guest.machine.suspend(&self.device);
-        // This back-end does not log what it writes; the monitor knows where that can be.
+        // This back-end does not log its writes; the monitor knows where they can be.
         self.dirty.mark(0, Machine::written());
         self.runs = false;
         Ok(())
@@ -117,12 +117,12 @@ impl DestinationVmm for Monitor {
     }
 }
 
-/// Moves the guest of `from` to a new daemon; both monitors, and what the two sides say.
+/// Moves the guest of `from` to a new daemon. Returns the destination's monitor, and the results of the two sides.
 fn migrate(
     shared: &Shared,
     from: &mut Monitor,
     log: ReportedLog,
-    ways: DeviceChannels,
+    channels: DeviceChannels,
     saving: impl FnOnce(Box<dyn SaveDevice>) -> Box<dyn SaveDevice>,
     loading: impl FnOnce(Box<dyn LoadDevice>, &Process) -> Box<dyn LoadDevice>,
 ) -> (Monitor, Result<Report, MigrationError>, Result<(), MigrationError>) {
@@ -137,8 +137,8 @@ fn migrate(
     let address = listening.address().clone();
     let device = VhostUserSource::new(from.device.back_end("fs-source"), from.patience);
     let source = Source::new(from.guest.machine.ram(), Box::new(log)).device(id(), saving(Box::new(device)));
-    // Whatever the machine is busy with, the guest is to be stopped.
-    let source = source.device_channels(ways).downtime(Duration::from_secs(20));
+    // So long that the guest is paused also on a busy machine.
+    let source = source.device_channels(channels).downtime(Duration::from_secs(20));
     let (sent, received) = std::thread::scope(|scope| {
         let monitor = &mut to;
         let receiving = scope.spawn(move || listening.run(monitor, &Cancel::new(), &()));
@@ -151,16 +151,16 @@ fn migrate(
 #[test]
 fn a_guest_moves_with_its_memory_and_its_open_files() {
     let Some(shared) = Shared::new() else { return };
-    for ways in WAYS {
+    for channels in CHANNELS {
         let mut source = shared.source(&[]);
-        let name = format!("file-{ways:?}");
+        let name = format!("file-{channels:?}");
         let opened = source.create(ROOT, &name);
         source.write(opened, 0, b"before the move");
         source.device.announce();
         let (mut from, log) = Monitor::new(source, true);
         from.last = Some(opened);
 
-        let (mut to, sent, received) = migrate(&shared, &mut from, log, ways, |device| device, |device, _| device);
+        let (mut to, sent, received) = migrate(&shared, &mut from, log, channels, |device| device, |device, _| device);
 
         received.unwrap();
         let report = sent.unwrap();
@@ -170,13 +170,13 @@ fn a_guest_moves_with_its_memory_and_its_open_files() {
         assert_eq!(to.read(opened), b"written lastove");
         to.write(opened, 12, b", and there");
         assert_eq!(std::fs::read(shared.host().join(&name)).expect("the file"), b"written last, and there");
-        assert_eq!(to.guest.lookup(&to.device, ROOT, &name).expect("LOOKUP"), opened.0, "node numbers go on");
-        let next = to.guest.create(&to.device, ROOT, &format!("next-{ways:?}")).expect("CREATE");
+        assert_eq!(to.guest.lookup(&to.device, ROOT, &name).expect("LOOKUP"), opened.0, "node numbers stay");
+        let next = to.guest.create(&to.device, ROOT, &format!("next-{channels:?}")).expect("CREATE");
         assert!(next.0 != opened.0 && next.1 != opened.1);
     }
 }
 
-/// Ends a daemon when the first bytes of its state have come.
+/// Kills a daemon when the first bytes of its state have arrived.
 struct KillsSource(Box<dyn SaveDevice>, Process);
 
 struct KillsOnWrite<'a>(&'a mut dyn Write, &'a Process);
@@ -198,7 +198,7 @@ impl SaveDevice for KillsSource {
     }
 }
 
-/// Does something to a daemon when it has been given the first bytes of its state.
+/// Calls a function on a daemon once it has received the first bytes of its state.
 struct Loses(Box<dyn LoadDevice>, Process, fn(&mut Daemon));
 
 impl LoadDevice for Loses {
@@ -224,7 +224,7 @@ impl Read for LosesOnSecondRead<'_> {
         self.state.read(buffer)
     }
 }
-/// A guest with an open file and a state that is longer than a pipe has room for.
+/// Returns a guest with an open file and a state that is longer than fits a pipe.
 fn with_a_long_state(shared: &Shared) -> (Monitor, ReportedLog, (u64, u64)) {
     let mut source = shared.source(&[]);
     let opened = source.create(ROOT, "file");
@@ -235,7 +235,7 @@ fn with_a_long_state(shared: &Shared) -> (Monitor, ReportedLog, (u64, u64)) {
 }
 
 #[test]
-fn where_the_destinations_daemon_dies_the_guest_goes_on_at_the_source_and_moves_later() {
+fn if_the_destinations_daemon_dies_the_guest_continues_at_the_source_and_moves_later() {
     let Some(shared) = Shared::new() else { return };
     let (mut from, log, opened) = with_a_long_state(&shared);
     let kills =
@@ -258,7 +258,7 @@ fn where_the_destinations_daemon_dies_the_guest_goes_on_at_the_source_and_moves_
 }
 
 #[test]
-fn where_the_sources_daemon_dies_the_error_names_it() {
+fn if_the_sources_daemon_dies_the_error_names_it() {
     let Some(shared) = Shared::new() else { return };
     let (mut from, log, _) = with_a_long_state(&shared);
     let daemon = from.daemon.clone();
@@ -266,14 +266,14 @@ fn where_the_sources_daemon_dies_the_error_names_it() {
     let (to, sent, received) = migrate(&shared, &mut from, log, DeviceChannels::Mixed, kills, |device, _| device);
     let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
     assert!(received.reason.contains("fs/0") && received.reason.contains("fs-source"), "{received}");
-    // The device is gone there too, and this monitor does not let a guest run without it.
+    // The device is gone there too, and this monitor does not resume a guest without it.
     assert!(sent.reason.contains("the back-end fs0 has ended"), "{sent}");
     assert_eq!((sent.guest, received.guest), (GuestState::PausedAtSource, GuestState::NotHere), "{sent}; {received}");
     assert!(!from.runs && !to.runs);
 }
 
 #[test]
-fn a_destinations_daemon_that_hangs_is_given_up_and_the_guest_goes_on_at_the_source() {
+fn if_the_destinations_daemon_hangs_the_migration_fails_and_the_guest_continues_at_the_source() {
     let Some(shared) = Shared::new() else { return };
     let (mut from, log, opened) = with_a_long_state(&shared);
     from.patience = Duration::from_secs(1);
@@ -288,7 +288,7 @@ fn a_destinations_daemon_that_hangs_is_given_up_and_the_guest_goes_on_at_the_sou
 }
 
 #[test]
-fn where_the_destinations_daemon_refuses_its_state_the_guest_goes_on_at_the_source() {
+fn if_the_destinations_daemon_refuses_its_state_the_guest_continues_at_the_source() {
     let Some(shared) = Shared::new() else { return };
     let (source, open) = super::with_a_deleted_file(&shared, "--migration-mode=find-paths");
     let (mut from, log) = Monitor::new(source, true);

@@ -1,5 +1,5 @@
-//! A device's state moved between two processes of a back-end that other people wrote: virtiofsd. The test is the monitor and the
-//! guest: it drives the file system over a virtqueue, and what it has open goes on to be open.
+//! A device's state is moved between two processes of virtiofsd, a back-end of another project. The test is the monitor
+//! and the guest: it uses the file system over a virtqueue, and its open files stay open.
 
 mod engine;
 mod support;
@@ -14,13 +14,13 @@ use tempfile::TempDir;
 /// Linux's numbers.
 const EIO: i32 = 5;
 
-/// What both sides have: the program, and the directory that it shares.
+/// The program and the shared directory, which both sides use.
 struct Shared {
     program: PathBuf,
     directory: TempDir,
 }
 
-/// A daemon, a guest, and what is between them.
+/// A daemon, a guest, and the device between them.
 struct Side {
     daemon: Daemon,
     device: Device,
@@ -28,7 +28,7 @@ struct Side {
 }
 
 impl Shared {
-    /// `None` where there is no virtiofsd.
+    /// Returns `None` without a virtiofsd.
     fn new() -> Option<Shared> {
         Some(Shared { program: program()?, directory: tempfile::tempdir().expect("a directory") })
     }
@@ -37,7 +37,7 @@ impl Shared {
         self.directory.path()
     }
 
-    /// A guest that has mounted the directory.
+    /// Returns a guest that has mounted the directory.
     fn source(&self, options: &[&str]) -> Side {
         let daemon = Daemon::start(&self.program, self.host(), options);
         let machine = Machine::new();
@@ -48,7 +48,7 @@ impl Shared {
         Side { daemon, device, guest }
     }
 
-    /// Another daemon, and the guest's memory there; the rings are not started.
+    /// Returns another daemon, with the guest's memory; the rings are not started.
     fn destination(&self, source: &Side, options: &[&str]) -> Side {
         let daemon = Daemon::start(&self.program, self.host(), options);
         let guest = source.guest.moved();
@@ -56,7 +56,7 @@ impl Shared {
         Side { daemon, device, guest }
     }
 
-    /// Another daemon, and a guest of which nothing is there yet.
+    /// Returns another daemon, with an empty guest.
     fn empty_destination(&self) -> Side {
         let daemon = Daemon::start(&self.program, self.host(), &[]);
         let guest = Fuse::new(Machine::new());
@@ -64,7 +64,7 @@ impl Shared {
         Side { daemon, device, guest }
     }
 
-    /// All of a move. The source is gone afterwards.
+    /// Moves the guest completely. The source is gone afterwards.
     fn moved(&self, mut source: Side, options: &[&str]) -> Side {
         source.suspend();
         let mut destination = self.destination(&source, options);
@@ -88,7 +88,7 @@ impl Side {
         self.guest.machine.suspend(&self.device);
     }
 
-    /// The suspended device's state.
+    /// Saves the suspended device's state.
     fn state(&self) -> Vec<u8> {
         save(&self.back_end("fs-source")).expect("the source saves")
     }
@@ -97,7 +97,7 @@ impl Side {
         self.guest.lookup(&self.device, parent, name).expect("LOOKUP")
     }
 
-    /// A new file that is open: its node and handle.
+    /// Creates a file and returns its node and handle.
     fn create(&mut self, parent: u64, name: &str) -> (u64, u64) {
         self.guest.create(&self.device, parent, name).expect("CREATE")
     }
@@ -106,7 +106,7 @@ impl Side {
         self.guest.write(&self.device, node, handle, at, bytes).expect("WRITE");
     }
 
-    /// What an open file has, up to a thousand bytes.
+    /// Reads an open file, up to a thousand bytes.
     fn read(&mut self, (node, handle): (u64, u64)) -> Result<Vec<u8>, i32> {
         self.guest.read(&self.device, node, handle, 0, 1000)
     }
@@ -127,7 +127,7 @@ fn save(back_end: &BackEnd) -> Result<Vec<u8>, Error> {
 
 fn load(back_end: &BackEnd, state: &[u8]) -> Result<u64, Error> {
     let mut loader = back_end.load(ample())?;
-    // Pieces of another size than they were read in.
+    // Pieces of another size than those read.
     for piece in state.chunks(1000) {
         loader.write(piece, ample())?;
     }
@@ -141,7 +141,7 @@ fn error<T>(result: Result<T, Error>) -> Error {
     }
 }
 
-/// A long state, and the least that it has: many files that the guest has looked up, with long names.
+/// Makes the state long, by many files with long names that the guest has looked up. Returns its minimum length.
 fn lengthen(shared: &Shared, source: &mut Side) -> usize {
     const FILES: usize = 6000;
     const NAME: usize = 250;
@@ -176,7 +176,7 @@ fn a_file_that_was_open_is_read_and_written_through_the_same_handle() {
     assert!([opened.1, created.1].iter().all(|handle| *handle != next.1), "no handle is given twice");
 }
 
-/// Two moves, one after the other, of a guest with many open files.
+/// Moves a guest with many open files twice.
 fn many_files_stay_open(mode: &str, announced: bool) {
     const FILES: u64 = 40;
     let Some(shared) = Shared::new() else { return };
@@ -218,7 +218,7 @@ fn many_files_stay_open_by_their_paths() {
 }
 
 #[test]
-fn many_files_stay_open_where_nobody_announced_the_migration() {
+fn many_files_stay_open_without_an_announced_migration() {
     many_files_stay_open("find-paths", false);
 }
 
@@ -228,14 +228,14 @@ fn many_files_stay_open_by_their_handles() {
 }
 
 #[test]
-fn a_request_that_was_just_made_is_answered_once_by_one_daemon_or_the_other() {
+fn a_request_made_just_before_the_move_is_answered_once_by_either_daemon() {
     const MOVES: u64 = 10;
     let Some(shared) = Shared::new() else { return };
     let mut side = shared.source(&[]);
     let opened @ (node, handle) = side.create(ROOT, "file");
     for turn in 0..MOVES {
         side.guest.begin_write(node, handle, turn, &[b'a' + turn as u8]);
-        // Suspended before the device hears of it, or while it does: both end with the answer in the guest's memory.
+        // Suspended before the device is notified, or meanwhile: both end with the answer in the guest's memory.
         if turn % 2 == 0 {
             side.device.kick();
         }
@@ -255,12 +255,12 @@ fn an_announced_migration_is_prepared_while_the_guest_runs() {
         }
         source.suspend();
         source.state();
-        // What it says where it had to begin only now.
+        // The line that virtiofsd logs if it has to begin only now.
         assert_ne!(source.daemon.log().contains("did not announce migration"), announced);
     }
 }
 
-/// A guest with one file that stays and one that is deleted while it is open.
+/// Returns a guest with one file that stays and one that is deleted while open.
 fn with_a_deleted_file(shared: &Shared, mode: &str) -> (Side, [(u64, u64); 2]) {
     let mut source = shared.source(&[mode]);
     let open = ["stays", "deleted"].map(|name| {
@@ -274,7 +274,7 @@ fn with_a_deleted_file(shared: &Shared, mode: &str) -> (Side, [(u64, u64); 2]) {
 }
 
 #[test]
-fn a_deleted_file_has_no_path_so_the_load_is_refused_and_the_source_goes_on() {
+fn a_deleted_file_has_no_path_so_the_load_is_refused_and_the_source_continues() {
     let Some(shared) = Shared::new() else { return };
     let (mut source, open) = with_a_deleted_file(&shared, "--migration-mode=find-paths");
     source.suspend();
@@ -291,7 +291,7 @@ fn a_deleted_file_has_no_path_so_the_load_is_refused_and_the_source_goes_on() {
 }
 
 #[test]
-fn a_deleted_file_gives_the_guest_errors_where_that_is_asked_for() {
+fn a_deleted_file_gives_the_guest_errors_with_the_option_for_that() {
     let Some(shared) = Shared::new() else { return };
     let (source, [stays, deleted]) = with_a_deleted_file(&shared, "--migration-mode=find-paths");
     let mut destination = shared.moved(source, &["--migration-on-error=guest-error"]);
@@ -300,7 +300,7 @@ fn a_deleted_file_gives_the_guest_errors_where_that_is_asked_for() {
 }
 
 #[test]
-fn a_deleted_file_is_still_there_by_its_handle() {
+fn a_deleted_file_is_found_by_its_handle() {
     const MODE: &str = "--migration-mode=file-handles";
     let Some(shared) = Shared::new() else { return };
     if !may_open_by_handle(shared.host()) {
@@ -315,7 +315,7 @@ fn a_deleted_file_is_still_there_by_its_handle() {
 }
 
 #[test]
-fn a_file_that_was_replaced_unseen_is_found_where_handles_are_verified() {
+fn a_replaced_file_is_detected_if_handles_are_verified() {
     const VERIFY: &str = "--migration-verify-handles";
     let Some(shared) = Shared::new() else { return };
     if !may_open_by_handle(shared.host()) {
@@ -334,7 +334,7 @@ fn a_file_that_was_replaced_unseen_is_found_where_handles_are_verified() {
 }
 
 #[test]
-fn a_damaged_or_truncated_state_is_refused_and_the_whole_one_loads_after_it() {
+fn a_damaged_or_truncated_state_is_refused_and_the_complete_one_loads_after_it() {
     let Some(shared) = Shared::new() else { return };
     let mut source = shared.source(&[]);
     let opened = source.create(ROOT, "file");
@@ -351,7 +351,7 @@ fn a_damaged_or_truncated_state_is_refused_and_the_whole_one_loads_after_it() {
             state.len()
         );
     }
-    // The first byte is the version of what follows.
+    // The first byte is the version of the rest.
     let damaged = [&[0x7f], &state[1..]].concat();
     let error = error(load(&back_end, &damaged));
     assert!(matches!(error, Error::Refused { step: Step::CheckLoaded, .. }), "{error:?}");
@@ -361,7 +361,7 @@ fn a_damaged_or_truncated_state_is_refused_and_the_whole_one_loads_after_it() {
 }
 
 #[test]
-fn a_save_that_was_given_up_leaves_the_device_working_and_can_be_repeated() {
+fn an_aborted_save_leaves_the_device_working_and_can_be_repeated() {
     let Some(shared) = Shared::new() else { return };
     let mut source = shared.source(&[]);
     let opened = source.create(ROOT, "file");
@@ -402,7 +402,7 @@ fn a_daemon_that_is_killed_while_it_saves_or_loads_is_reported() {
     assert!(matches!(loading, Error::Gone { step: Step::Write, .. }), "{loading:?}");
     assert!(loading.to_string().contains("fs-destination"), "{loading}");
 
-    // More than the pipe has room for, so it cannot be done when it is killed.
+    // More than fits the pipe, so the daemon cannot have finished when it is killed.
     let mut saver = source.back_end("fs-source").save(ample()).expect("it begins");
     let mut buffer = vec![0; 4096];
     let mut read = saver.read(&mut buffer, ample()).expect("the beginning");
@@ -420,7 +420,7 @@ fn a_daemon_that_is_killed_while_it_saves_or_loads_is_reported() {
 }
 
 #[test]
-fn a_daemon_that_hangs_is_given_up_at_the_deadline() {
+fn a_daemon_that_hangs_is_an_error_at_the_deadline() {
     let Some(shared) = Shared::new() else { return };
     let mut source = shared.source(&[]);
     lengthen(&shared, &mut source);

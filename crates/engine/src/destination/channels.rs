@@ -8,7 +8,7 @@ use sterna_wire::header::ChannelKind;
 
 use super::target::{RamSink, Target};
 use crate::cpu_time;
-use crate::receive::{PacketRules, ReceiveCounters, SinkError, receive_packets};
+use crate::receive::{ChannelSink, PacketRules, ReceiveCounters, SinkError, receive_packets};
 use crate::session::ExtraChannelHandler;
 use crate::transport::accept_channel;
 
@@ -39,7 +39,7 @@ impl PostCopyChannels {
             let (post_copy, first) = (Arc::clone(post_copy), header.incarnation == 1);
             let (abort, failed, closer) = (Arc::clone(abort), Arc::clone(abort), connection.closer());
             let closing = abort.on_end_while_held(move || closer.close());
-            let mut sink = RamSink::new(&target, 0, false);
+            let mut sink = ChannelSink::new().with_pages(RamSink::new(&target, 0, false));
             let thread = move || {
                 let _closing = closing;
                 let lost = |reason: &dyn Display| {

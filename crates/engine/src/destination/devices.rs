@@ -59,20 +59,21 @@ impl Devices {
 impl Driver<'_> {
     /// Starts the devices' threads, and sends the source their credits.
     pub(super) fn start_devices(&mut self) -> Result<(), String> {
-        let (events, occupied, abort) = (self.events_in.clone(), self.occupied.clone(), Arc::clone(&self.abort));
+        let (events, occupied, abort) =
+            (self.kernel.events.clone(), self.occupied.clone(), Arc::clone(&self.kernel.abort));
         let news = move |news| {
             if abort.is_over() {
                 // An echo: the alarm has the reason.
                 return;
             }
             let failed = if let LoadEvent::Failed(reason) = &news { Some(reason.clone()) } else { None };
-            drop(events.send(Event::Device(news)));
+            events.send(Event::Device(news));
             if let Some(reason) = failed {
                 // The driver may be loading the monitor's state.
                 occupied.raise(reason);
             }
         };
-        let Some(sender) = self.peer.sender() else { return Ok(()) };
+        let Some(sender) = self.kernel.peer.sender() else { return Ok(()) };
         let send = move |message| {
             if let Err(error) = sender.send(&message) {
                 // The link's reading side reports the loss.
@@ -80,7 +81,7 @@ impl Driver<'_> {
             }
         };
         for credit in self.devices.known.credits() {
-            self.peer.send(&credit);
+            self.kernel.peer.send(&credit);
         }
         let devices = std::mem::take(&mut self.devices.waiting);
         let started = self.devices.known.start(devices, &mut self.devices.threads, send, news);
@@ -91,10 +92,10 @@ impl Driver<'_> {
         match news {
             LoadEvent::Loaded(device) => {
                 self.devices.missing -= 1;
-                self.peer.send(&ControlMessage::DeviceLoaded { device });
+                self.kernel.peer.send(&ControlMessage::DeviceLoaded { device });
                 self.all_loaded()
             }
-            LoadEvent::Failed(reason) => self.failed_to_load(&reason),
+            LoadEvent::Failed(reason) => Some(self.failed_to_load(&reason)),
         }
     }
 }

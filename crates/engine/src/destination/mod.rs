@@ -12,9 +12,12 @@
 //! ```
 //! `driver` performs the actions of the switchover's state machine on the caller's thread; `target` places pages in RAM.
 
+mod begin;
 mod channels;
 mod devices;
 mod driver;
+mod late_memory;
+mod loading;
 mod post_copy;
 mod target;
 
@@ -31,16 +34,17 @@ use self::target::Target;
 use crate::cancel::Cancel;
 use crate::device_state::load::share;
 use crate::device_state::{DeviceId, LoadDevice};
-use crate::ledger::MonitorRecord;
-use crate::migration::{DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, RETRANSMIT};
+use crate::migration::{Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, RETRANSMIT};
 use crate::report::{Observer, ReceiveReport};
 use crate::session::{AcceptedSource, Features, UNCHECKED};
+use crate::switchover::MonitorRecord;
 use crate::transport::{Address, Incoming, Limits, Listener, Security};
 use crate::vmm::DestinationVmm;
 
 /// What the memory of the RAM blocks holds before the migration. Every page that the source does not send must read as
 /// zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Before {
     /// The memory was never touched, or reads as zero.
     #[default]
@@ -236,7 +240,8 @@ impl Destination {
         let ids = devices.iter().map(|(id, _)| id.clone()).collect();
         check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_accepted)?;
         let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_accepted)?);
-        target.prepare(before, prefault).map_err(MigrationError::not_accepted)?;
+        let prepared = target.prepare(before, prefault);
+        prepared.map_err(|reason| MigrationError::not_accepted(Cause::new(ErrorKind::Memory, reason)))?;
         Ok(Taking {
             target,
             devices,
@@ -266,7 +271,7 @@ impl Destination {
         cancel: &Cancel,
         observer: &dyn Observer,
     ) -> Result<ReceiveReport, MigrationError> {
-        driver::run_greeted(self.prepare()?, address, greeted, incoming, vmm, cancel, observer)
+        begin::run_greeted(self.prepare()?, address, greeted, incoming, vmm, cancel, observer)
     }
 }
 
@@ -309,6 +314,6 @@ impl Listening {
         cancel: &Cancel,
         observer: &dyn Observer,
     ) -> Result<ReceiveReport, MigrationError> {
-        driver::run(self, vmm, cancel, observer)
+        begin::run(self, vmm, cancel, observer)
     }
 }

@@ -367,7 +367,7 @@ impl PostCopy {
 
     /// Returns the number of requests and how long they took.
     pub(super) fn figures(&self) -> PostCopyFigures {
-        let mut latencies = std::mem::take(&mut self.requested().latencies);
+        let mut latencies = self.requested().latencies.clone();
         latencies.sort_unstable();
         let at = |part: f64| latencies.get((latencies.len() as f64 * part) as usize).copied().unwrap_or(0);
         PostCopyFigures { requests: latencies.len() as u64, latency_p50_us: at(0.5), latency_p99_us: at(0.99) }

@@ -17,16 +17,13 @@ use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
 use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::{PageDelta, PageDeltas};
-use sterna_wire::device::Piece;
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 use super::Before;
 use super::post_copy::{HugePage, PostCopy};
-use crate::batch::AlignedBuffer;
-use crate::device_state::load::{LoadingDevices, arrived};
-use crate::entry::REGION;
+use crate::batch::{AlignedBuffer, REGION};
 use crate::migration::shapes;
-use crate::receive::{Content, Places, Sink, SinkError};
+use crate::receive::{PageSink, Places, SinkError};
 
 /// Pages populated or cleared by one step of preparing, so that several threads share a block: 64 MiB.
 const STEP: u64 = (64 << 20) / PAGE_SIZE as u64;
@@ -319,20 +316,12 @@ pub(super) struct RamSink {
     huge: HugePage,
     /// Buffer in which deltas are applied; made with the first.
     page: Option<AlignedBuffer>,
-    /// The devices, where their state arrives on this channel too.
-    devices: Option<Arc<LoadingDevices>>,
 }
 
 impl RamSink {
     pub(super) fn new(target: &Arc<Target>, channel: u16, may_refuse: bool) -> Self {
         let huge = HugePage::default();
-        Self { target: Arc::clone(target), may_refuse, channel, writing: false, huge, page: None, devices: None }
-    }
-
-    /// Accepts pieces of the state of `devices` too.
-    pub(super) fn with_devices(mut self, devices: Option<Arc<LoadingDevices>>) -> Self {
-        self.devices = devices;
-        self
+        Self { target: Arc::clone(target), may_refuse, channel, writing: false, huge, page: None }
     }
 
     /// Before post-copy: checks that the source may send these pages now, on this channel.
@@ -350,11 +339,7 @@ impl Drop for RamSink {
     }
 }
 
-impl Sink for RamSink {
-    fn device(&mut self, device: u16, place: u64, piece: Piece<Content<'_>>) -> Result<(), SinkError> {
-        arrived(self.devices.as_deref(), device, place, piece)
-    }
-
+impl PageSink for RamSink {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::clone(&self.target.shapes))
     }

@@ -8,9 +8,9 @@ use std::time::Duration;
 use sterna_wire::control::ControlMessage;
 use sterna_wire::device::{DeviceReceiver, MIN_CREDIT, Piece};
 
-use super::buffer::{Buffers, DeviceBytes};
 use super::{DeviceId, LoadDevice, Threads, unless_it_panics};
-use crate::receive::{Content, Sink, SinkError};
+use crate::device_bytes::{Buffers, DeviceBytes};
+use crate::receive::{Content, DevicePieceSink, SinkError};
 use crate::vmm::VmmError;
 
 /// A device for which nothing has arrived for so long has loaded all of its state for now.
@@ -137,7 +137,7 @@ impl LoadingDevices {
     }
 
     /// Queues a piece that has arrived for `device`. Never waits.
-    pub(crate) fn arrived(&self, device: u16, place: u64, piece: Piece<Content<'_>>) -> Result<(), SinkError> {
+    fn arrived(&self, device: u16, place: u64, piece: Piece<Content<'_>>) -> Result<(), SinkError> {
         let queue = self.queues.get(usize::from(device)).ok_or_else(|| format!("there is no device {device}"))?;
         let named = |error| format!("{}: {error}", queue.id);
         let length = if let Piece::Bytes(content) = &piece { content.length } else { 0 };
@@ -218,22 +218,9 @@ impl LoadingDevices {
     }
 }
 
-/// Queues a piece of device state. Fails where the channel carries no device state, which is where `devices` is none.
-pub(crate) fn arrived(
-    devices: Option<&LoadingDevices>,
-    device: u16,
-    place: u64,
-    piece: Piece<Content<'_>>,
-) -> Result<(), SinkError> {
-    devices.ok_or("device state on a channel that is not for it")?.arrived(device, place, piece)
-}
-
-/// The sink of a channel that carries device state only.
-pub(crate) struct DeviceSink(pub(crate) Arc<LoadingDevices>);
-
-impl Sink for DeviceSink {
-    fn device(&mut self, device: u16, place: u64, piece: Piece<Content<'_>>) -> Result<(), SinkError> {
-        self.0.arrived(device, place, piece)
+impl DevicePieceSink for Arc<LoadingDevices> {
+    fn piece(&mut self, device: u16, place: u64, piece: Piece<Content<'_>>) -> Result<(), SinkError> {
+        self.arrived(device, place, piece)
     }
 }
 

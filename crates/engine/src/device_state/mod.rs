@@ -15,90 +15,25 @@
 //! The guest is not stopped before every device has loaded what was first saved ahead, and not started before every device has loaded all.
 //! Where a device fails, the migration fails and the guest runs on at the source.
 
-mod buffer;
 pub(crate) mod load;
 pub(crate) mod save;
 mod threads;
 
-use std::fmt::{self, Display};
 use std::io::{BufRead, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use serde::{Deserialize, Serialize};
 use sterna_wire::control::Machine;
 pub use sterna_wire::control::{Device as DeviceId, DeviceChannels};
 use sterna_wire::text::cleaned;
 
-pub use self::buffer::DeviceBytes;
-pub use self::save::SavingDevices;
+pub(crate) use self::save::SavingDevices;
 pub(crate) use self::threads::Threads;
+pub use crate::device_bytes::DeviceBytes;
 use crate::monitor::panic_text;
+pub use crate::report::DevicePhase;
+use crate::report::named;
+pub(crate) use crate::report::waiting_for;
 use crate::vmm::VmmError;
-
-/// Maximum number of devices that a message names.
-const MAX_NAMED: usize = 3;
-
-/// The phase of a device's state, as the source sees it: which step of this device the migration waits for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum DevicePhase {
-    /// The guest runs. The source's device saves what must be loaded before the guest is stopped.
-    #[default]
-    SavingAhead,
-    /// The guest runs. The destination's device must load more before the guest is stopped: what was saved first, and of the state that
-    /// followed all but what it loads within the target downtime.
-    LoadingAhead,
-    /// The migration does not wait for this device: others keep the guest from being stopped or, where one device goes after the other
-    /// ([`DeviceChannels::Serial`]), come first.
-    Ready,
-    /// The guest is paused. The source's device saves the rest.
-    Saving,
-    /// State that the device has saved waits for a channel, or was sent and has not arrived.
-    OnTheWay,
-    /// The guest is paused. The destination's device has not loaded all state that has arrived for it.
-    Loading,
-    /// The destination's device has loaded all of its state.
-    Loaded,
-}
-
-impl DevicePhase {
-    /// Returns whether the migration waits for a device in this phase.
-    pub fn is_waited_for(self) -> bool {
-        !matches!(self, Self::Ready | Self::Loaded)
-    }
-}
-
-impl Display for DevicePhase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::SavingAhead => "saving ahead at the source",
-            Self::LoadingAhead => "loading ahead at the destination",
-            Self::Ready => "ready",
-            Self::Saving => "saving at the source",
-            Self::OnTheWay => "on the way",
-            Self::Loading => "loading at the destination",
-            Self::Loaded => "loaded",
-        })
-    }
-}
-
-/// Lists the first few of these names and the number of the others; none without names.
-fn named(names: impl IntoIterator<Item = String>) -> Option<String> {
-    let mut names = names.into_iter();
-    let first: Vec<_> = names.by_ref().take(MAX_NAMED).collect();
-    let first = (!first.is_empty()).then(|| first.join(", "))?;
-    Some(match names.count() {
-        0 => first,
-        more => format!("{first} and {more} more"),
-    })
-}
-
-/// Lists the devices among these that the migration waits for; none where there are none.
-pub(crate) fn waiting_for(devices: impl IntoIterator<Item = (impl Display, DevicePhase)>) -> Option<String> {
-    let waited_for = devices.into_iter().filter(|(_, phase)| phase.is_waited_for());
-    named(waited_for.map(|(device, phase)| format!("{device} ({phase})")))
-}
 
 /// Whether a device has more state to save while the guest runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,27 +112,6 @@ pub(crate) fn difference(source: &Machine, destination: &[DeviceId]) -> Option<S
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn of_the_devices_that_are_waited_for_three_are_named_and_the_others_counted() {
-        use DevicePhase::{Loaded, Loading, LoadingAhead, OnTheWay, Ready, Saving, SavingAhead};
-        let words = |phases: &[DevicePhase]| {
-            waiting_for(
-                phases.iter().enumerate().map(|(instance, phase)| (DeviceId::new("d", instance as u32), *phase)),
-            )
-        };
-        assert_eq!(words(&[]), None);
-        assert_eq!(words(&[Ready, Loaded]), None);
-        assert_eq!(words(&[Loaded, Loading, Ready]).unwrap(), "d/1 (loading at the destination)");
-        assert_eq!(
-            words(&[SavingAhead, LoadingAhead, OnTheWay]).unwrap(),
-            "d/0 (saving ahead at the source), d/1 (loading ahead at the destination), d/2 (on the way)"
-        );
-        assert_eq!(
-            words(&[Saving, Ready, Saving, Loading, Loaded, Loading, OnTheWay]).unwrap(),
-            "d/0 (saving at the source), d/2 (saving at the source), d/3 (loading at the destination) and 2 more"
-        );
-    }
 
     #[test]
     fn devices_that_one_side_lacks_are_named_and_their_order_does_not_count() {

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use sterna_wire::device::{DeviceError, DeviceSender, Piece};
 
-use super::buffer::{Buffers, DeviceBytes};
 use super::{Ahead, DeviceId, DevicePhase, SaveDevice, Threads, unless_it_panics};
+use crate::device_bytes::{Buffers, DeviceBytes};
 use crate::entry::Pipeline;
+use crate::item::Item;
 use crate::report::{DeviceProgress, DeviceReport, between};
-use crate::send::{Item, SendChannel};
+use crate::send::{PieceArrivals, SendChannel};
 use crate::vmm::VmmError;
 use crate::window::WindowClosed;
 
@@ -175,12 +176,23 @@ impl State {
 
 /// The devices of one migration at the source.
 #[derive(Debug)]
-pub struct SavingDevices {
+pub(crate) struct SavingDevices {
     ids: Vec<DeviceId>,
     /// The target downtime.
     downtime: Duration,
     state: Mutex<State>,
     changed: Condvar,
+}
+
+impl PieceArrivals for SavingDevices {
+    fn arrived(&self, device: u16, bytes: u32) {
+        let mut state = self.state();
+        state.piece_arrived(bytes.into());
+        let known = &mut state.devices[usize::from(device)];
+        known.arrived_bytes += u64::from(bytes);
+        known.arrived_pieces += 1;
+        known.note_arrival();
+    }
 }
 
 impl SavingDevices {
@@ -225,16 +237,6 @@ impl SavingDevices {
         drop(state);
         self.changed.notify_all();
         Ok(())
-    }
-
-    /// Records that a piece of `bytes` bytes has arrived at the destination.
-    pub(crate) fn arrived(&self, device: u16, bytes: u32) {
-        let mut state = self.state();
-        state.piece_arrived(bytes.into());
-        let known = &mut state.devices[usize::from(device)];
-        known.arrived_bytes += u64::from(bytes);
-        known.arrived_pieces += 1;
-        known.note_arrival();
     }
 
     /// Records that the destination's device has loaded what was saved ahead, or that nothing was.

@@ -2,21 +2,17 @@
 //!
 //! The destination accepts deltas of some blocks only (QEMU's own stream has no place for them), and sends their numbers when it knows its
 //! blocks. A refused page cannot be read again. So until a page is acknowledged its channel keeps a copy, in the cache for deltas or
-//! besides ([`super::delta`]), and retransmits the page from there.
+//! besides ([`super::delta`]), and retransmits the page from there ([`super::retransmit`]).
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use sterna_wire::packet::BlockShape;
-
-use super::{MAX_REFUSED, TooManyRefused};
 
 /// The RAM blocks of which deltas are sent.
 #[derive(Debug, Default)]
 pub struct DeltaBlocks {
     /// Set before the first page is sent.
     agreed: OnceLock<AgreedBlocks>,
-    refused: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -27,17 +23,6 @@ struct AgreedBlocks {
     accepted: Vec<bool>,
     /// Maximum bytes that a channel keeps.
     cache: usize,
-}
-
-/// The destination has refused a page that was not in the packet it names.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "the destination requests again page {page} of RAM block {block}, which was not in the packet that it refuses; its sterna, or the \
-     memory of one of the two hosts, is at fault"
-)]
-pub(super) struct PageNotInPacket {
-    pub(super) block: u16,
-    pub(super) page: u64,
 }
 
 impl DeltaBlocks {
@@ -70,16 +55,5 @@ impl DeltaBlocks {
     /// Returns the shapes of the blocks, against which requests are checked.
     pub(super) fn shapes(&self) -> &[BlockShape] {
         self.agreed.get().map_or(&[], |agreed| &agreed.shapes)
-    }
-
-    /// Counts a refused packet.
-    pub(super) fn packet(&self) -> Result<(), TooManyRefused> {
-        let before = self.refused.fetch_add(1, Ordering::Relaxed);
-        if before < MAX_REFUSED { Ok(()) } else { Err(TooManyRefused) }
-    }
-
-    /// Returns how many packets were refused so far.
-    pub fn packets(&self) -> u32 {
-        self.refused.load(Ordering::Relaxed).min(MAX_REFUSED)
     }
 }

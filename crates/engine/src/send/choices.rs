@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::MAX_AUTO_METHODS;
+use super::counters::MAX_AUTO_METHODS;
 use sterna_codec::MethodChoice;
 use sterna_codec::select::Delays;
 
@@ -15,7 +15,7 @@ const MAX_PERIODS: usize = 16;
 #[derive(Clone, Copy, Debug)]
 struct Period {
     from: Duration,
-    by_way: [u64; MAX_AUTO_METHODS],
+    by_method: [u64; MAX_AUTO_METHODS],
     /// Sum over all channels.
     time: Duration,
     held_up: Delays,
@@ -23,17 +23,17 @@ struct Period {
 
 impl Period {
     fn new(from: Duration) -> Self {
-        Self { from, by_way: [0; MAX_AUTO_METHODS], time: Duration::ZERO, held_up: Delays::default() }
+        Self { from, by_method: [0; MAX_AUTO_METHODS], time: Duration::ZERO, held_up: Delays::default() }
     }
 
-    fn way(&self) -> usize {
-        let ways = self.by_way.iter().enumerate();
-        ways.max_by_key(|(_, bytes)| **bytes).map_or(0, |(way, _)| way)
+    fn method(&self) -> usize {
+        let methods = self.by_method.iter().enumerate();
+        methods.max_by_key(|(_, bytes)| **bytes).map_or(0, |(method, _)| method)
     }
 
     /// Makes the following period part of this one.
     fn absorb(&mut self, next: &Self) {
-        self.by_way.iter_mut().zip(next.by_way).for_each(|(sum, bytes)| *sum += bytes);
+        self.by_method.iter_mut().zip(next.by_method).for_each(|(sum, bytes)| *sum += bytes);
         let (time, more) = (self.time.as_secs_f64(), next.time.as_secs_f64());
         let mean = |one: f64, other: f64| (one * time + other * more) / (time + more).max(f64::MIN_POSITIVE);
         self.held_up = Delays {
@@ -62,19 +62,19 @@ impl Default for Choices {
 }
 
 impl Choices {
-    /// Records a packet with `bytes` of content that was encoded by method `way`, and the `time` since the packet before it on its channel.
-    pub(super) fn sent(&mut self, way: usize, bytes: u64, time: Duration, held_up: Delays) {
-        self.sent_at(self.begun.elapsed(), way, bytes, time, held_up);
+    /// Records a packet with `bytes` of content that was encoded by method `method`, and the `time` since the packet before it on its channel.
+    pub(super) fn sent(&mut self, method: usize, bytes: u64, time: Duration, held_up: Delays) {
+        self.sent_at(self.begun.elapsed(), method, bytes, time, held_up);
     }
 
-    fn sent_at(&mut self, now: Duration, way: usize, bytes: u64, time: Duration, held_up: Delays) {
+    fn sent_at(&mut self, now: Duration, method: usize, bytes: u64, time: Duration, held_up: Delays) {
         let growing = self.periods.last().expect("there is one always");
         if now.saturating_sub(growing.from) >= self.shortest {
             self.close(now);
         }
         let growing = self.periods.last_mut().expect("there is one always");
         let mut packet = Period { time, held_up, ..Period::new(now) };
-        packet.by_way[way] = bytes;
+        packet.by_method[method] = bytes;
         growing.absorb(&packet);
     }
 
@@ -98,28 +98,28 @@ impl Choices {
     /// Merges the last period with the one before it, if the same method prevails in both.
     fn merge(&mut self) {
         if let [.., before, last] = self.periods.as_mut_slice()
-            && before.way() == last.way()
+            && before.method() == last.method()
         {
             before.absorb(&last.clone());
             self.periods.pop();
         }
     }
 
-    /// Returns a line for each period. `ways`: the methods that were chosen from.
-    pub(super) fn lines(&self, ways: &[MethodChoice]) -> Vec<String> {
+    /// Returns a line for each period. `methods`: the methods that were chosen from.
+    pub(super) fn lines(&self, methods: &[MethodChoice]) -> Vec<String> {
         let mut all = Self { begun: self.begun, shortest: self.shortest, periods: self.periods.clone() };
         all.merge();
-        let sent = all.periods.iter().filter(|period| period.by_way.iter().any(|bytes| *bytes > 0));
-        sent.map(|period| line(period, ways)).collect()
+        let sent = all.periods.iter().filter(|period| period.by_method.iter().any(|bytes| *bytes > 0));
+        sent.map(|period| line(period, methods)).collect()
     }
 }
 
-fn line(period: &Period, ways: &[MethodChoice]) -> String {
+fn line(period: &Period, methods: &[MethodChoice]) -> String {
     let percent = |part: f64| (part * 100.0).round();
-    let bytes: u64 = period.by_way.iter().sum();
-    let way = period.way();
-    let most = percent(period.by_way[way] as f64 / bytes.max(1) as f64);
-    let name = ways.get(way).map_or_else(|| "?".to_owned(), ToString::to_string);
+    let bytes: u64 = period.by_method.iter().sum();
+    let method = period.method();
+    let most = percent(period.by_method[method] as f64 / bytes.max(1) as f64);
+    let name = methods.get(method).map_or_else(|| "?".to_owned(), ToString::to_string);
     let Delays { network, receiver } = period.held_up;
     format!(
         "from {:.1} s: mostly {name} ({most} %); it waited for the network {} %, for the destination {} % of the time",
@@ -135,7 +135,7 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn ways() -> Vec<MethodChoice> {
+    fn methods() -> Vec<MethodChoice> {
         [("none", None), ("lz4", None), ("zstd", Some("3"))]
             .map(|(name, level)| MethodChoice::parse(name, level).unwrap())
             .to_vec()
@@ -145,13 +145,13 @@ mod tests {
     fn each_change_of_mind_is_a_line_with_its_reason() {
         let mut choices = Choices::default();
         for ms in 0..3000 {
-            let (way, network) = if ms < 1000 { (0, 0.1) } else { (2, 0.5) };
-            choices.sent_at(MS * ms, way, 1000, MS, Delays { network, receiver: 0.25 });
+            let (method, network) = if ms < 1000 { (0, 0.1) } else { (2, 0.5) };
+            choices.sent_at(MS * ms, method, 1000, MS, Delays { network, receiver: 0.25 });
             // Trying another method now and then is no change.
             choices.sent_at(MS * ms, 1, 10, MS, Delays { network, receiver: 0.25 });
         }
         assert_eq!(
-            choices.lines(&ways()),
+            choices.lines(&methods()),
             [
                 "from 0.0 s: mostly none (99 %); it waited for the network 10 %, for the destination 25 % of the time",
                 "from 1.0 s: mostly zstd 3 (99 %); it waited for the network 50 %, for the destination 25 % of the time",
@@ -166,13 +166,13 @@ mod tests {
             choices.sent_at(MS * ms, (ms / 300 % 3) as usize, 1000, MS, Delays::default());
         }
         assert!(choices.periods.len() <= MAX_PERIODS, "{}", choices.periods.len());
-        let bytes: u64 = choices.periods.iter().flat_map(|period| period.by_way).sum();
+        let bytes: u64 = choices.periods.iter().flat_map(|period| period.by_method).sum();
         assert_eq!(bytes, 100_000_000);
-        assert_eq!(choices.lines(&ways())[0].split(':').next(), Some("from 0.0 s"));
+        assert_eq!(choices.lines(&methods())[0].split(':').next(), Some("from 0.0 s"));
     }
 
     #[test]
     fn a_migration_without_content_has_no_lines() {
-        assert_eq!(Choices::default().lines(&ways()), [""; 0]);
+        assert_eq!(Choices::default().lines(&methods()), [""; 0]);
     }
 }

@@ -165,7 +165,7 @@ impl Coding {
                 by_cpu: engines.of(*choice) == Engine::Cpu,
             })
         };
-        let encoders = shared.ways.iter().map(encoder).collect::<Result<_, _>>()?;
+        let encoders = shared.methods.iter().map(encoder).collect::<Result<_, _>>()?;
         Ok(Self::Auto(Box::new(Auto {
             shared: Arc::clone(shared),
             channel: shared.network().channel(),

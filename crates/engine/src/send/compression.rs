@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use sterna_codec::select::{Delays, Knowledge};
 use sterna_codec::{Engines, MethodChoice};
 
-use super::Sent;
 use super::choices::Choices;
+use super::counters::Sent;
 use crate::cpu_allowance::CpuAllowance;
 
 /// The compression of all channels of one migration. Clones share what they learn.
@@ -24,7 +24,7 @@ pub struct Compression {
 #[derive(Debug)]
 pub(super) struct Auto {
     /// The methods to choose from.
-    pub(super) ways: Vec<MethodChoice>,
+    pub(super) methods: Vec<MethodChoice>,
     pub(super) knowledge: Arc<Knowledge>,
     /// Which method was chosen when, and why.
     choices: Mutex<Choices>,
@@ -38,10 +38,10 @@ impl Compression {
     /// none: no limit.
     pub fn new(choice: MethodChoice, engines: Engines, channels: u16, cpu: Option<f64>) -> Self {
         let auto = choice.is_auto().then(|| {
-            let ways = MethodChoice::auto_candidates(&engines);
-            let knowledge = Arc::new(Knowledge::new(ways.iter().copied(), channels.into()));
+            let methods = MethodChoice::auto_candidates(&engines);
+            let knowledge = Arc::new(Knowledge::new(methods.iter().copied(), channels.into()));
             Arc::new(Auto {
-                ways,
+                methods,
                 knowledge,
                 choices: Mutex::default(),
                 network: Mutex::default(),
@@ -70,14 +70,16 @@ impl Compression {
 
     /// Describes the compression: the methods, with their part of the `sent` content where there are several, and the engines.
     pub fn words(&self, sent: &Sent) -> String {
-        let all: u64 = sent.by_way.iter().sum();
+        let all: u64 = sent.by_method.iter().sum();
         let by = |choice| self.engines.account(choice).map(|by| format!("{choice}: {by}"));
         let Some(auto) = self.auto.as_ref().filter(|_| all > 0) else {
             return by(self.choice).unwrap_or_else(|| self.choice.to_string());
         };
-        let used = auto.ways.iter().zip(sent.by_way).filter(|(_, bytes)| *bytes * 100 >= all);
-        let words: Vec<_> = used.map(|(way, bytes)| format!("{way} {} %", (bytes * 100 + all / 2) / all)).collect();
-        let accounts: String = auto.ways.iter().filter_map(|way| by(*way)).map(|by| format!("; {by}")).collect();
+        let used = auto.methods.iter().zip(sent.by_method).filter(|(_, bytes)| *bytes * 100 >= all);
+        let words: Vec<_> =
+            used.map(|(method, bytes)| format!("{method} {} %", (bytes * 100 + all / 2) / all)).collect();
+        let accounts: String =
+            auto.methods.iter().filter_map(|method| by(*method)).map(|by| format!("; {by}")).collect();
         format!("{}: {}{accounts}", self.choice, words.join(", "))
     }
 
@@ -85,7 +87,7 @@ impl Compression {
     pub fn choices(&self) -> Vec<String> {
         let lines = |auto: &Arc<Auto>| {
             let choices = auto.choices.lock().unwrap_or_else(PoisonError::into_inner);
-            choices.lines(&auto.ways)
+            choices.lines(&auto.methods)
         };
         self.auto.as_ref().map(lines).unwrap_or_default()
     }
@@ -149,9 +151,9 @@ impl Auto {
         self.cpu.as_ref().map_or(0.0, |cpu| cpu.used(running))
     }
 
-    /// Records a packet with `bytes` of content that was encoded by method `way`, and the `time` since the packet before it on its channel.
-    pub(super) fn sent(&self, way: usize, bytes: u64, time: Duration, held_up: Delays) {
-        self.choices.lock().unwrap_or_else(PoisonError::into_inner).sent(way, bytes, time, held_up);
+    /// Records a packet with `bytes` of content that was encoded by method `method`, and the `time` since the packet before it on its channel.
+    pub(super) fn sent(&self, method: usize, bytes: u64, time: Duration, held_up: Delays) {
+        self.choices.lock().unwrap_or_else(PoisonError::into_inner).sent(method, bytes, time, held_up);
     }
 }
 

@@ -5,20 +5,19 @@
 //! cache follows by applying the very record that was sent.
 //!
 //! Where pages cannot be read again, those on their way that have no place in the cache are kept besides ([`underway`]): the destination
-//! may refuse them.
+//! may refuse them ([`refused`]).
 //!
 //! Which pages are kept and tried depends on what has paid in each region ([`history`]).
 //!
-//! A device may have made the deltas before ([`answers`]). They are verified before they are sent: the cache applies the device's record,
+//! A device may have made the deltas before ([`device_results`]). They are verified before they are sent: the cache applies the device's record,
 //! and must then equal the page.
 
-mod answers;
 mod cache;
 mod device_readable;
+mod device_results;
 mod history;
+mod refused;
 mod underway;
-
-use std::ops::Range;
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::checksum::crc32c_combine;
@@ -29,14 +28,13 @@ use sterna_wire::delta::{DELTA_HEADER_LENGTH, MAX_RECORD, PageDelta};
 use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{Run, RunKind};
 
-pub(super) use self::answers::{Against, Answers, Normal, Wrong};
 use self::cache::{Cache, Key, Place};
+pub(super) use self::device_results::{DeltaBase, DeviceResults, NormalPages, WrongResult};
 pub(super) use self::history::Whole;
 use self::history::{History, Plan, Tried};
 use self::underway::Underway;
-use super::again::Retransmit;
 use super::coding::Costs;
-use crate::entry::REGION;
+use crate::batch::REGION;
 use crate::off_cpu::thread_time;
 
 /// Pages of a region, which have a history together.
@@ -60,7 +58,7 @@ pub(super) struct Split {
     /// Number of pages, sent as deltas or unchanged, whose changes a device has found.
     pub(super) by_device: u64,
     /// A wrong result of a device, if there was one.
-    pub(super) wrong: Option<Wrong>,
+    pub(super) wrong: Option<WrongResult>,
 }
 
 /// One channel's deltas.
@@ -135,7 +133,7 @@ impl Deltas {
     }
 
     /// Keeps each page until it is acknowledged, for pages that cannot be read again: so each can be retransmitted.
-    pub(super) fn holding(mut self) -> Self {
+    pub(super) fn keeping_unacknowledged(mut self) -> Self {
         self.underway = Some(Underway::default());
         self
     }
@@ -146,10 +144,10 @@ impl Deltas {
         Whole { nanos: encoding * PAGE_SIZE as f64, bytes: self.whole_page, price }
     }
 
-    /// Lists in `against` the normal pages of a batch of `block` that may be sent as deltas. Returns the maximum length of a record that
+    /// Lists in `bases` the normal pages of a batch of `block` that may be sent as deltas. Returns the maximum length of a record that
     /// pays.
-    pub(super) fn against(&mut self, block: u16, runs: &[Run], whole: Whole, against: &mut Vec<Against>) -> usize {
-        against.clear();
+    pub(super) fn list_bases(&mut self, block: u16, runs: &[Run], whole: Whole, bases: &mut Vec<DeltaBase>) -> usize {
+        bases.clear();
         if self.cache.is_empty() {
             return 0;
         }
@@ -163,7 +161,7 @@ impl Deltas {
             };
             part = Some((region, plan));
             if let Some(at) = self.cache.find(Key::new(block, page)).filter(|_| plan.tries) {
-                against.push(Against { number, at, sequence: self.cache.place(at).sequence });
+                bases.push(DeltaBase { number, at, sequence: self.cache.place(at).sequence });
                 most = most.max(plan.most);
             }
         }
@@ -171,23 +169,22 @@ impl Deltas {
     }
 
     /// Returns the memory of the kept content, for a device.
-    pub(super) fn range_of(&self, against: Against) -> sterna_offload::Range {
-        self.cache.range(against.at)
+    pub(super) fn range_of(&self, base: DeltaBase) -> sterna_offload::Range {
+        self.cache.range(base.at)
     }
 
     /// Makes deltas of the pages of a batch of `block` where they cost less than pages sent `whole`. `content` is that of
-    /// the normal runs. The destination has the content of all packets up to `acknowledged`, except the pages in `again`.
+    /// the normal runs. The destination has placed all packets up to `acknowledged`.
     pub(super) fn split(
         &mut self,
         block: u16,
         runs: &[Run],
-        content: Normal<'_>,
+        content: NormalPages<'_>,
         acknowledged: u64,
-        again: Option<&Retransmit>,
         whole: Whole,
     ) -> Split {
         let (begun, touched) = (thread_time(), self.cache.touched());
-        let Normal { bytes: content, mut answers } = content;
+        let NormalPages { bytes: content, mut results } = content;
         let mut split = Split::default();
         for list in [&mut self.runs, &mut self.rest_runs] {
             list.clear();
@@ -221,19 +218,18 @@ impl Deltas {
                 let Part { plan, tried, .. } = part.as_mut().expect("there is one now");
                 // A place that was found may have been given to another page of this batch since.
                 let kept = self.found.get(number).copied().filter(|at| *at != NOWHERE && self.cache.keeps(*at, key));
-                let checksum = answers.as_ref().and_then(|answers| answers.checksum(number));
+                let checksum = results.as_ref().and_then(|results| results.checksum(number));
                 number += 1;
                 let usable = |at: &usize| {
                     let place = self.cache.place(*at);
-                    let stale = || again.is_some_and(|again| again.is_stale(block, page));
-                    (plan.tries && place.sequence <= acknowledged && !stale()).then_some((*at, place))
+                    (plan.tries && place.sequence <= acknowledged).then_some((*at, place))
                 };
                 // A page that leaves a run splits it in two; the runs of the rest must fit a packet's table all the same.
                 let fits = self.rest_runs.len() + (runs.len() - before) <= MAX_RUNS;
                 if let Some((at, Place { sequence, paid })) = kept.as_ref().filter(|_| fits).and_then(usable) {
                     passes += 1;
-                    let of_it = Against { number: number - 1, at, sequence };
-                    let length = match answers.as_mut().and_then(|answers| answers.delta(of_it)) {
+                    let of_it = DeltaBase { number: number - 1, at, sequence };
+                    let length = match results.as_mut().and_then(|results| results.delta(of_it)) {
                         Some(delta) => {
                             let length = self.by_device(at, bytes, plan.most, delta, checksum);
                             split.by_device += u64::from(matches!(length, Ok(Some(_))));
@@ -364,7 +360,7 @@ impl Deltas {
         most: usize,
         delta: Delta<'_>,
         checksum: Option<u32>,
-    ) -> Result<Option<usize>, Wrong> {
+    ) -> Result<Option<usize>, WrongResult> {
         let record = match delta {
             Delta::Equal => &[],
             Delta::Record(record) if (1..=most).contains(&record.len()) => record,
@@ -374,9 +370,9 @@ impl Deltas {
         if self.cache.apply(at, record).is_err() || crc32c(self.cache.page(at)) != of_content {
             // Either the record does not lead to the copy, or the copy is not what the device has read.
             return Err(if checksum.is_some_and(|checksum| checksum != crc32c(content)) {
-                Wrong::Copy
+                WrongResult::Copy
             } else {
-                Wrong::Delta
+                WrongResult::Delta
             });
         }
         if !record.is_empty() {
@@ -391,6 +387,13 @@ impl Deltas {
 
     /// Records the numbers of the packets of the last batch, whose content is `content`.
     pub(super) fn sent(&mut self, block: u16, content: &[u8], deltas: u64, whole: u64) {
+        self.number_places(deltas, whole);
+        if let Some(underway) = &mut self.underway {
+            underway.push_all(whole, block, &self.unkept, content);
+        }
+    }
+
+    fn number_places(&mut self, deltas: u64, whole: u64) {
         for &at in &self.changed {
             let place = self.cache.place_mut(at);
             (place.sequence, place.paid) = (deltas, true);
@@ -399,18 +402,6 @@ impl Deltas {
             let place = self.cache.place_mut(at);
             (place.sequence, place.paid) = (whole, false);
         }
-        let Some(underway) = &mut self.underway else { return };
-        for (run, at) in &self.unkept {
-            let length = if run.kind == RunKind::Normal { run.count as usize } else { 0 };
-            underway.push(whole, block, *run, &content[at * PAGE_SIZE..][..length * PAGE_SIZE]);
-        }
-    }
-
-    /// Records the number of the packet that retransmits the pages of [`Deltas::again`].
-    pub(super) fn sent_again(&mut self, block: u16, number: u64) {
-        let content = std::mem::take(&mut self.rest);
-        self.sent(block, &content, number, number);
-        self.rest = content;
     }
 
     /// Returns the pages of the last batch that are sent as deltas, and the deltas.
@@ -435,39 +426,6 @@ impl Deltas {
             self.whole_page += (each - self.whole_page) * SMOOTH;
             self.history.went_whole(self.region, each, self.whole_page);
         }
-    }
-
-    /// Collects the pages to retransmit whole: those of `pages` in `block` whose newest content was in the packet `refused`. Newer
-    /// content is on its way in a later packet. The error is a page that was not in the refused packet.
-    pub(super) fn again(&mut self, block: u16, pages: Range<u64>, refused: u64) -> Result<(), u64> {
-        self.rest_runs.clear();
-        self.rest.clear();
-        self.all_whole = false;
-        for list in [&mut self.changed, &mut self.replaced] {
-            list.clear();
-        }
-        self.unkept.clear();
-        for page in pages {
-            let number = self.rest.len() / PAGE_SIZE;
-            let kept = self.cache.find(Key::new(block, page)).map(|at| (at, self.cache.place(at).sequence));
-            if let Some((at, sequence)) = kept.filter(|(_, sequence)| *sequence >= refused) {
-                if sequence > refused {
-                    continue;
-                }
-                self.rest.extend_from_slice(self.cache.page(at));
-                self.replaced.push(at);
-            } else {
-                let newest =
-                    self.underway.as_ref().and_then(|underway| Some((underway, underway.newest(block, page)?)));
-                let (underway, newest) = newest.filter(|(_, newest)| newest.sequence >= refused).ok_or(page)?;
-                if newest.sequence > refused || !underway.read(&newest, &mut self.rest) {
-                    continue;
-                }
-                push_unkept(&mut self.unkept, page, number);
-            }
-            push(&mut self.rest_runs, page);
-        }
-        Ok(())
     }
 
     /// Returns how many pages are kept.

@@ -4,10 +4,10 @@
 //! each of these the hash of the content that was sent last is kept. A page that has the same hash when it is read again is at the
 //! destination, or on its way there, and is not sent. A hash costs 8 bytes for each sent 4 KiB of such blocks: 1/512.
 //!
-//! **When a hash is no proof.** The destination may refuse a page, which is then retransmitted. A page that is listed as refused is sent
-//! whatever its hash is, and its hash is not kept; neither are hashes of pages that are sent in another mode than the usual. A page whose
-//! packet is refused after it was found unchanged is sent again because of that refusal. When post-copy begins, it is not known any more
-//! which pages the destination has: all hashes are dropped, and none is made.
+//! **When a hash is no proof.** The destination may refuse a page, also after the page was found unchanged and left out. The page is then
+//! retransmitted because of that refusal, with the content that it has by then, and its hash is forgotten. Hashes of pages that are sent in
+//! another mode than the usual are not kept either. When post-copy begins, it is not known any more which pages the destination has: all
+//! hashes are dropped, and none is made.
 //!
 //! **The hash** is XXH3 with 64 bits and a secret that is random for each migration. Of pages that have changed, one in 2⁶⁴ would be taken
 //! for unchanged, by chance. The secret keeps a guest from choosing pages that collide, which would only harm that guest itself.
@@ -22,14 +22,13 @@ use sterna_memory::ram::GuestRam;
 use sterna_wire::packet::{Run, RunKind};
 use twox_hash::XxHash3_64;
 
-use super::again::Retransmit;
 use crate::batch::Batch;
 
 /// Bytes of the secret with which XXH3 is best; it needs at least 136.
 const SECRET: usize = 192;
 
 /// Hashes that are allocated together: those of 2 MiB, all of which one channel sends.
-const REGION_PAGES: u64 = crate::entry::REGION / PAGE_SIZE as u64;
+const REGION_PAGES: u64 = crate::batch::REGION / PAGE_SIZE as u64;
 
 /// Stands for the hash of a page that was not sent, or may not have arrived.
 const UNKNOWN: u64 = 0;
@@ -91,8 +90,8 @@ impl SentPages {
     }
 
     /// Hashes pages of `block` that are about to be sent the usual way. `content`: that of the normal pages. Returns how many of these are
-    /// unchanged since they were sent, and keeps the new hashes. Pages in `again` count as not sent.
-    pub(super) fn look(&mut self, block: u16, runs: &[Run], content: &[u8], again: Option<&Retransmit>) -> u64 {
+    /// unchanged since they were sent, and keeps the new hashes.
+    pub(super) fn find_same(&mut self, block: u16, runs: &[Run], content: &[u8]) -> u64 {
         self.same.clear();
         let Some(regions) = &mut self.blocks[usize::from(block)] else { return 0 };
         let mut content = content.chunks_exact(PAGE_SIZE);
@@ -104,21 +103,20 @@ impl SentPages {
             for page in run.first..run.end() {
                 let hash = self.key.hash(content.next().expect("the content is that of the runs"));
                 let known = known(regions, page);
-                let refused = again.is_some_and(|again| again.is_stale(block, page));
-                self.same.push(*known == hash && !refused);
-                *known = if refused { UNKNOWN } else { hash };
+                self.same.push(*known == hash);
+                *known = hash;
             }
         }
         self.same.iter().filter(|same| **same).count() as u64
     }
 
-    /// Returns the changed pages of `batch`, whose pages were hashed last. `content`: that of its normal pages.
-    pub(super) fn changed(&mut self, batch: &Batch, content: &[u8]) -> &Batch {
+    /// Returns the changed ones of these pages of `block`, which were hashed last, and the zero pages. `content`: that of the normal pages.
+    pub(super) fn changed(&mut self, block: u16, runs: &[Run], content: &[u8]) -> &Batch {
         let changed = &mut self.changed;
         changed.clear();
-        changed.block = batch.block;
+        changed.block = block;
         let mut pages = content.chunks_exact(PAGE_SIZE).zip(&self.same);
-        for run in batch.runs() {
+        for run in runs {
             match run.kind {
                 RunKind::Zero => changed.push_zero(run.first, run.count),
                 RunKind::Normal => {
@@ -162,7 +160,6 @@ mod tests {
     use std::collections::HashMap;
 
     use proptest::prelude::*;
-    use sterna_wire::packet::{BlockShape, PageRequest};
 
     use super::*;
 
@@ -174,10 +171,6 @@ mod tests {
         let regions = std::iter::repeat_with(|| None).take((PAGES / REGION_PAGES) as usize).collect();
         let changed = Batch::new(PACKET_PAGES * PAGE_SIZE);
         SentPages { key: HashKey::random().unwrap(), blocks: vec![Some(regions), None], same: Vec::new(), changed }
-    }
-
-    fn shapes() -> Vec<BlockShape> {
-        vec![BlockShape { pages: PAGES, page_size: 2 << 20 }, BlockShape { pages: PAGES, page_size: PAGE_SIZE as u32 }]
     }
 
     /// Pages from `first` on, each filled with one of these bytes.
@@ -193,44 +186,36 @@ mod tests {
         batch
     }
 
-    fn look(sent: &mut SentPages, batch: &Batch, again: Option<&Retransmit>) -> u64 {
-        sent.look(batch.block, batch.runs(), batch.content(), again)
+    fn find_same(sent: &mut SentPages, batch: &Batch) -> u64 {
+        sent.find_same(batch.block, batch.runs(), batch.content())
     }
 
     #[test]
-    fn only_what_has_changed_is_left_and_small_pages_are_let_alone() {
+    fn only_changed_pages_are_left_and_small_pages_are_not_hashed() {
         let mut sent = sent_pages();
-        assert_eq!(look(&mut sent, &batch(0, 510, &[1, 2, 3, 4]), None), 0);
+        assert_eq!(find_same(&mut sent, &batch(0, 510, &[1, 2, 3, 4])), 0);
         let again = batch(0, 510, &[1, 9, 3, 0]);
-        assert_eq!(look(&mut sent, &again, None), 2);
-        let changed = sent.changed(&again, again.content());
+        assert_eq!(find_same(&mut sent, &again), 2);
+        let changed = sent.changed(0, again.runs(), again.content());
         assert_eq!((changed.block, changed.in_window()), (0, PAGE_SIZE as u64));
         let runs: Vec<_> = changed.runs().iter().map(|run| (run.kind, run.first, run.count)).collect();
         assert_eq!(runs, [(RunKind::Normal, 511, 1), (RunKind::Zero, 513, 1)]);
         assert!(changed.content().iter().all(|byte| *byte == 9));
-        // What was zero in between is sent, though it is what it was before that.
-        assert_eq!(look(&mut sent, &batch(0, 513, &[4]), None), 0);
+        // A page that was zero in between is sent, though it is what it was before that.
+        assert_eq!(find_same(&mut sent, &batch(0, 513, &[4])), 0);
 
         for _ in 0..2 {
-            assert_eq!(look(&mut sent, &batch(1, 510, &[1, 2]), None), 0, "its dirty log names each page");
+            assert_eq!(find_same(&mut sent, &batch(1, 510, &[1, 2])), 0, "its dirty log names each page");
         }
     }
 
     #[test]
-    fn a_page_that_is_what_it_was_is_sent_where_that_was_refused_or_went_another_way() {
+    fn an_unchanged_page_is_sent_once_more_after_it_was_forgotten() {
         let mut sent = sent_pages();
-        let again = Retransmit::none_of(shapes());
         let page = batch(0, 7, &[5]);
-        assert_eq!([0; 2].map(|_| look(&mut sent, &page, Some(&again))), [0, 1]);
-        again.add(&PageRequest { block: 0, first: 7, count: 1 });
-        assert_eq!(
-            [0; 2].map(|_| look(&mut sent, &page, Some(&again))),
-            [0, 0],
-            "what was sent since may be refused too"
-        );
-        again.mark_resent(0, 7..8);
+        assert_eq!([0; 2].map(|_| find_same(&mut sent, &page)), [0, 1]);
         sent.forget(0, page.runs());
-        assert_eq!([0; 2].map(|_| look(&mut sent, &page, Some(&again))), [0, 1]);
+        assert_eq!([0; 2].map(|_| find_same(&mut sent, &page)), [0, 1]);
     }
 
     #[test]
@@ -242,53 +227,48 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is written and sent, of whatever packets are refused whenever that is heard of: in the end the destination has
-        /// everything.
+        /// Whichever packets are refused, retransmissions too, and however late the source learns of it: in the end the destination has
+        /// every page. As the sending thread does, the source retransmits pages before it compares those that it has read meanwhile.
         #[test]
-        fn the_destination_has_everything_whatever_is_written_and_refused(
-            steps in proptest::collection::vec((0u64..6, proptest::collection::vec(0u8..4, 1..6), any::<bool>(), any::<bool>()), 1..60),
+        fn the_destination_has_every_page_whatever_is_written_and_refused(
+            steps in proptest::collection::vec(
+                (0u64..6, proptest::collection::vec(0u8..4, 1..6), any::<bool>(), prop::option::of(any::<bool>())),
+                1..60,
+            ),
         ) {
             let mut sent = sent_pages();
-            let again = Retransmit::none_of(shapes());
             let (mut guest, mut destination) = (HashMap::new(), HashMap::new());
-            let mut unheard: Vec<u64> = Vec::new();
-            let place = |changed: &Batch, damaged: bool, destination: &mut HashMap<u64, u8>, unheard: &mut Vec<u64>| {
-                let mut content = changed.content().chunks(PAGE_SIZE);
-                for run in changed.runs() {
+            let mut refused: Vec<u64> = Vec::new();
+            let place = |pages: &Batch, damaged: bool, destination: &mut HashMap<u64, u8>, refused: &mut Vec<u64>| {
+                let mut content = pages.content().chunks(PAGE_SIZE);
+                for run in pages.runs() {
                     for page in run.first..run.end() {
                         match run.kind {
                             RunKind::Zero => drop(destination.insert(page, 0)),
                             RunKind::Normal if damaged => {
                                 content.next();
-                                unheard.push(page);
+                                refused.push(page);
                             }
                             RunKind::Normal => drop(destination.insert(page, content.next().unwrap()[0])),
                         }
                     }
                 }
             };
-            let resend = |sent: &mut SentPages, guest: &HashMap<u64, u8>, destination: &mut HashMap<u64, u8>| {
-                again.take(|_, run| {
-                    for page in run {
-                        let plain = batch(0, page, &[guest[&page]]);
-                        sent.forget(0, plain.runs());
-                        again.mark_resent(0, page..page + 1);
-                        destination.insert(page, guest[&page]);
-                    }
-                });
-            };
-            for (first, bytes, damaged, heard) in steps {
+            // The last step: everything is acknowledged, and nothing is damaged any more.
+            let last = (0, Vec::new(), false, Some(false));
+            for (first, bytes, damaged, retransmits) in steps.into_iter().chain([last]) {
                 guest.extend((first..).zip(bytes.iter().copied()));
                 let read = batch(0, first, &bytes);
-                look(&mut sent, &read, Some(&again));
-                place(sent.changed(&read, read.content()), damaged, &mut destination, &mut unheard);
-                if heard {
-                    unheard.drain(..).for_each(|page| again.add(&PageRequest { block: 0, first: page, count: 1 }));
-                    resend(&mut sent, &guest, &mut destination);
+                if let Some(damaged) = retransmits {
+                    for page in std::mem::take(&mut refused) {
+                        let now = batch(0, page, &[guest[&page]]);
+                        sent.forget(0, now.runs());
+                        place(&now, damaged, &mut destination, &mut refused);
+                    }
                 }
+                find_same(&mut sent, &read);
+                place(sent.changed(0, read.runs(), read.content()), damaged, &mut destination, &mut refused);
             }
-            unheard.drain(..).for_each(|page| again.add(&PageRequest { block: 0, first: page, count: 1 }));
-            resend(&mut sent, &guest, &mut destination);
             prop_assert_eq!(guest, destination);
         }
     }

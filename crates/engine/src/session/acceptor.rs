@@ -13,7 +13,7 @@ use super::{ConnectionEvent, OnConnectionEvent, Session};
 use crate::abort::Abort;
 use crate::control_link::{Allowance, ControlLink, held_back};
 use crate::cpu_time;
-use crate::receive::{PacketRules, ReceiveCounters, ReceiveError, Sink, receive_packets};
+use crate::receive::{ChannelSink, PacketRules, ReceiveCounters, ReceiveError, receive_packets};
 use crate::transport::{Connection, accept_channel, refuse_channel};
 
 /// The answer to a source that connects during another migration.
@@ -22,13 +22,13 @@ pub(super) const UNDER_WAY: &str = "another migration is under way here";
 /// Makes the sinks of the migration's channels: called once for each channel, when it has connected.
 pub trait Sinks: Send + Sync {
     /// Returns the sink of RAM channel `index`.
-    fn ram(&self, index: u16) -> Box<dyn Sink>;
+    fn ram(&self, index: u16) -> ChannelSink;
 
     /// Returns the sink of the stream channel.
-    fn stream(&self) -> Box<dyn Sink>;
+    fn stream(&self) -> ChannelSink;
 
     /// Returns the sink of a channel that carries device state only; none where such channels are refused.
-    fn devices(&self) -> Option<Box<dyn Sink>> {
+    fn devices(&self) -> Option<ChannelSink> {
         None
     }
 }
@@ -234,7 +234,7 @@ impl ChannelAcceptor {
         state: &mut State,
         connection: Connection,
         name: String,
-        sink: Box<dyn Sink>,
+        sink: ChannelSink,
     ) -> Arc<ReceiveCounters> {
         let counters = Arc::new(ReceiveCounters::default());
         state.counters.push(Arc::clone(&counters));
@@ -267,7 +267,7 @@ impl ChannelAcceptor {
 pub fn receive_thread(
     connection: Connection,
     name: String,
-    mut sink: Box<dyn Sink>,
+    mut sink: ChannelSink,
     rules: PacketRules,
     abort: &Arc<Abort>,
     counters: Arc<ReceiveCounters>,
@@ -279,7 +279,7 @@ pub fn receive_thread(
         let _closing = closing;
         match accept_channel(connection) {
             Ok((mut writer, mut reader)) => {
-                match receive_packets(&mut reader, Some(&mut writer), &mut *sink, rules, &counters) {
+                match receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &counters) {
                     Ok(()) => {}
                     Err(error @ ReceiveError::Connection(_)) => {
                         abort.lost(format_args!("channel {name}: {error}"));

@@ -260,7 +260,7 @@ impl Subject<'_> {
             };
             let left = retry_for.saturating_sub(begun.elapsed());
             if left.is_zero() {
-                return Err(SessionError::new(error));
+                return Err(error.into());
             }
             wait(backoff.next_pause(Instant::now()).min(left), cancel)?;
         }

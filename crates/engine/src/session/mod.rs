@@ -13,27 +13,25 @@
 mod acceptor;
 mod dial;
 mod handshake;
-mod lead;
 mod peer;
-mod placing;
 mod redial;
 mod serve;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_codec::Format;
 use sterna_wire::control::Capabilities;
 use sterna_wire::identity::{MigrationId, MigrationKey};
 
+use crate::migration::{Cause, ErrorKind};
 use crate::receive::PacketRules;
+use crate::transport::TransportError;
 
 pub use self::acceptor::{ChannelAcceptor, ExtraChannelHandler, PagesPlaced, Refused, Sinks, receive_thread};
 pub use self::dial::{Offer, Opened, dial};
 pub use self::handshake::{AcceptedSource, Handshake};
-pub(crate) use self::lead::too_long;
-pub use self::lead::{SourceDriver, SourceLead, SourceOutcome, after, lead_source};
 pub use self::peer::{ConnectionEvent, OnConnectionEvent, Peer, PeerEvent, link_events};
-pub use self::placing::Placing;
 pub use self::redial::{Backoff, DIAL_PAUSE, MAX_DIAL_PAUSE, Redial};
 pub use self::serve::{Entered, MAX_SESSIONS, Sessions};
 
@@ -47,16 +45,33 @@ pub const LAST_WORDS: Duration = Duration::from_millis(300);
 /// Why there is no migration with the other side.
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]
+#[non_exhaustive]
 pub struct SessionError {
     /// What happened.
     pub reason: String,
     /// The destination was reached, and has refused this migration; it may take another one.
     pub refused: bool,
+    /// Why the connection could not be made, where that is the reason.
+    pub source: Option<TransportError>,
+}
+
+impl From<TransportError> for SessionError {
+    fn from(error: TransportError) -> Self {
+        Self { reason: error.to_string(), refused: false, source: Some(error) }
+    }
+}
+
+impl From<SessionError> for Cause {
+    fn from(error: SessionError) -> Self {
+        let kind = if error.refused { ErrorKind::Refused } else { ErrorKind::Network };
+        let source = error.source.map(|source| Arc::new(source) as _);
+        Self { kind, reason: error.reason, source }
+    }
 }
 
 impl SessionError {
     fn new(what: impl std::fmt::Display) -> Self {
-        Self { reason: what.to_string(), refused: false }
+        Self { reason: what.to_string(), refused: false, source: None }
     }
 
     fn refused(what: impl std::fmt::Display) -> Self {

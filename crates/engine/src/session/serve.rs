@@ -167,7 +167,7 @@ mod tests {
     use crate::abort::Abort;
     use crate::cancel::Cancel;
     use crate::control_link::send_message;
-    use crate::receive::Sink;
+    use crate::receive::ChannelSink;
     use crate::session::{Features, Offer, OnConnectionEvent, SessionError, Sinks, dial};
     use crate::transport::{Address, Limits, Listener, Security};
 
@@ -175,15 +175,13 @@ mod tests {
 
     struct Nothing;
 
-    impl Sink for Nothing {}
-
     impl Sinks for Nothing {
-        fn ram(&self, _: u16) -> Box<dyn Sink> {
-            Box::new(Self)
+        fn ram(&self, _: u16) -> ChannelSink {
+            ChannelSink::new()
         }
 
-        fn stream(&self) -> Box<dyn Sink> {
-            Box::new(Self)
+        fn stream(&self) -> ChannelSink {
+            ChannelSink::new()
         }
     }
 

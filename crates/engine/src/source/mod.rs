@@ -25,7 +25,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna_codec::{MethodChoice, Qatzip};
+#[cfg(feature = "qatzip")]
+use sterna_codec::Qatzip;
+use sterna_codec::{Engines, MethodChoice};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
@@ -36,10 +38,10 @@ use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_RAM_CHANNELS};
 pub use self::convergence::{NotConverging, Throttle};
 use crate::cancel::Cancel;
 use crate::device_state::{DeviceChannels, DeviceId, SaveDevice};
-pub use crate::ledger::MonitorRecord;
 use crate::migration::MigrationError;
 use crate::report::{Observer, Report};
 use crate::session::DIAL_PAUSE;
+pub use crate::switchover::MonitorRecord;
 use crate::transport::{Address, Security};
 use crate::vmm::SourceVmm;
 
@@ -53,6 +55,7 @@ pub struct Source {
 
 /// How long a source waits before it gives up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TimeLimits {
     /// Time during which no byte of the guest is sent or acknowledged while its memory is sent; none: no limit.
     pub stall: Option<Duration>,
@@ -83,8 +86,41 @@ impl Default for TimeLimits {
     }
 }
 
+impl TimeLimits {
+    /// Sets [`TimeLimits::stall`].
+    #[must_use]
+    pub fn stall(self, stall: Option<Duration>) -> Self {
+        Self { stall, ..self }
+    }
+
+    /// Sets [`TimeLimits::step`].
+    #[must_use]
+    pub fn step(self, step: Duration) -> Self {
+        Self { step, ..self }
+    }
+
+    /// Sets [`TimeLimits::delivery`].
+    #[must_use]
+    pub fn delivery(self, delivery: Duration) -> Self {
+        Self { delivery, ..self }
+    }
+
+    /// Sets [`TimeLimits::telling`].
+    #[must_use]
+    pub fn telling(self, telling: Duration) -> Self {
+        Self { telling, ..self }
+    }
+
+    /// Sets [`TimeLimits::dial_pause`].
+    #[must_use]
+    pub fn dial_pause(self, dial_pause: Duration) -> Self {
+        Self { dial_pause, ..self }
+    }
+}
+
 /// When the output of an IAA device is decoded and compared at the source ([`Source::iaa_verify`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum IaaVerify {
     /// Only where packets have no checksums ([`Source::checksums`]). With checksums the destination finds a wrong stream, and its pages
     /// are retransmitted.
@@ -111,6 +147,7 @@ struct Settings {
     limits: TimeLimits,
     channels: u16,
     method: MethodChoice,
+    #[cfg(feature = "qatzip")]
     qatzip: Qatzip,
     cpu: Option<f64>,
     bandwidth: Option<u64>,
@@ -127,6 +164,26 @@ struct Settings {
     normal_page_ratio: u8,
     device_channels: DeviceChannels,
     monitor: MonitorRecord,
+}
+
+impl Settings {
+    /// Returns the encoders that the method needs besides the CPU's, which are there before anything is begun.
+    ///
+    /// # Errors
+    /// The method is `qatzip`, software is forbidden, and there is no device.
+    #[cfg(feature = "qatzip")]
+    fn engines(&self, observer: &dyn Observer) -> Result<Engines, String> {
+        let engines = self.qatzip.engines(self.method, self.channels);
+        let (engines, line) = engines.map_err(|refused| refused.to_string())?;
+        line.iter().for_each(|line| observer.note(line));
+        Ok(engines)
+    }
+
+    /// Returns no encoders besides the CPU's.
+    #[cfg(not(feature = "qatzip"))]
+    fn engines(&self, _: &dyn Observer) -> Result<Engines, String> {
+        Ok(Engines::default())
+    }
 }
 
 impl std::fmt::Debug for Source {
@@ -146,6 +203,7 @@ impl Source {
             limits: TimeLimits::default(),
             channels: 2,
             method: MethodChoice::auto(),
+            #[cfg(feature = "qatzip")]
             qatzip: Qatzip::default(),
             cpu: None,
             bandwidth: None,
@@ -183,6 +241,7 @@ impl Source {
     /// Sets where the method `qatzip` finds its library, and whether software may compress where no device can. By default any library is
     /// used, and software where there is no device. Where software is forbidden and there is no device, [`Source::run`] fails before
     /// anything is begun.
+    #[cfg(feature = "qatzip")]
     #[must_use]
     pub fn qatzip(mut self, qatzip: Qatzip) -> Self {
         self.settings.qatzip = qatzip;
@@ -258,6 +317,7 @@ impl Source {
 
     /// Lets accelerators find zero pages, copy the others, and compress by the method `iaa`, each where `offload` has a device that can.
     /// The CPU does what no device does. One [`Offload`] serves all migrations of a process.
+    #[cfg(feature = "accel")]
     #[must_use]
     pub fn offload(mut self, offload: Arc<Offload>) -> Self {
         self.settings.offload = Some(offload);
@@ -266,6 +326,7 @@ impl Source {
 
     /// Sets when the output of an IAA device is decoded and compared before it is sent; by default where packets have no checksums, by
     /// which the destination would find a wrong stream.
+    #[cfg(feature = "accel")]
     #[must_use]
     pub fn iaa_verify(mut self, verify: IaaVerify) -> Self {
         self.settings.iaa_verify = verify;
@@ -284,6 +345,7 @@ impl Source {
     /// 3 and 1 the first gets three quarters of the device's time, as it does with weights 30 and 10. A guest alone gets all that it wants.
     /// The weight counts among the migrations of one [`Offload`], and where devices are shared by a ledger
     /// ([`Shares::of_host`](sterna_offload::Shares::of_host)) among those of all processes that use the ledger.
+    #[cfg(feature = "accel")]
     #[must_use]
     pub fn accelerator_weight(mut self, weight: u32) -> Self {
         self.settings.accelerator_weight = weight;

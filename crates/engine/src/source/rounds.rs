@@ -20,11 +20,13 @@ use super::convergence::{Arrived, Convergence, Decision, Measure};
 use super::unsent::Unsent;
 use crate::abort::Abort;
 use crate::accelerator::{Accelerator, Doubt};
+use crate::batch::REGION;
 use crate::control_link::ControlSender;
 use crate::device_state::SavingDevices;
-use crate::entry::{PageSearch, Pipeline, REGION};
+use crate::entry::{PageSearch, Pipeline};
+use crate::item::SendMode;
 use crate::report::Progress;
-use crate::send::{Retransmit, SendChannel, SendMode, Sent};
+use crate::send::{Refusals, SendChannel, Sent};
 use crate::window::{Delivered, WindowClosed};
 
 /// Maximum number of times that the guest is resumed because it dirtied more than predicted until it was paused. After that it stays
@@ -196,7 +198,9 @@ pub(super) struct Rounds<N> {
     pub(super) totals: Option<ControlSender>,
     pub(super) stats: Arc<Mutex<RoundStats>>,
     pub(super) unsent: Arc<Unsent>,
-    pub(super) again: Arc<Retransmit>,
+    pub(super) refusals: Arc<Refusals>,
+    /// How many refused packets were reported.
+    pub(super) refusals_noted: u32,
     pub(super) accelerator: Option<Accelerator>,
     /// By block: all pages that the log has ever named. Empty without an accelerator.
     pub(super) written: Vec<PageBitmap>,
@@ -286,9 +290,10 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
     fn send_totals(&mut self) -> Result<(), Ended> {
         let ram = loop {
             let ram = self.drain()?;
+            self.note_refusals();
             // The guest is paused, and all that it wrote before is in the log.
             self.judge(self.doubts());
-            if !self.retransmit()? {
+            if !self.resend_suspect()? {
                 break ram;
             }
             self.announce();
@@ -312,8 +317,6 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
     /// Runs the rest of the migration as post-copy: the guest goes on at the destination before all of its RAM is there.
     fn post_copy(&mut self, mut pending: Vec<PageBitmap>) -> Result<(), Ended> {
         self.drain()?;
-        // Pages that did not arrive as they were read are sent with the rest of memory, after the guest.
-        self.again.take(|block, run| pending[usize::from(block)].set(run));
         self.take_suspect_pages_into(&mut pending);
         (self.news)(RoundEvent::PostCopy);
         while self.order()? != Order::LastRound {}
@@ -358,38 +361,41 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         Ok(())
     }
 
-    /// Hands to the channels the pages that the destination has refused, and all suspect pages that devices called zero. Returns whether
-    /// there were any.
-    fn retransmit(&mut self) -> Result<bool, Ended> {
-        let (search, mut outcome) = (&mut self.search, Ok(()));
-        let mut send = |way, block, run| {
-            if outcome.is_ok() {
-                outcome = search.pages_by(way, block, run);
-            }
-        };
-        let refused = self.again.take(|block, run| send(SendMode::Plain, block, run));
-        let accelerator = self.accelerator.as_ref();
-        let suspect = accelerator.map_or(0, |it| it.take_suspect_pages(|block, run| send(SendMode::ByCpu, block, run)));
-        outcome?;
-        if refused > 0 {
-            let packets = self.again.packets();
+    /// Reports the packets that the destination has refused since the last call. The channels retransmit their pages.
+    fn note_refusals(&mut self) {
+        let (packets, pages) = (self.refusals.packets(), self.refusals.pages());
+        if packets > self.refusals_noted {
+            self.refusals_noted = packets;
             (self.news)(RoundEvent::Note(format!(
-                "{refused} pages did not arrive as they were read from the guest ({packets} packets so far): they are retransmitted, \
-                 read by the CPU and uncompressed"
+                "{pages} pages in {packets} packets did not arrive as they were read from the guest: they are retransmitted, read by the CPU \
+                 and uncompressed"
             )));
         }
+    }
+
+    /// Hands to the channels all suspect pages that devices called zero. Returns whether there were any.
+    fn resend_suspect(&mut self) -> Result<bool, Ended> {
+        let (search, mut outcome) = (&mut self.search, Ok(()));
+        let send = |block, run| {
+            if outcome.is_ok() {
+                outcome = search.pages_by(SendMode::ByCpu, block, run);
+            }
+        };
+        let suspect = self.accelerator.as_ref().map_or(0, |accelerator| accelerator.take_suspect_pages(send));
+        outcome?;
         if suspect > 0 {
             (self.news)(RoundEvent::Note(format!(
                 "an accelerator has given wrong results: {suspect} pages that were called zero are read again by the CPU"
             )));
         }
-        Ok(refused + suspect > 0)
+        Ok(suspect > 0)
     }
 
-    /// Hands all pending pages to the channels, and those that were refused. Afterwards only the pages are pending that the log has named
+    /// Hands all pending pages to the channels, and suspect pages. Afterwards only the pages are pending that the log has named
     /// meanwhile ([`Rounds::update_estimates`]).
     fn send(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
-        self.retransmit()?;
+        self.note_refusals();
+        self.resend_suspect()?;
         self.current.left = pending.iter().map(PageBitmap::count).sum();
         self.announce();
         let mut handed_over = 0;

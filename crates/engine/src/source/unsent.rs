@@ -14,12 +14,13 @@ use sterna_memory::ram::GuestRam;
 use sterna_wire::packet::{BlockShape, PAGE_REQUEST_LENGTH, PacketHeader, PacketKind, PageRequest, Run, RunKind};
 use sterna_wire::sequence::SendSequence;
 
-use crate::entry::{Overtaken, PageSearch, REGION};
+use crate::batch::REGION;
+use crate::entry::PageSearch;
+use crate::item::{Overtaken, SendMode};
 use crate::migration::shapes;
 use crate::pacer::Pacer;
 use crate::reading::Reading;
 use crate::receive::PacketRules;
-use crate::send::SendMode;
 use crate::transport::{Reader, Writer};
 use crate::window::WindowClosed;
 
@@ -72,7 +73,7 @@ impl Unsent {
 
     /// Hands all pages of the list to the channels, those near the last fault first.
     pub(super) fn stream(&self, search: &mut PageSearch) -> Result<(), WindowClosed> {
-        search.may_be_overtaken(&self.answered);
+        search.leave_out(&self.answered);
         for (number, block) in self.blocks.iter().enumerate() {
             for region in 0..block.pages().div_ceil(REGION_PAGES) {
                 while let Some((number, page)) = self.take_fault() {
@@ -145,7 +146,7 @@ impl PageServer {
     /// Receives the list of missing pages, which the destination sends first on a new connection.
     pub(super) fn receive_list(&mut self) -> io::Result<()> {
         // Pages that were sent before may have been lost.
-        self.unsent.answered.forget();
+        self.unsent.answered.clear();
         while let Some(request) = self.next_request()? {
             if request.count == 0 {
                 return Ok(());

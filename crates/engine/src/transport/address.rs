@@ -13,15 +13,15 @@ const UNIX: &str = "unix:";
 
 /// Where to listen, or to connect to.
 ///
-/// From text, what begins with `unix:` is a Unix socket and all else TCP; whether it can be used shows when it is.
-/// Written down ([`Display`]) and read again it is the same, except for a path that is not UTF-8 and for a simulated
-/// port, which only its [`Network`](super::simulated::Network) knows.
+/// Text that begins with `unix:` is parsed as a Unix socket, all other text as a TCP address; whether the address is
+/// usable is found out on its first use. The text of an address ([`Display`]) parses to the same address, except for a
+/// path that is not UTF-8 and for a simulated port, which only its [`Network`](super::simulated::Network) knows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Address {
     /// `HOST:PORT`, an IPv6 address in brackets.
     Tcp(String),
-    /// The path of a stream socket of this host. Whoever may write to the file may connect.
+    /// The path of a stream socket of this host. Any process that may write to the file may connect.
     Unix(PathBuf),
     /// A port of an in-memory network, for tests.
     Simulated(Port),

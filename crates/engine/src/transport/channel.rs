@@ -13,15 +13,15 @@ use super::{Connection, Reader, TransportError, Writer};
 /// How a TLS connection begins: a handshake record, major version 3 (RFC 8446, section 5.1).
 const TLS_HANDSHAKE: [u8; 2] = [22, 3];
 /// The answer to a sender with TLS where there is none. The sender can show it, because it arrives before any other answer.
-const NO_TLS: &str =
-    "this receiver does not take TLS: start it with --tls, or the sender with --insecure instead of --tls";
+const NO_TLS: &str = "this receiver does not use TLS, and the sender does: use TLS at both sides or at neither";
 
-/// Opens a channel on a connection made by [`Connection::connect`]: sends the channel header, which proves that the channel belongs to the
-/// migration, and waits for the answer. Returns the halves, and the round trip from the header to the answer.
+/// Opens a channel on a connection made by [`Connection::connect`]: sends the channel header, which proves that the
+/// channel belongs to the migration, and waits for the answer. Returns the halves, and the round trip from the header
+/// to the answer.
 ///
 /// # Errors
-/// [`TransportError::Refused`] with the receiver's reason, [`TransportError::Busy`] where it has no room now; TLS's reason if the receiver did not accept the
-/// certificate; no answer within the limit; a broken connection.
+/// [`TransportError::Refused`] with the receiver's reason, [`TransportError::Busy`] if the receiver has no room now;
+/// TLS's reason if the receiver did not accept the certificate; no answer within the limit; a broken connection.
 pub fn open_channel(
     mut connection: Connection,
     key: &MigrationKey,
@@ -41,8 +41,8 @@ pub fn open_channel(
         (Ok(ChannelReply::Accepted), Ok(())) => Ok((connection.writer, connection.reader, asked.elapsed())),
         (Ok(ChannelReply::Refused(reason)), _) => Err(TransportError::Refused { peer, reason }),
         (Ok(ChannelReply::Busy(reason)), _) => Err(TransportError::Busy { peer, reason }),
-        // A receiver that refuses may close before it has read the header. Its reason can still be read, and explains more than the
-        // failure to write.
+        // A receiver that refuses may close before it has read the header. Its reason can still be read, and explains
+        // more than the failure to write.
         (Err(error @ (TransportError::Tls { .. } | TransportError::Reply { .. })), _) => Err(error),
         (_, Err(error)) => Err(classify(peer, error, "taking the channel header", &limits)),
         (Err(error), Ok(())) => Err(error),
@@ -66,11 +66,12 @@ fn read_reply(
     Ok(ChannelReply::decode(prefix, reason))
 }
 
-/// Reads the header of an accepted connection, within the rest of its time. The header is well-formed, but its proof is not checked yet:
-/// see [`ChannelHeader::belongs`]. A peer that sends anything else has been sent a refusal when this returns.
+/// Reads the header of an accepted connection, before the connection's deadline. The header is well-formed, but its
+/// proof is not checked yet: see [`ChannelHeader::belongs`]. A peer that sends anything else has received a refusal
+/// when this returns.
 ///
 /// # Errors
-/// No header arrives in time, or something else does.
+/// No header arrives in time, or the peer sends something else.
 pub fn read_header(connection: &mut Connection) -> Result<ChannelHeader, TransportError> {
     let peer = connection.peer();
     let mut bytes = [0; CHANNEL_HEADER_LENGTH];
@@ -104,7 +105,7 @@ pub fn postpone_channel(mut connection: Connection, reason: &str) {
 }
 
 fn answer(writer: &mut Writer, reply: &ChannelReply) {
-    // The answer is the last thing this connection is for; if the peer is gone already, nobody misses it.
+    // The connection ends after this answer. If the peer is gone already, no answer is needed.
     if let Err(error) = writer.write_all(&reply.encode()) {
         tracing::debug!(%error, "the refusal did not reach the peer");
     }

@@ -2,19 +2,20 @@
 
 use std::io::{self, IoSlice};
 use std::net::Shutdown;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_wire::header::{ChannelReply, MAGIC, REPLY_PREFIX_LENGTH};
 use sterna_wire::limits::MAX_TEXT;
 
-use super::session::{Arrived, Failure, Session, failed};
+use super::encrypted::Arrived;
+use super::session::{Failure, Session, failed};
 use super::socket::{Sending, Wait};
 use super::stream::{Closer, Reader, Writer, halves};
 use super::{Address, Limits, Security, Socket, TransportError, channel, dial};
-use crate::tls::{self, EXPORTER_LABEL, Side};
+use crate::tls::EXPORTER_LABEL;
 
-/// How long this side reads on after a refusal, so that a reset of the connection does not destroy the refusal.
+/// How long this side continues to read after a refusal, so that a reset of the connection does not destroy the
+/// refusal.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Maximum bytes of an answer to a channel header.
@@ -38,7 +39,7 @@ struct Handshake<'a> {
     socket: &'a Socket,
     tls: Session,
     arrived: Arrived,
-    /// The first bytes that arrived: those of a peer without TLS have its refusal.
+    /// The first bytes that arrived. From a peer without TLS they contain its refusal.
     heard: Vec<u8>,
     deadline: Instant,
     read: u64,
@@ -50,8 +51,8 @@ impl Connection {
     /// address in the peer's certificate; a Unix socket has no such name and is refused with TLS.
     ///
     /// # Errors
-    /// No host answers within 10 s, or TLS fails. That the *peer* does not accept this side's certificate shows only
-    /// when the channel is opened: TLS 1.3 lets a client finish first.
+    /// No host answers within 10 s, or TLS fails. A *peer* that does not accept this side's certificate is noticed only
+    /// when the channel is opened, because in TLS 1.3 the client finishes first.
     pub fn connect(to: impl Into<Address>, security: &Security) -> Result<Self, TransportError> {
         Self::connect_within(to, security, &Limits::default())
     }
@@ -68,24 +69,18 @@ impl Connection {
         let to = to.into();
         let client = match security {
             Security::Insecure => None,
-            Security::Tls(settings) => {
-                let Side::Client(config) = &settings.side else {
-                    return Err(TransportError::WrongSide("receiving"));
-                };
-                Some((Arc::clone(config), dial::server_name(&to)?))
-            }
+            Security::Tls(settings) => Some(Session::to(&to, settings)?),
         };
         let socket = dial::dial(&to, limits.connect)?;
         let deadline = Instant::now() + limits.handshake;
         let peer = socket.peer();
         socket.configure(limits.silence).map_err(|source| broken(&peer, source))?;
-        let Some((config, name)) = client else {
+        let Some(tls) = client else {
             return Ok(Self::finished(socket, None, peer, limits, deadline));
         };
-        let tls = Session::client(&config, name).map_err(|error| tls_failed(&peer, &error))?;
         let mut handshake = Handshake::new(&socket, tls, deadline);
         if let Err(error) = handshake.run() {
-            handshake.say_why();
+            handshake.send_reason();
             return Err(match handshake.plain_reply() {
                 Some(ChannelReply::Refused(reason)) => TransportError::Refused { peer, reason: without_tls(&reason) },
                 Some(ChannelReply::Busy(reason)) => TransportError::Busy { peer, reason: without_tls(&reason) },
@@ -99,7 +94,8 @@ impl Connection {
     /// Runs the TLS handshake of an incoming connection and checks whether its certificate may send here.
     ///
     /// # Errors
-    /// TLS fails, the certificate is not on the list (the peer receives the reason), or all of it takes more than 10 s.
+    /// TLS fails, the certificate is not on the list (the peer receives the reason), or the handshake takes more than
+    /// 10 s.
     pub fn accept(socket: impl Into<Socket>, security: &Security) -> Result<Self, TransportError> {
         Self::accept_within(socket, security, &Limits::default())
     }
@@ -120,19 +116,15 @@ impl Connection {
         let Security::Tls(settings) = security else {
             return Ok(Self::finished(socket, None, peer, limits, deadline));
         };
-        let Side::Server { config, allow } = &settings.side else {
-            return Err(TransportError::WrongSide("sending"));
-        };
-        let tls = Session::server(config).map_err(|error| tls_failed(&peer, &error))?;
+        let tls = Session::of(&peer, settings)?;
         let mut handshake = Handshake::new(&socket, tls, deadline);
         if let Err(error) = handshake.run() {
-            handshake.say_why();
+            handshake.send_reason();
             linger(&socket, deadline);
             return Err(handshake_error(peer, error, limits));
         }
         let handshake = handshake.done();
-        let certificate = handshake.tls.state().peer_certificates().and_then(|chain| chain.first());
-        let allowed = certificate.is_some_and(|certificate| tls::is_allowed(certificate, allow));
+        let allowed = handshake.tls.is_allowed(settings);
         let connection = Self::finished(socket, Some(handshake), peer, limits, deadline);
         if allowed { Ok(connection) } else { Err(connection.not_allowed()) }
     }
@@ -145,8 +137,7 @@ impl Connection {
             Some(Established { tls, arrived, read, written }) => {
                 let material = tls.exporter(EXPORTER_LABEL);
                 exporter = material.expect("a finished TLS 1.3 handshake has an exporter").to_vec();
-                certificate =
-                    tls.state().peer_certificates().and_then(|chain| chain.first()).map(tls::certificate_name);
+                certificate = tls.peer_name();
                 halves(socket, Some(tls), arrived, limits.silence, (read, written))
             }
         };
@@ -158,8 +149,8 @@ impl Connection {
         let peer = self.address.clone();
         let name = self.certificate.clone().unwrap_or_default();
         let reason = format!(
-            "the certificate of this sender ({name}) is not allowed to send here; start the receiver with one of its \
-             names after --allow"
+            "the certificate of this sender ({name}) is not allowed to send here: the receiver must allow one of its \
+             names"
         );
         match channel::read_header(&mut self) {
             Ok(_) => channel::refuse_channel(self, &reason),
@@ -210,12 +201,12 @@ impl<'a> Handshake<'a> {
         Established { tls, arrived, read, written }
     }
 
-    /// Talks until both sides agree.
+    /// Runs the handshake until it is finished.
     fn run(&mut self) -> io::Result<()> {
         loop {
             self.tls.shake(&mut self.arrived).map_err(failed)?;
             self.flush()?;
-            if !self.tls.state().is_handshaking() {
+            if !self.tls.is_handshaking() {
                 return Ok(());
             }
             if self.receive()? == 0 {
@@ -237,7 +228,7 @@ impl<'a> Handshake<'a> {
 
     /// Handshake messages are a few kilobytes and fit into the socket's buffer, so this does not wait for the peer.
     fn flush(&mut self) -> io::Result<()> {
-        let bytes = self.tls.own_words();
+        let bytes = self.tls.own_messages();
         self.written += bytes.len() as u64;
         self.socket.send_all(&mut [IoSlice::new(&bytes)], Sending::DoesNotWait)
     }
@@ -251,21 +242,21 @@ impl<'a> Handshake<'a> {
                     return Some(ChannelReply::decode(*prefix, reason));
                 }
             }
-            // TLS gave up in the middle of it.
+            // TLS failed before the whole reply had arrived.
             if !self.receive().is_ok_and(|count| count > 0) {
                 return None;
             }
         }
     }
 
-    /// After a failure: TLS's alert; or, to a Sterna sender without TLS, a refusal in the form that it reads.
-    fn say_why(&mut self) {
-        // TLS gives up after a few bytes, which need not be all of the magic.
+    /// Sends the reason of a failure: TLS's alert, or a refusal in clear text to a Sterna sender without TLS.
+    fn send_reason(&mut self) {
+        // TLS fails after a few bytes, perhaps before the whole magic has arrived.
         let compared = self.heard.len().min(MAGIC.len());
         let without_tls = compared > 0 && self.heard[..compared] == MAGIC[..compared];
-        // Fails where the peer is gone, which needs no reason.
+        // Fails if the peer is gone; then no reason is needed.
         let _ = if without_tls {
-            let reason = "this receiver takes TLS only: start the sender with --tls instead of --insecure";
+            let reason = "this receiver accepts TLS only, and the sender does not use it: use TLS at both sides";
             let reply = ChannelReply::Refused(reason.to_owned()).encode();
             self.socket.send_all(&mut [IoSlice::new(&reply)], Sending::DoesNotWait)
         } else {
@@ -274,22 +265,18 @@ impl<'a> Handshake<'a> {
     }
 }
 
-/// A reason that came in clear text, so that anyone on the path may have written it.
+/// Marks a reason that arrived in clear text, because anyone on the path may have written it.
 fn without_tls(reason: &str) -> String {
     format!("(received without TLS) {reason}")
 }
 
 /// Ends the sending direction and reads until the peer has ended its own: closing with unread bytes would reset the
-/// connection, and the reset may overtake the last words.
+/// connection, and the reset may overtake the last bytes sent.
 fn linger(socket: &Socket, deadline: Instant) {
     let deadline = deadline.min(Instant::now() + LINGER);
     let _ = socket.shutdown(Shutdown::Write);
     let mut unread = [0; 4096];
     while matches!(socket.read((&mut unread[..]).into(), Wait::Until(deadline), 1), Ok(count) if count > 0) {}
-}
-
-fn tls_failed(peer: &str, error: &rustls::Error) -> TransportError {
-    TransportError::Tls { peer: peer.to_owned(), reason: tls::failure(error) }
 }
 
 fn broken(peer: &str, source: io::Error) -> TransportError {
@@ -300,10 +287,10 @@ fn handshake_error(peer: String, error: io::Error, limits: &Limits) -> Transport
     classify(peer, error, "the TLS handshake", limits)
 }
 
-/// The typed error for a socket error while something with a time limit was going on.
+/// Returns the typed error for a socket error that occurred during a step with a time limit.
 pub(super) fn classify(peer: String, error: io::Error, what: &'static str, limits: &Limits) -> TransportError {
-    if let Some(Failure(tls)) = error.get_ref().and_then(|inner| inner.downcast_ref()) {
-        return tls_failed(&peer, tls);
+    if let Some(failure) = error.get_ref().and_then(|inner| inner.downcast_ref::<Failure>()) {
+        return TransportError::Tls { peer, reason: failure.to_string() };
     }
     match error.kind() {
         io::ErrorKind::TimedOut => TransportError::TooSlow { peer, what, limit: limits.handshake },

@@ -20,7 +20,7 @@ use super::{Address, Connection, Limits, Security, Socket, TransportError, chann
 const HANDSHAKE_STACK: usize = 512 << 10;
 /// Pause after a failed accept (out of file descriptors), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// The answer to a connection for which there is no place.
+/// The answer to a connection for which there is no slot.
 const TOO_MANY: &str = "too many connections are being opened at once; try again in a moment";
 
 /// A bound address.
@@ -87,28 +87,30 @@ impl Bound {
 pub struct Stop {
     bound: Arc<Bound>,
     stopped: Arc<AtomicBool>,
-    places: Arc<Mutex<Vec<Place>>>,
+    slots: Arc<Mutex<Vec<Slot>>>,
 }
 
 impl Stop {
-    /// Stops accepting and wakes the thread that accepts. Handshakes under way go on; when they have ended, so does [`Incoming::next`].
-    /// Removes a Unix socket's file.
+    /// Stops accepting and wakes the accepting thread. Handshakes under way continue; once they have ended,
+    /// [`Incoming::next`] returns `None`. Removes a Unix socket's file.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.bound.stop();
     }
 
-    /// As [`Stop::stop`], and closes all connections that were not taken from [`Incoming`]: handshakes under way and their threads end.
+    /// Does the same as [`Stop::stop`], and closes all connections that were not yet received from [`Incoming`]:
+    /// handshakes under way and their threads end.
     pub fn end(&self) {
         self.stop();
-        for place in lock(&self.places).iter() {
-            // Fails only where it is closed already.
-            let _ = place.socket.shutdown(Shutdown::Both);
+        for slot in lock(&self.slots).iter() {
+            // Fails only if the socket is closed already.
+            let _ = slot.socket.shutdown(Shutdown::Both);
         }
     }
 }
 
-/// The connections that have sent their channel header. Dropping it stops the listener and ends the handshakes under way.
+/// The connections that have sent their channel header. Dropping it stops the listener and ends the handshakes under
+/// way.
 #[derive(Debug)]
 pub struct Incoming {
     arrived: Receiver<(Connection, ChannelHeader)>,
@@ -117,11 +119,11 @@ pub struct Incoming {
 }
 
 impl Listener {
-    /// Listens on `address`. A TCP port of 0 lets the kernel choose. The file of a Unix socket is made for its owner only
-    /// (mode 0600), in place of one that nobody listens on any more, and is removed with the listener.
+    /// Listens on `address`. A TCP port of 0 lets the kernel choose. The file of a Unix socket is made for its owner
+    /// only (mode 0600), replaces one on which no process listens any more, and is removed with the listener.
     ///
     /// # Errors
-    /// The address is not one of this host's, or in use, or forbidden.
+    /// The address does not belong to this host, is in use, or is forbidden.
     pub fn bind(address: impl Into<Address>) -> Result<Self, TransportError> {
         let address = address.into();
         let failed = |source| TransportError::Listen { address: address.to_string(), source };
@@ -135,23 +137,24 @@ impl Listener {
         self.address.clone()
     }
 
-    /// Starts accepting on a thread of its own. Each connection's handshake runs on another thread, within
-    /// `limits.handshake`; at most `limits.pending` at once, counted until the connections were taken from [`Incoming`].
+    /// Starts a thread that accepts connections. Each connection's handshake runs on another thread and takes at most
+    /// `limits.handshake`. At most `limits.pending` connections exist at once; a connection counts until it is received
+    /// from [`Incoming`].
     ///
-    /// A further connection replaces one that has not sent its channel header yet: of those from the host that has the
-    /// most, the oldest. So silent strangers keep no source out. The replaced connection receives the reason, and so does the
-    /// new one where there is no such connection.
+    /// A further connection replaces one that has not sent its channel header yet: the oldest from the host that has
+    /// the most of them. So silent strangers cannot keep a source out. The replaced connection receives the reason; if
+    /// there is none to replace, the new connection receives it.
     ///
     /// # Errors
     /// The thread cannot be started.
     pub fn start(self, security: Security, limits: Limits) -> Result<Incoming, TransportError> {
         let failed = |source| TransportError::Listen { address: self.address.to_string(), source };
         let bound = Arc::new(self.bound);
-        let (stopped, places) = (Arc::new(AtomicBool::new(false)), Arc::default());
-        let stop = Stop { bound: Arc::clone(&bound), stopped: Arc::clone(&stopped), places: Arc::clone(&places) };
-        // A rendezvous: a handshake's thread keeps its place until the connection has been taken.
+        let (stopped, slots) = (Arc::new(AtomicBool::new(false)), Arc::default());
+        let stop = Stop { bound: Arc::clone(&bound), stopped: Arc::clone(&stopped), slots: Arc::clone(&slots) };
+        // A rendezvous: a handshake's thread keeps its slot until the connection has been received.
         let (arrive, arrived) = sync_channel(0);
-        let acceptor = Acceptor { security: Arc::new(security), limits, arrive, stopped, places };
+        let acceptor = Acceptor { security: Arc::new(security), limits, arrive, stopped, slots };
         let thread =
             thread::Builder::new().name("listener".to_owned()).spawn(move || acceptor.run(&bound)).map_err(failed)?;
         Ok(Incoming { arrived, stop, thread: Some(thread) })
@@ -164,7 +167,7 @@ impl Incoming {
         self.arrived.recv().ok()
     }
 
-    /// As [`Incoming::next`], but waits at most `timeout`.
+    /// Waits for the next connection as [`Incoming::next`] does, but at most for `timeout`.
     ///
     /// # Errors
     /// No connection came in that time, or the listener has been stopped.
@@ -194,12 +197,12 @@ struct Acceptor {
     limits: Limits,
     arrive: SyncSender<(Connection, ChannelHeader)>,
     stopped: Arc<AtomicBool>,
-    places: Arc<Mutex<Vec<Place>>>,
+    slots: Arc<Mutex<Vec<Slot>>>,
 }
 
-/// A connection whose thread has not ended. Places are kept oldest first.
+/// A connection whose thread has not ended. Slots are kept oldest first.
 #[derive(Debug)]
-struct Place {
+struct Slot {
     socket: Arc<Socket>,
     host: Host,
     stage: Stage,
@@ -215,46 +218,46 @@ enum Stage {
     Closed,
 }
 
-/// A thread's hold on its place. Dropping it releases the place.
+/// A thread's hold on its slot. Dropping it releases the slot.
 struct Hold {
     socket: Arc<Socket>,
-    places: Arc<Mutex<Vec<Place>>>,
+    slots: Arc<Mutex<Vec<Slot>>>,
 }
 
 impl Hold {
     /// Records that the channel header has arrived.
     fn arrived(&self) {
-        let mut places = lock(&self.places);
-        if let Some(place) = places.iter_mut().find(|place| Arc::ptr_eq(&place.socket, &self.socket))
-            && place.stage == Stage::Silent
+        let mut slots = lock(&self.slots);
+        if let Some(slot) = slots.iter_mut().find(|slot| Arc::ptr_eq(&slot.socket, &self.socket))
+            && slot.stage == Stage::Silent
         {
-            place.stage = Stage::Arrived;
+            slot.stage = Stage::Arrived;
         }
     }
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        lock(&self.places).retain(|place| !Arc::ptr_eq(&place.socket, &self.socket));
+        lock(&self.slots).retain(|slot| !Arc::ptr_eq(&slot.socket, &self.socket));
     }
 }
 
-fn lock(places: &Mutex<Vec<Place>>) -> MutexGuard<'_, Vec<Place>> {
-    places.lock().expect("no thread panics with the lock held")
+fn lock(slots: &Mutex<Vec<Slot>>) -> MutexGuard<'_, Vec<Slot>> {
+    slots.lock().expect("no thread panics with the lock held")
 }
 
 /// Closes the connection that makes room for another one. Returns `false` if there is none.
-fn make_room(places: &mut [Place]) -> bool {
-    let silent = |place: &&Place| place.stage == Stage::Silent;
-    let from = |host: Host| places.iter().filter(silent).filter(|place| place.host == host).count();
+fn make_room(slots: &mut [Slot]) -> bool {
+    let silent = |slot: &&Slot| slot.stage == Stage::Silent;
+    let from = |host: Host| slots.iter().filter(silent).filter(|slot| slot.host == host).count();
     // The first of several with the same count, which is the oldest.
-    let most = places.iter().filter(silent).map(|place| from(place.host)).max();
-    let chosen = places.iter().position(|place| silent(&place) && Some(from(place.host)) == most);
+    let most = slots.iter().filter(silent).map(|slot| from(slot.host)).max();
+    let chosen = slots.iter().position(|slot| silent(&slot) && Some(from(slot.host)) == most);
     let Some(chosen) = chosen else { return false };
-    postpone_unread(&places[chosen].socket, TOO_MANY);
-    // The shutdown wakes its thread, which waits for the channel header.
-    let _ = places[chosen].socket.shutdown(Shutdown::Both);
-    places[chosen].stage = Stage::Closed;
+    postpone_unread(&slots[chosen].socket, TOO_MANY);
+    // The shutdown wakes the thread that waits for the connection's channel header.
+    let _ = slots[chosen].socket.shutdown(Shutdown::Both);
+    slots[chosen].stage = Stage::Closed;
     true
 }
 
@@ -277,7 +280,7 @@ impl Acceptor {
     }
 
     fn admit(&self, socket: Socket) {
-        let Some(hold) = self.place(&socket) else {
+        let Some(hold) = self.slot(&socket) else {
             tracing::warn!(
                 peer = socket.peer(),
                 limit = self.limits.pending,
@@ -303,19 +306,19 @@ impl Acceptor {
         }
     }
 
-    /// Returns a place for a connection, if there is one or room can be made.
-    fn place(&self, socket: &Socket) -> Option<Hold> {
-        let mut places = lock(&self.places);
-        // `Stop::end` has closed the connections with places before this lock, or will do so after this one has its place.
+    /// Returns a slot for a connection, if one is free or can be freed.
+    fn slot(&self, socket: &Socket) -> Option<Hold> {
+        let mut slots = lock(&self.slots);
+        // `Stop::end` either has closed the connections that have slots before this lock, or will also close this one.
         if self.stopped.load(Ordering::Acquire) {
             return None;
         }
-        let open = places.iter().filter(|place| place.stage != Stage::Closed).count();
-        // The threads of closed connections end as soon as they get a CPU, so there is room for as many more.
-        let room = places.len() < 2 * self.limits.pending && (open < self.limits.pending || make_room(&mut places));
+        let open = slots.iter().filter(|slot| slot.stage != Stage::Closed).count();
+        // The threads of closed connections end as soon as they get a CPU, so twice the number is allowed.
+        let room = slots.len() < 2 * self.limits.pending && (open < self.limits.pending || make_room(&mut slots));
         let clone = Arc::new(room.then(|| socket.try_clone().ok()).flatten()?);
-        places.push(Place { socket: Arc::clone(&clone), host: socket.host(), stage: Stage::Silent });
-        Some(Hold { socket: clone, places: Arc::clone(&self.places) })
+        slots.push(Slot { socket: Arc::clone(&clone), host: socket.host(), stage: Stage::Silent });
+        Some(Hold { socket: clone, slots: Arc::clone(&self.slots) })
     }
 }
 
@@ -325,8 +328,8 @@ fn serve(socket: Socket, security: &Security, limits: &Limits) -> Result<(Connec
     Ok((connection, header))
 }
 
-/// Answers that there is no room before anything was read, without waiting; in clear text also where TLS is expected, because the sender
-/// understands it.
+/// Answers, before anything is read and without waiting, that there is no room. The answer is in clear text also with
+/// TLS, because the sender understands it.
 fn postpone_unread(socket: &Socket, reason: &str) {
     let reply = ChannelReply::Busy(reason.to_owned()).encode();
     let _ = socket.send_all(&mut [IoSlice::new(&reply)], Sending::DoesNotWait);
@@ -341,21 +344,21 @@ mod tests {
 
     use super::*;
 
-    fn places(hosts: &[&str]) -> Vec<Place> {
-        let place = |address: &&str| Place {
+    fn slots(hosts: &[&str]) -> Vec<Slot> {
+        let slot = |address: &&str| Slot {
             socket: Arc::new(UnixStream::pair().unwrap().0.into()),
             host: address.parse::<IpAddr>().unwrap().into(),
             stage: Stage::Silent,
         };
-        hosts.iter().map(place).collect()
+        hosts.iter().map(slot).collect()
     }
 
-    /// Which connections make room, one after the other.
-    fn order(mut places: Vec<Place>) -> Vec<usize> {
+    /// Returns the order in which connections are closed to make room.
+    fn order(mut slots: Vec<Slot>) -> Vec<usize> {
         let mut order = Vec::new();
-        while make_room(&mut places) {
-            let closed = |at: &usize| places[*at].stage == Stage::Closed && !order.contains(at);
-            order.extend((0..places.len()).find(closed));
+        while make_room(&mut slots) {
+            let closed = |at: &usize| slots[*at].stage == Stage::Closed && !order.contains(at);
+            order.extend((0..slots.len()).find(closed));
         }
         order
     }
@@ -363,16 +366,16 @@ mod tests {
     #[test]
     fn the_host_with_the_most_silent_connections_makes_room_and_of_those_the_oldest() {
         let known = ["192.0.2.1", "192.0.2.2", "192.0.2.2", "192.0.2.3", "192.0.2.2"];
-        assert_eq!(order(places(&known)), [1, 2, 0, 3, 4]);
+        assert_eq!(order(slots(&known)), [1, 2, 0, 3, 4]);
         let networks = ["2001:db8::1", "2001:db8:1::1", "2001:db8:1::2", "::ffff:192.0.2.1"];
-        assert_eq!(order(places(&networks)), [1, 0, 2, 3]);
+        assert_eq!(order(slots(&networks)), [1, 0, 2, 3]);
     }
 
     #[test]
-    fn what_has_said_what_it_is_for_makes_no_room() {
-        let mut places = places(&["192.0.2.1", "192.0.2.1", "192.0.2.2"]);
-        places[0].stage = Stage::Arrived;
-        places[1].stage = Stage::Arrived;
-        assert_eq!(order(places), [2]);
+    fn a_connection_that_has_sent_its_header_is_not_closed_to_make_room() {
+        let mut slots = slots(&["192.0.2.1", "192.0.2.1", "192.0.2.2"]);
+        slots[0].stage = Stage::Arrived;
+        slots[1].stage = Stage::Arrived;
+        assert_eq!(order(slots), [2]);
     }
 }

@@ -1,27 +1,32 @@
-//! Connections between two hosts: TCP, with mutual TLS 1.3 or, where the user insists, without. Also Unix sockets, to a
+//! Connections between two hosts: TCP with mutual TLS 1.3 or, if the user insists, without TLS. Also Unix sockets to a
 //! monitor or a relay on the same host, and a network in memory for tests ([`simulated`]).
 //!
 //! Threads block on connections; there is no event loop. A connection is opened ([`Connection::connect`]) or accepted
-//! ([`Listener`]). The opening side sends the channel header, the other side answers it, and the connection splits into a
-//! [`Writer`] and a [`Reader`] that two threads use at the same time. A [`Closer`] ends it from a third thread.
+//! ([`Listener`]). The opening side sends the channel header, the other side answers it, and the connection splits into
+//! a [`Writer`] and a [`Reader`] that two threads use at the same time. A [`Closer`] ends it from a third thread.
 //!
 //! * `address`, `dial`, `unix`: addresses, and connecting a socket to one;
-//! * `socket`: the socket below, its options, and waiting with a time limit; `session`: TLS without a socket; `stream`: the
-//!   two halves over both;
+//! * `socket`: the socket below, its options, and waiting with a time limit; `session`: TLS without a socket; `stream`:
+//!   the two halves over both;
 //! * `connection`: connecting and accepting; `channel`: header and reply; `listener`: many at once, bounded.
 
 mod address;
 mod channel;
 mod connection;
 mod dial;
+mod encrypted;
 mod listener;
 mod peer_process;
+#[cfg(feature = "tls")]
+mod session;
+#[cfg(not(feature = "tls"))]
+#[path = "no_session.rs"]
 mod session;
 pub mod simulated;
 mod socket;
 mod stream;
 mod tcp_info;
-#[cfg(test)]
+#[cfg(all(test, feature = "tls"))]
 mod tests;
 pub mod unix;
 
@@ -43,6 +48,7 @@ use crate::tls::TlsSettings;
 
 /// Whether one side uses TLS.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Security {
     /// Without TLS: anybody on the path can read and change the guest.
     Insecure,
@@ -55,7 +61,8 @@ pub enum Security {
 pub struct Limits {
     /// Time for connecting, all addresses of a host together.
     pub connect: Duration,
-    /// Time from then until the TLS handshake is finished and the channel header (or the answer to it) has arrived.
+    /// Time from the connection until the TLS handshake is finished and the channel header (or the answer to it) has
+    /// arrived.
     pub handshake: Duration,
     /// Time without a byte inside of a packet after which the peer counts as lost.
     pub silence: Duration,
@@ -81,7 +88,7 @@ pub enum TransportError {
         /// What is wrong with it.
         reason: String,
     },
-    /// The host's name is not known.
+    /// The host's name cannot be resolved.
     #[error("cannot find the host of {address}: {source}")]
     Lookup {
         /// The address given.
@@ -114,7 +121,7 @@ pub enum TransportError {
         reason: String,
     },
     /// The peer's certificate is good, but not on the list of those that may send.
-    #[error("{peer} (certificate: {name}) may not send to this receiver: none of its names was given with --allow")]
+    #[error("{peer} (certificate: {name}) may not send to this receiver: none of its names is allowed")]
     NotAllowed {
         /// The peer's address.
         peer: String,
@@ -129,9 +136,9 @@ pub enum TransportError {
     TooSlow {
         /// The peer's address.
         peer: String,
-        /// What it should have done.
+        /// What the peer should have done.
         what: &'static str,
-        /// How long it had.
+        /// The time limit.
         limit: Duration,
     },
     /// The connection broke or ended.
@@ -182,8 +189,8 @@ impl TransportError {
         matches!(self, Self::Busy { .. })
     }
 
-    /// Returns whether no process listens at the peer's address, or none answers there: a peer that is being started, or a network that
-    /// is being set up.
+    /// Returns whether no process listens at the peer's address, or none answers there: a peer that is being started,
+    /// or a network that is being set up.
     pub fn is_absent(&self) -> bool {
         use io::ErrorKind::{ConnectionRefused, HostUnreachable, NetworkDown, NetworkUnreachable, NotFound, TimedOut};
         match self {

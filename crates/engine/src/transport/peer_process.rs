@@ -1,13 +1,13 @@
 //! Which process is at the other end of a unix socket (unix(7), SO_PEERCRED).
 //!
-//! Asked of libc directly: the kernel says process 0 for a peer in a pid namespace that we cannot see, which the process id
-//! types of safe wrappers cannot hold.
+//! This calls libc directly: for a peer in a pid namespace that this process cannot see, the kernel returns process 0,
+//! which the process id types of safe wrappers cannot represent.
 
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-/// Returns the process that has connected `stream`, or listens at its other end; none where that process is in a process namespace that this
-/// process does not see.
+/// Returns the process that has connected `stream`, or that listens at its other end. Returns `None` if the process is
+/// in a pid namespace that this process cannot see.
 pub fn peer_process(stream: &UnixStream) -> Option<i32> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;

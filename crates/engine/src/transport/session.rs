@@ -1,15 +1,15 @@
-//! A TLS session without a socket: what arrived is decrypted in the memory it arrived in, what is sent is encrypted into
-//! the memory that it is sent from.
+//! A TLS session without a socket: received bytes are decrypted in the memory in which they arrived, and sent bytes are
+//! encrypted into the memory from which they are sent.
 //!
-//! rustls' buffered connection copies all that arrives into a buffer of its own, 4 KiB at a time, and moves it there
-//! once more; its unbuffered interface, used here, leaves where the bytes lie to the caller. Two things differ for whoever
-//! uses it:
+//! rustls' buffered connection copies all received bytes into its own buffer, 4 KiB at a time, and moves them there a
+//! second time. The unbuffered interface, which this module uses, leaves the memory to the caller. It differs in two
+//! points:
 //!
-//! * It must see the beginning of a handshake message again with the rest. After the handshake both directions are used
-//!   by two threads, and only one of them has that memory; so a message of TLS's own that is cut in two is refused then.
-//!   (The only ones left are key updates and tickets, and nobody cuts those.)
-//! * It has no exporter (RFC 8446, section 7.5). The exporter's secret comes from rustls' key log instead, one for each
-//!   session, and the material is derived here.
+//! * rustls must see the beginning of a handshake message again together with the rest. After the handshake two threads
+//!   use the two directions, and only one of them has the memory of received bytes; so a TLS message that arrives in
+//!   two parts is refused then. (Only key updates and tickets are left, and no implementation splits those.)
+//! * The unbuffered interface has no exporter (RFC 8446, section 7.5). The exporter's secret comes from rustls' key log
+//!   instead, one for each session, and the material is derived here.
 
 use std::io::{self, IoSlice};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,24 +22,13 @@ use rustls::{ClientConfig, CommonState, Error, KeyLog, ServerConfig};
 use rustls_pki_types::ServerName;
 use sterna_memory::raw::RawPiece;
 
-use crate::tls;
+use super::encrypted::{Arrived, ENCRYPT_AT_ONCE, Leaving, RECORD};
+use super::{Address, TransportError, dial};
+use crate::tls::{self, Side, TlsSettings};
 
-/// Plaintext encrypted under one holding of the lock and sent with one system call, in bytes.
-const ENCRYPT_AT_ONCE: usize = 128 << 10;
-/// Encrypted bytes read with one system call, at most; more than the longest record and the longest handshake message.
-const READ_AT_ONCE: usize = 256 << 10;
-/// The most plaintext in one record (RFC 8446, section 5.1).
-const RECORD: usize = 16 << 10;
-/// What a record begins with: its type, a version, its length (RFC 8446, section 5.1).
-const RECORD_HEADER: usize = 5;
-/// Header, inner type and tag of a record (RFC 8446, section 5.2).
-const RECORD_OVERHEAD: usize = RECORD_HEADER + 1 + 16;
-/// Room for what TLS may have to say for itself before the data: an answer to a key update, a key update, an alert.
-const OWN_WORDS: usize = 1 << 10;
-
-/// A TLS error inside an [`io::Error`], said in one line.
+/// A TLS error inside an [`io::Error`]; its text is one line.
 #[derive(Debug)]
-pub(super) struct Failure(pub(super) Error);
+pub(super) struct Failure(Error);
 
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -54,92 +43,13 @@ pub(super) fn failed(error: Error) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, Failure(error))
 }
 
-/// Bytes that have arrived: encrypted ones, and what a record had more than was asked for.
-#[derive(Debug, Default)]
-pub(super) struct Arrived {
-    bytes: Vec<u8>,
-    start: usize,
-    end: usize,
-    plain: Vec<u8>,
-    plain_start: usize,
-}
-
-impl Arrived {
-    pub(super) fn for_tls() -> Self {
-        Self { bytes: vec![0; READ_AT_ONCE], plain: Vec::with_capacity(RECORD), ..Self::default() }
-    }
-
-    /// How many bytes wait here to be handed out.
-    pub(super) fn waiting(&self) -> u64 {
-        (self.end - self.start + self.plain.len() - self.plain_start) as u64
-    }
-
-    /// Where the next encrypted bytes go.
-    pub(super) fn room(&mut self) -> &mut [u8] {
-        self.bytes.copy_within(self.start..self.end, 0);
-        (self.start, self.end) = (0, self.end - self.start);
-        &mut self.bytes[self.end..]
-    }
-
-    /// The first `count` bytes of the room have arrived.
-    pub(super) fn came(&mut self, count: usize) -> &[u8] {
-        self.end += count;
-        &self.bytes[self.end - count..self.end]
-    }
-
-    /// Hands out plaintext that is left over.
-    pub(super) fn take_plain(&mut self, mut into: RawPiece<'_>) -> usize {
-        let left = &self.plain[self.plain_start..];
-        let count = left.len().min(into.len());
-        into.write(&left[..count]);
-        self.plain_start += count;
-        count
-    }
-
-    fn keep_plain(&mut self, rest: &[u8]) {
-        if self.plain_start == self.plain.len() {
-            self.plain.clear();
-            self.plain_start = 0;
-        }
-        self.plain.extend_from_slice(rest);
-    }
-
-    fn has_whole_record(&self) -> bool {
-        let bytes = &self.bytes[self.start..self.end];
-        let header = bytes.first_chunk::<RECORD_HEADER>();
-        header.is_some_and(|header| bytes.len() - RECORD_HEADER >= u16::from_be_bytes([header[3], header[4]]).into())
-    }
-}
-
-/// Encrypted bytes on their way out, in memory that is used again and again.
-#[derive(Debug, Default)]
-pub(super) struct Leaving {
-    bytes: Vec<u8>,
-    length: usize,
-    /// Where a record's plaintext is put together if it comes from several pieces.
-    gathered: Vec<u8>,
-}
-
-impl Leaving {
-    pub(super) fn for_tls() -> Self {
-        // One record more, for a last one that is not full.
-        let records = ENCRYPT_AT_ONCE / RECORD + 1;
-        let bytes = vec![0; ENCRYPT_AT_ONCE + records * RECORD_OVERHEAD + OWN_WORDS];
-        Self { bytes, length: 0, gathered: Vec::with_capacity(RECORD) }
-    }
-
-    pub(super) fn bytes(&self) -> &[u8] {
-        &self.bytes[..self.length]
-    }
-}
-
 /// One end of a TLS session.
 pub(super) struct Session {
     end: End,
     exporter: Arc<ExporterSecret>,
-    /// Records of TLS's own, encrypted and not sent yet.
-    own_words: Vec<u8>,
-    /// The peer has said goodbye.
+    /// Encrypted records of TLS itself that have not been sent yet.
+    own_messages: Vec<u8>,
+    /// The peer has sent its `close_notify`.
     ended: bool,
     failure: Option<Error>,
 }
@@ -149,17 +59,17 @@ enum End {
     Server(UnbufferedServerConnection),
 }
 
-/// What came of processing a piece of what arrived.
+/// The result of processing one piece of the received bytes.
 enum Step {
     Again,
-    /// So much plaintext has been put where it was asked for.
+    /// So many bytes of plaintext have been written to the caller's buffer.
     Plain(usize),
-    /// Nothing complete is left.
+    /// No complete record is left.
     Blocked,
     Ended,
 }
 
-/// What is to be encrypted.
+/// The content to encrypt.
 #[derive(Clone, Copy)]
 enum Outgoing<'a> {
     Data(&'a [u8]),
@@ -187,8 +97,47 @@ impl Session {
         Ok(Self::new(End::Server(UnbufferedServerConnection::new(config.into())?), exporter))
     }
 
+    /// Returns the session of a side that connects to `to`.
+    ///
+    /// # Errors
+    /// The settings are those of a receiving side, or `to` has no name that a certificate could carry.
+    pub(super) fn to(to: &Address, settings: &TlsSettings) -> Result<Self, TransportError> {
+        let Side::Client(config) = &settings.side else {
+            return Err(TransportError::WrongSide("receiving"));
+        };
+        Self::client(config, server_name(to)?).map_err(|error| refused(to.to_string(), &error))
+    }
+
+    /// Returns the session of a side that has accepted `peer`.
+    ///
+    /// # Errors
+    /// The settings are those of a sending side.
+    pub(super) fn of(peer: &str, settings: &TlsSettings) -> Result<Self, TransportError> {
+        let Side::Server { config, .. } = &settings.side else {
+            return Err(TransportError::WrongSide("sending"));
+        };
+        Self::server(config).map_err(|error| refused(peer.to_owned(), &error))
+    }
+
+    /// Returns whether `settings` allow the peer's certificate to send.
+    pub(super) fn is_allowed(&self, settings: &TlsSettings) -> bool {
+        let Side::Server { allow, .. } = &settings.side else { return false };
+        let certificate = self.state().peer_certificates().and_then(|chain| chain.first());
+        certificate.is_some_and(|certificate| tls::is_allowed(certificate, allow))
+    }
+
+    /// Returns the names in the peer's certificate, once the handshake is finished.
+    pub(super) fn peer_name(&self) -> Option<String> {
+        self.state().peer_certificates().and_then(|chain| chain.first()).map(tls::certificate_name)
+    }
+
+    /// Returns whether the handshake is running.
+    pub(super) fn is_handshaking(&self) -> bool {
+        self.state().is_handshaking()
+    }
+
     fn new(end: End, exporter: Arc<ExporterSecret>) -> Self {
-        Self { end, exporter, own_words: Vec::new(), ended: false, failure: None }
+        Self { end, exporter, own_messages: Vec::new(), ended: false, failure: None }
     }
 
     pub(super) fn state(&self) -> &CommonState {
@@ -198,7 +147,7 @@ impl Session {
         }
     }
 
-    /// The peer has said goodbye: nothing more comes after what has been handed out.
+    /// Returns whether the peer has sent its `close_notify`: no more data follows.
     pub(super) fn has_ended(&self) -> bool {
         self.ended
     }
@@ -207,21 +156,22 @@ impl Session {
         self.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// Takes the handshake as far as what has arrived allows; [`Session::own_words`] are then to be sent.
+    /// Continues the handshake as far as the received bytes allow. The caller then sends [`Session::own_messages`].
     pub(super) fn shake(&mut self, arrived: &mut Arrived) -> Result<(), Error> {
-        // To the end of what has arrived, so that no part of a message is left for the time of two threads.
+        // Processes all received bytes, so that no part of a message is left for the time when two threads use the
+        // session.
         while !matches!(self.step(arrived, nowhere())?, Step::Blocked | Step::Ended) {}
         Ok(())
     }
 
-    /// What TLS has to say for itself, which must leave before anything that is encrypted later.
-    pub(super) fn own_words(&mut self) -> Vec<u8> {
-        std::mem::take(&mut self.own_words)
+    /// Returns TLS's own messages, which must be sent before anything that is encrypted later.
+    pub(super) fn own_messages(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.own_messages)
     }
 
-    /// Decrypts into `into` until it is full or nothing complete is left.
+    /// Decrypts into `into` until it is full or no complete record is left.
     ///
-    /// An error is final; what came before it has been handed out.
+    /// An error is final; all plaintext before it has been returned.
     pub(super) fn decrypt(&mut self, arrived: &mut Arrived, mut into: RawPiece<'_>) -> Result<usize, Error> {
         let mut filled = arrived.take_plain(into.reborrow());
         into.advance(filled);
@@ -244,10 +194,10 @@ impl Session {
         self.check()?;
         let mut bytes = std::mem::take(&mut arrived.bytes);
         let incoming = &mut bytes[arrived.start..arrived.end];
-        let own_words = &mut self.own_words;
+        let own_messages = &mut self.own_messages;
         let (discard, step) = match &mut self.end {
-            End::Client(tls) => process(tls.process_tls_records(incoming), own_words, arrived, into),
-            End::Server(tls) => process(tls.process_tls_records(incoming), own_words, arrived, into),
+            End::Client(tls) => process(tls.process_tls_records(incoming), own_messages, arrived, into),
+            End::Server(tls) => process(tls.process_tls_records(incoming), own_messages, arrived, into),
         };
         arrived.bytes = bytes;
         arrived.start += discard;
@@ -262,19 +212,20 @@ impl Session {
             Ok(_) => {}
             Err(error) => {
                 self.failure = Some(error.clone());
-                self.collect_own_words();
+                self.collect_own_messages();
             }
         }
         step
     }
 
-    /// Fetches the alert after a failure. rustls looks for such words first, so it does not miss what arrived.
-    fn collect_own_words(&mut self) {
+    /// Fetches the alert after a failure. rustls returns its own messages first, so it needs no received bytes for
+    /// this.
+    fn collect_own_messages(&mut self) {
         while self.state().wants_write() {
-            let (own_words, nothing) = (&mut self.own_words, &mut Arrived::default());
+            let (own_messages, nothing) = (&mut self.own_messages, &mut Arrived::default());
             let (_, step) = match &mut self.end {
-                End::Client(tls) => process(tls.process_tls_records(&mut []), own_words, nothing, nowhere()),
-                End::Server(tls) => process(tls.process_tls_records(&mut []), own_words, nothing, nowhere()),
+                End::Client(tls) => process(tls.process_tls_records(&mut []), own_messages, nothing, nowhere()),
+                End::Server(tls) => process(tls.process_tls_records(&mut []), own_messages, nothing, nowhere()),
             };
             if !matches!(step, Ok(Step::Again)) {
                 return;
@@ -282,9 +233,9 @@ impl Session {
         }
     }
 
-    /// Encrypts the beginning of `parts` into `leaving`, after what TLS has to say for itself, and says how much of it.
+    /// Encrypts the beginning of `parts` into `leaving`, after TLS's own messages, and returns how many bytes.
     pub(super) fn encrypt(&mut self, parts: &[IoSlice<'_>], leaving: &mut Leaving) -> Result<usize, Error> {
-        // Before TLS's own words are taken: an alert among them is for the goodbye.
+        // Before TLS's own messages are moved out: an alert among them belongs to the goodbye.
         self.check()?;
         self.begin(leaving);
         let mut taken = 0;
@@ -302,7 +253,7 @@ impl Session {
                 taken += now.len();
                 part = rest;
             } else {
-                // A record for each small piece would cost more than putting them together.
+                // One record for each small piece would cost more than joining them.
                 let mut gathered = std::mem::take(&mut leaving.gathered);
                 gathered.clear();
                 while gathered.len() < RECORD {
@@ -323,24 +274,25 @@ impl Session {
         Ok(taken)
     }
 
-    /// The last thing that is sent: TLS's goodbye or, after a failure, what it has to say about that.
+    /// Encrypts the last message: TLS's `close_notify` or, after a failure, its alert.
     pub(super) fn goodbye(&mut self, leaving: &mut Leaving) {
         self.begin(leaving);
         if self.failure.is_none() {
-            // Only a session that is broken has no goodbye, and its end shows that.
+            // Only a broken session has no `close_notify`, and the peer notices that at its end.
             let _ = self.put(Outgoing::Goodbye, leaving);
         }
     }
 
     fn begin(&mut self, leaving: &mut Leaving) {
-        leaving.length = self.own_words.len();
+        leaving.length = self.own_messages.len();
         leaving.bytes.resize(leaving.bytes.len().max(leaving.length), 0);
-        leaving.bytes[..leaving.length].copy_from_slice(&self.own_words);
-        self.own_words.clear();
+        leaving.bytes[..leaving.length].copy_from_slice(&self.own_messages);
+        self.own_messages.clear();
     }
 
     fn put(&mut self, what: Outgoing<'_>, leaving: &mut Leaving) -> Result<(), Error> {
-        // After a failure rustls might look for the rest of a message where it arrived, which is not at hand here.
+        // After a failure rustls might look for the rest of a message in the received bytes, which are not available
+        // here.
         self.check()?;
         loop {
             let done = match &mut self.end {
@@ -358,7 +310,7 @@ impl Session {
         }
     }
 
-    /// 32 bytes that only both ends of a finished handshake know (RFC 8446, section 7.5, without a context).
+    /// Returns 32 bytes that only the two ends of a finished handshake know (RFC 8446, section 7.5, without a context).
     pub(super) fn exporter(&self, label: &[u8]) -> Option<[u8; 32]> {
         let suite = self.state().negotiated_cipher_suite()?.tls13()?;
         let secret = self.exporter.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -373,15 +325,34 @@ impl Session {
     }
 }
 
+fn refused(peer: String, error: &Error) -> TransportError {
+    TransportError::Tls { peer, reason: tls::failure(error) }
+}
+
+/// The name that the peer's certificate must carry.
+fn server_name(to: &Address) -> Result<ServerName<'static>, TransportError> {
+    let unusable = |reason: &str| TransportError::Address { address: to.to_string(), reason: reason.to_owned() };
+    let host = match to {
+        Address::Tcp(text) => dial::host_of(text)?,
+        Address::Simulated(port) => port.name(),
+        Address::Unix(_) => {
+            let reason = "TLS looks for the host's name in the peer's certificate, and a Unix socket has none (its \
+                          mode says who may connect, so it can be used without TLS)";
+            return Err(unusable(reason));
+        }
+    };
+    ServerName::try_from(host.to_owned()).map_err(|_| unusable("it is neither a host name nor an IP address"))
+}
+
 /// For what has no plaintext.
 fn nowhere() -> RawPiece<'static> {
     RawPiece::from(&mut [][..])
 }
 
-/// Takes one piece of what arrived out of rustls' hands.
+/// Processes one piece of the received bytes with rustls.
 fn process<Data>(
     status: UnbufferedStatus<'_, '_, Data>,
-    own_words: &mut Vec<u8>,
+    own_messages: &mut Vec<u8>,
     arrived: &mut Arrived,
     mut into: RawPiece<'_>,
 ) -> (usize, Result<Step, Error>) {
@@ -402,13 +373,13 @@ fn process<Data>(
         }
         ConnectionState::EncodeTlsData(mut encode) => {
             if let Err(EncodeError::InsufficientSize(needed)) = encode.encode(&mut []) {
-                let from = own_words.len();
-                own_words.resize(from + needed.required_size, 0);
-                encode.encode(&mut own_words[from..]).map_err(|error| Error::General(error.to_string()))?;
+                let from = own_messages.len();
+                own_messages.resize(from + needed.required_size, 0);
+                encode.encode(&mut own_messages[from..]).map_err(|error| Error::General(error.to_string()))?;
             }
             Ok(Step::Again)
         }
-        // Sent later, but in order, which is all that matters to TLS.
+        // Sent later, but in order: TLS requires no more.
         ConnectionState::TransmitTlsData(transmit) => {
             transmit.done();
             Ok(Step::Again)
@@ -420,7 +391,8 @@ fn process<Data>(
     (discard, step)
 }
 
-/// Encrypts `what` if rustls is ready for it, or else does what is to be done before: then `false`.
+/// Encrypts `what` if rustls is ready for it and returns `true`; otherwise does the step that comes before it and
+/// returns `false`.
 fn put<Data>(status: UnbufferedStatus<'_, '_, Data>, what: Outgoing<'_>, leaving: &mut Leaving) -> Result<bool, Error> {
     let room = &mut leaving.bytes[leaving.length..];
     let needed = match status.state? {
@@ -439,7 +411,7 @@ fn put<Data>(status: UnbufferedStatus<'_, '_, Data>, what: Outgoing<'_>, leaving
             }
         }
         ConnectionState::EncodeTlsData(mut encode) => {
-            // The words are lost if there is no room for them, so they make it.
+            // The messages would be lost without space for them, so the space grows.
             match encode.encode(&mut []) {
                 Err(EncodeError::InsufficientSize(needed)) => {
                     let end = leaving.length + needed.required_size;
@@ -463,9 +435,7 @@ fn put<Data>(status: UnbufferedStatus<'_, '_, Data>, what: Outgoing<'_>, leaving
 
 fn unexpected<Data>(state: &ConnectionState<'_, '_, Data>) -> Error {
     tracing::warn!(?state, "TLS is in an unexpected state");
-    Error::General(
-        "TLS is in a state that it cannot be in here; this is an error of the program (its log has the state)".into(),
-    )
+    Error::General("TLS is in a state that is impossible here; this is a bug in Sterna (the log has the state)".into())
 }
 
 /// HKDF-Expand-Label (RFC 8446, section 7.1).
@@ -477,7 +447,7 @@ fn expand_label(expander: &dyn HkdfExpander, label: &[u8], context: &[u8], outpu
     expander.expand_slice(&[&length, &label_length, PREFIX, label, &context_length, context], output).ok()
 }
 
-/// The one secret of a session that this program asks rustls' key log for.
+/// The only secret of a session that this program reads from rustls' key log.
 #[derive(Default)]
 struct ExporterSecret(Mutex<Option<OkmBlock>>);
 

@@ -1,5 +1,5 @@
-//! The socket below a connection: a TCP or Unix socket of the kernel, or one end of a connection of a simulated network.
-//! Its options, and reading with a time limit.
+//! The socket below a connection: a TCP or Unix socket of the kernel, or one end of a connection of a simulated
+//! network. Its options, and reading with a time limit.
 //!
 //! A kernel's socket is used by plain system calls on its descriptor, without a lock or a copy in between.
 
@@ -22,9 +22,9 @@ use super::tcp_info::SendTimes;
 
 /// Maximum bytes of unsent data that the kernel accepts from a writer before the writer waits.
 ///
-/// These bytes can no longer be replaced by a newer page nor be paced, so they should be few. But they must last until the writer thread
-/// has encoded its next packets, or the link falls idle: at 10 Gbit/s 1.6 ms for each channel. The window bounds those of all channels
-/// together.
+/// These bytes can be neither replaced by a newer page nor paced, so they should be few. But they must last until the
+/// writer thread has encoded its next packets, or the link falls idle: at 10 Gbit/s they last 1.6 ms for each channel.
+/// The window bounds the bytes of all channels together.
 const NOT_SENT_LOW_WATER: u32 = 2 << 20;
 /// Maximum bytes that are read and dropped before a connection is closed.
 const TAKEN_UNREAD: usize = 4096;
@@ -37,11 +37,11 @@ const WOKEN_FOR: usize = 512 << 10;
 /// Maximum bytes of one read from a simulated network.
 const SIMULATED_READ: usize = 64 << 10;
 
-/// A connected socket of one of the kinds that there are addresses of ([`Address`](super::Address)).
+/// A connected socket, of the same kinds as [`Address`](super::Address).
 #[derive(Debug)]
 pub struct Socket {
     kind: Kind,
-    /// Minimum bytes for which the kernel wakes a reader; 0 where that is not known.
+    /// Minimum number of bytes for which the kernel wakes a reader; 0 if unknown.
     low_water: AtomicUsize,
 }
 
@@ -79,7 +79,7 @@ impl From<Kind> for Socket {
 /// The host that a connection comes from, as far as hosts can be distinguished.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Host {
-    /// An IPv4 host, or an IPv6 network of 64 bits: a host that has one address of it may have them all.
+    /// An IPv4 host, or an IPv6 network of 64 bits: a host with one address of the network may use all of them.
     Remote(IpAddr),
     /// This host.
     Local,
@@ -128,7 +128,7 @@ impl Socket {
         }
     }
 
-    /// The same socket once more, which stays connected until both have been dropped.
+    /// Returns a second handle of the socket, which stays connected until both have been dropped.
     pub(super) fn try_clone(&self) -> io::Result<Self> {
         let kind = match &self.kind {
             Kind::Tcp(stream) => Kind::Tcp(stream.try_clone()?),
@@ -138,11 +138,11 @@ impl Socket {
         Ok(kind.into())
     }
 
-    /// Sets what every connection needs: a silent peer is noticed, and with TCP no delay of small packets.
+    /// Sets the options of every connection: a silent peer is noticed, and TCP does not delay small packets.
     ///
     /// Buffer sizes are left to the kernel's autotuning, which a fixed size would switch off.
     pub(super) fn configure(&self, silence: Duration) -> io::Result<()> {
-        // Twice the limit, since a lost peer is noticed earlier by the silence on its control channel, which says more.
+        // Twice the limit, because the silence on the control channel reveals a lost peer earlier, with a better error.
         let unheard = silence * 2;
         match &self.kind {
             Kind::Tcp(stream) => configure_tcp(stream, silence, unheard),
@@ -157,7 +157,7 @@ impl Socket {
         }
     }
 
-    /// How long a read waits with [`Wait::Timeout`]; `None`: for ever.
+    /// Sets how long a read waits with [`Wait::Timeout`]; `None`: without a limit.
     pub(super) fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
         match &self.kind {
             Kind::Tcp(stream) => stream.set_read_timeout(timeout),
@@ -170,7 +170,7 @@ impl Socket {
         }
     }
 
-    /// How many bytes have arrived and wait to be read; 0 where that cannot be said.
+    /// Returns how many bytes have arrived and wait to be read; 0 if unknown.
     pub(super) fn arrived(&self) -> u64 {
         match self.backend() {
             Backend::Kernel(fd) => rustix::io::ioctl_fionread(fd).unwrap_or(0),
@@ -178,7 +178,7 @@ impl Socket {
         }
     }
 
-    /// A peer that takes nothing for however long is no reason to end the connection: its program may read when it likes.
+    /// Keeps the connection open however long the peer reads nothing: its program may read whenever it likes.
     pub(super) fn tolerate_closed_window(&self) -> io::Result<()> {
         match &self.kind {
             Kind::Tcp(stream) => SockRef::from(stream).set_tcp_user_timeout(None),
@@ -186,7 +186,7 @@ impl Socket {
         }
     }
 
-    /// What the kernel says of the time that sending took; none where there is no network that it knows of.
+    /// Returns the kernel's figures of the time that sending took; `None` for sockets without a network.
     pub(super) fn send_times(&self) -> Option<SendTimes> {
         match &self.kind {
             Kind::Tcp(stream) => SendTimes::of(stream),
@@ -194,9 +194,9 @@ impl Socket {
         }
     }
 
-    /// Has the kernel wake who waits for a TCP socket when so many bytes are there, and not for each segment. What it wakes for at its
-    /// own judgement (a receive window that closes, the end of the connection) stays as it is (`tcp_data_ready` in the kernel's
-    /// `net/ipv4/tcp_input.c`).
+    /// Makes the kernel wake the reader of a TCP socket when `bytes` bytes have arrived, instead of for each segment.
+    /// The kernel's other reasons to wake a reader (a receive window that closes, the end of the connection) stay in
+    /// force (`tcp_data_ready` in the kernel's `net/ipv4/tcp_input.c`).
     fn wake_at(&self, bytes: usize) {
         let Kind::Tcp(stream) = &self.kind else { return };
         if self.low_water.swap(bytes, Ordering::Relaxed) == bytes {
@@ -214,18 +214,19 @@ impl Socket {
                 size_of::<libc::c_int>() as _,
             )
         };
-        // No value is refused for a TCP socket, and a socket that is no more says so when it is read.
+        // The kernel refuses no value for a TCP socket, and a broken socket fails when it is read.
         debug_assert_eq!(set, 0, "{}", io::Error::last_os_error());
     }
 
-    /// Reads what there is; `TimedOut` or `WouldBlock` after waiting for too long. `coming`: at least so many bytes are surely still to
-    /// come, so that with [`Wait::Timeout`] a reader sleeps until many of them are there: else it is woken for nearly every segment, which
-    /// costs both sides CPU time, most on virtual CPUs.
+    /// Reads the bytes that have arrived. Fails with `TimedOut` or `WouldBlock` after waiting for too long. `coming`:
+    /// at least so many bytes are certain to follow. With [`Wait::Timeout`] the reader sleeps until many of them have
+    /// arrived; otherwise it would be woken for nearly every segment, which costs both sides CPU time, most on virtual
+    /// CPUs.
     pub(super) fn read(&self, mut into: RawPiece<'_>, wait: Wait, coming: usize) -> io::Result<usize> {
         let fd = match self.backend() {
             Backend::Kernel(fd) => fd,
             Backend::Simulated(end) => {
-                // A network in memory is for tests, and its speed of no matter.
+                // A network in memory is for tests; its speed does not matter.
                 let mut bytes = vec![0; into.len().min(SIMULATED_READ)];
                 let count = match wait {
                     Wait::Timeout => end.read_with_timeout(&mut bytes),
@@ -238,7 +239,7 @@ impl Socket {
         };
         match (wait, &self.kind) {
             (Wait::Timeout, Kind::Tcp(stream)) if coming >= WORTH_WAITING_FOR => {
-                // A read that waits by itself would wait for so many bytes behind those that it has taken already.
+                // A blocking read would wait for so many bytes beyond those that it has read already.
                 let mut take = || match receive(fd, into.reborrow(), libc::MSG_DONTWAIT) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
                     read => Some(read),
@@ -253,7 +254,7 @@ impl Socket {
                         return read;
                     }
                 }
-                // Fewer bytes may have come: then the peer is slow, not silent.
+                // Fewer bytes may have arrived: then the peer is slow, not silent.
                 return take().unwrap_or_else(|| Err(io::ErrorKind::TimedOut.into()));
             }
             (Wait::Timeout, _) => self.wake_at(1),
@@ -269,7 +270,7 @@ impl Socket {
         receive(fd, into, 0)
     }
 
-    /// Writes all of `parts` (which are used up on the way). Never raises SIGPIPE, whatever program this library is in.
+    /// Writes all of `parts` (and consumes them). Never raises SIGPIPE, whichever program embeds this library.
     pub(super) fn send_all(&self, mut parts: &mut [IoSlice<'_>], sending: Sending) -> io::Result<()> {
         let fd = match self.backend() {
             Backend::Kernel(fd) => fd,
@@ -285,7 +286,7 @@ impl Socket {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(sent) => IoSlice::advance_slices(&mut parts, sent),
                 Err(rustix::io::Errno::INTR) => {}
-                // The write timeout of a Unix socket; TCP has a better way to say the same.
+                // The write timeout of a Unix socket has passed; TCP uses `TCP_USER_TIMEOUT` instead.
                 Err(rustix::io::Errno::AGAIN) if sending == Sending::Waits => {
                     return Err(took_nothing());
                 }
@@ -295,20 +296,20 @@ impl Socket {
         Ok(())
     }
 
-    /// As [`Socket::send_all`], of memory that nothing in this process looks at, to a socket of the kernel.
+    /// Sends memory that this process does not read to a kernel socket, otherwise as [`Socket::send_all`] does.
     ///
     /// # Errors
-    /// As there; and `Unsupported` where there is no such socket.
+    /// Those of [`Socket::send_all`], and `Unsupported` if this is not a kernel socket.
     pub(super) fn pass_on(&self, mut parts: &mut [KernelPart<'_>]) -> io::Result<()> {
         let Backend::Kernel(fd) = self.backend() else { return Err(io::ErrorKind::Unsupported.into()) };
         KernelPart::advance(&mut parts, 0);
         while !parts.is_empty() {
-            // SAFETY: all zeros are a header of nothing.
+            // SAFETY: all zeros are a valid, empty header.
             let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
             message.msg_iov = KernelPart::as_iovecs(parts);
-            // Of another type elsewhere than with glibc.
+            // The type differs between C libraries.
             message.msg_iovlen = parts.len() as _;
-            // SAFETY: the header names so many parts, of memory that stays readable as long as they are borrowed, and nothing else.
+            // SAFETY: the header names only these parts, whose memory stays readable while they are borrowed.
             let sent = unsafe { libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
             match usize::try_from(sent) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
@@ -323,7 +324,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Whether there is a socket of the kernel behind it.
+    /// Returns whether this is a kernel socket.
     pub(super) fn is_of_the_kernel(&self) -> bool {
         matches!(self.backend(), Backend::Kernel(_))
     }
@@ -340,16 +341,17 @@ impl Socket {
         }
     }
 
-    /// Takes what has arrived by now, up to 4 KiB, without waiting: closing over unread bytes resets the connection.
+    /// Reads and drops the bytes that have arrived, up to 4 KiB, without waiting: closing with unread bytes resets the
+    /// connection.
     pub(super) fn take_unread(&self) {
         match self.backend() {
-            // Nothing there, or nobody: both are fine.
+            // No bytes, or no peer: both are fine.
             Backend::Kernel(fd) => drop(recv(fd, &mut [0; TAKEN_UNREAD], RecvFlags::DONTWAIT)),
             Backend::Simulated(end) => end.forget_unread(),
         }
     }
 
-    /// The peer, for people; `unknown` if it is gone.
+    /// Returns a description of the peer for messages; `unknown` if the peer is gone.
     pub(super) fn peer(&self) -> String {
         let known = match &self.kind {
             Kind::Tcp(stream) => stream.peer_addr().ok().map(|address| address.to_string()),
@@ -359,7 +361,7 @@ impl Socket {
         known.unwrap_or_else(|| "unknown".to_owned())
     }
 
-    /// The host that it comes from.
+    /// Returns the host that the connection comes from.
     pub(super) fn host(&self) -> Host {
         match &self.kind {
             Kind::Tcp(stream) => stream.peer_addr().map_or(Host::Local, |address| address.ip().into()),
@@ -368,12 +370,12 @@ impl Socket {
     }
 }
 
-/// Sending has waited for its time.
+/// Returns the error of a send that has waited until its time limit.
 fn took_nothing() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the peer has taken nothing for too long")
 }
 
-/// The process at the other end, and the path that one of the ends has.
+/// Describes the process at the other end, with the path of the end that has one.
 fn unix_peer(stream: &UnixStream) -> Option<String> {
     let mut paths = [stream.peer_addr(), stream.local_addr()].into_iter().flatten();
     let path = paths.find_map(|address| Some(format!("unix:{}", address.as_pathname()?.display())))?;
@@ -390,17 +392,17 @@ fn configure_tcp(stream: &TcpStream, silence: Duration, unheard: Duration) -> io
     let keepalive =
         TcpKeepalive::new().with_time(Duration::from_secs(15)).with_interval(Duration::from_secs(5)).with_retries(3);
     socket.set_tcp_keepalive(&keepalive)?;
-    // Counts data that is not acknowledged, and data that is not sent because the peer's window is closed (tcp(7)). So it
-    // ends the channel of a peer that is gone, and also of one that lives but has read nothing for so long, such as a
-    // receiver whose QEMU is stopped: one that is slow reads something and is left alone.
+    // The timeout covers data that is not acknowledged, and data that is not sent because the peer's window is closed
+    // (tcp(7)). So it ends the channel of a peer that is gone, and also of a peer that has read nothing for so long,
+    // such as a receiver whose QEMU is stopped. A slow peer reads something, so its channel continues.
     socket.set_tcp_user_timeout(Some(unheard))?;
     socket.set_tcp_notsent_lowat(NOT_SENT_LOW_WATER)
 }
 
-/// One recv(2) that is not interrupted.
+/// Calls recv(2) until a call is not interrupted.
 fn receive(fd: BorrowedFd<'_>, mut into: RawPiece<'_>, flags: libc::c_int) -> io::Result<usize> {
     loop {
-        // SAFETY: the kernel writes no more bytes than the piece has, which may be written for as long as it is borrowed.
+        // SAFETY: the kernel writes at most the length of the piece, which may be written while it is borrowed.
         let read = unsafe { libc::recv(fd.as_raw_fd(), into.as_ptr().cast(), into.len(), flags) };
         match usize::try_from(read) {
             Ok(count) => return Ok(count),
@@ -412,7 +414,7 @@ fn receive(fd: BorrowedFd<'_>, mut into: RawPiece<'_>, flags: libc::c_int) -> io
     }
 }
 
-/// Waits until there is something to read (or the end); without a deadline, for as long as it takes.
+/// Waits until there are bytes to read, or the end; without a deadline, with no limit.
 fn wait_readable(fd: BorrowedFd<'_>, deadline: Option<Instant>) -> io::Result<()> {
     loop {
         let timeout = match deadline {

@@ -1,10 +1,10 @@
 //! The two halves of an established connection, used by two threads at the same time, and the TLS between them.
 //!
-//! rustls keeps both directions in one object ([`Session`]), so both halves share it under a lock. The lock is held only
-//! while bytes are encrypted or decrypted in memory, never during a socket call: a writer that waits for the network does
-//! not keep the reader from its acknowledgements. Only the writer writes to the socket, so records leave in the order in
-//! which they were encrypted; what the reader's side of TLS wants to say (an answer to a key update) leaves with the next
-//! write.
+//! rustls keeps both directions in one object ([`Session`]), so both halves share it under a lock. The lock is held
+//! only while bytes are encrypted or decrypted in memory, never during a socket call: a writer that waits for the
+//! network does not keep the reader from its acknowledgements. Only the writer writes to the socket, so records are
+//! sent in the order in which they were encrypted; messages from the reader's side of TLS (an answer to a key update)
+//! are sent with the next write.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::Shutdown;
@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 
 use sterna_memory::raw::{KernelPart, RawPiece};
 
-use super::session::{Arrived, Leaving, Session, failed};
+use super::encrypted::{Arrived, Leaving};
+use super::session::{Session, failed};
 use super::socket::{Sending, Socket, Wait};
 use super::tcp_info::SendTimes;
 
@@ -26,11 +27,12 @@ const PARTS_AT_ONCE: usize = 16;
 pub(super) struct Link {
     socket: Socket,
     tls: Option<Mutex<Session>>,
-    /// Whether a [`Closer`] ended the connection, so that the end is not mistaken for the peer's.
+    /// Whether a [`Closer`] ended the connection, so that the end is not attributed to the peer.
     closed: AtomicBool,
 }
 
-/// Makes the two halves of a connection whose TLS handshake, if any, is finished. `read` and `written`: bytes on the wire so far.
+/// Makes the two halves of a connection whose TLS handshake, if any, is finished. `read` and `written`: bytes on the
+/// wire so far.
 pub(super) fn halves(
     socket: Socket,
     tls: Option<Session>,
@@ -46,7 +48,7 @@ pub(super) fn halves(
 }
 
 impl Link {
-    /// A panic of the other half inside rustls leaves no state that is worse than a broken stream, which TLS notices.
+    /// Ignores poisoning: a panic of the other half inside rustls leaves at worst a broken stream, which TLS notices.
     fn lock(tls: &Mutex<Session>) -> MutexGuard<'_, Session> {
         tls.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -60,7 +62,8 @@ fn closed_here() -> io::Error {
     io::Error::new(io::ErrorKind::ConnectionAborted, "the connection was closed on this side")
 }
 
-/// The sending half. Dropping it sends TLS's `close_notify`, if that is possible without waiting, and ends the direction.
+/// The sending half. Dropping it sends TLS's `close_notify`, if that is possible without waiting, and ends the
+/// direction.
 #[derive(Debug)]
 pub struct Writer {
     link: Arc<Link>,
@@ -73,7 +76,7 @@ impl Writer {
     /// Writes all of `parts`, one after the other, as if they were one piece.
     ///
     /// # Errors
-    /// Those of the socket; `ConnectionAborted` after [`Closer::close`]; after an error the half is of no more use.
+    /// Those of the socket; `ConnectionAborted` after [`Closer::close`]. After an error this half is unusable.
     pub fn write_all_vectored(&mut self, parts: &[&[u8]]) -> io::Result<()> {
         for group in parts.chunks(PARTS_AT_ONCE) {
             let mut slices = [IoSlice::new(&[]); PARTS_AT_ONCE];
@@ -97,8 +100,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Keeps the connection open while the peer reads nothing, without a limit, as other programs expect whose connection is carried. A lost
-    /// peer must be noticed by other means.
+    /// Keeps the connection open however long the peer reads nothing, as programs expect whose connection is carried.
+    /// The caller must notice a lost peer by other means.
     ///
     /// # Errors
     /// The socket is closed.
@@ -106,7 +109,7 @@ impl Writer {
         self.link.socket.tolerate_closed_window()
     }
 
-    /// Returns the kernel's figures of the time that sending took; none where the socket is not a TCP socket.
+    /// Returns the kernel's figures of the time that sending took; `None` if the socket is not a TCP socket.
     pub fn send_times(&self) -> Option<SendTimes> {
         self.link.socket.send_times()
     }
@@ -116,10 +119,10 @@ impl Writer {
         self.link.tls.is_none() && self.link.socket.is_of_the_kernel()
     }
 
-    /// As [`Writer::write_all_vectored`], without reading the parts in this process.
+    /// Writes `parts` as [`Writer::write_all_vectored`] does, without reading them in this process.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Writer::write_all_vectored`].
     ///
     /// # Panics
     /// Panics if the bytes are encrypted or kept ([`Writer::passes_on`]).
@@ -136,8 +139,8 @@ impl Writer {
         IoSlice::advance_slices(&mut parts, 0);
         while !parts.is_empty() {
             let taken = Link::lock(tls).encrypt(parts, &mut self.leaving).map_err(failed);
-            // The peer is told of a failure of the other half's, too.
-            let taken = taken.inspect_err(|_| self.say_goodbye(tls))?;
+            // The peer receives the alert of a failure of the other half, too.
+            let taken = taken.inspect_err(|_| self.send_goodbye(tls))?;
             IoSlice::advance_slices(&mut parts, taken);
             self.written += self.leaving.bytes().len() as u64;
             self.link.socket.send_all(&mut [IoSlice::new(self.leaving.bytes())], Sending::Waits)?;
@@ -145,14 +148,14 @@ impl Writer {
         Ok(())
     }
 
-    fn say_goodbye(&mut self, tls: &Mutex<Session>) {
+    fn send_goodbye(&mut self, tls: &Mutex<Session>) {
         Link::lock(tls).goodbye(&mut self.leaving);
         let goodbye = &mut [IoSlice::new(self.leaving.bytes())];
         // A failure needs no report: the peer notices a missing close_notify by itself.
         let _ = self.link.socket.send_all(goodbye, Sending::DoesNotWait);
     }
 
-    /// Bytes put on the wire since the connection was made, TLS's own included, TCP's not.
+    /// Returns the bytes sent since the connection was made, including TLS's overhead, without TCP's.
     pub fn bytes_written(&self) -> u64 {
         self.written
     }
@@ -173,18 +176,18 @@ impl Drop for Writer {
     fn drop(&mut self) {
         let link = Arc::clone(&self.link);
         if let (Some(tls), false) = (&link.tls, self.failed) {
-            self.say_goodbye(tls);
+            self.send_goodbye(tls);
         }
         let _ = self.link.socket.shutdown(Shutdown::Write);
     }
 }
 
-/// What a read is for.
+/// How much a read wants.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wants {
-    /// Whatever there is.
+    /// Any bytes that have arrived.
     Some,
-    /// A part of the buffer, and after it the rest: all of it is surely to come.
+    /// All of the buffer, in several reads: the peer is certain to send so many bytes.
     All,
 }
 
@@ -198,23 +201,24 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// How long a read (`io::Read`) waits without a byte before it fails with `TimedOut`; `None`: for ever.
+    /// Sets how long a read (`io::Read`) waits without a byte before it fails with `TimedOut`; `None`: without a limit.
     ///
-    /// A new connection has the silence limit of its [`Limits`](super::Limits).
+    /// A new connection uses the silence limit of its [`Limits`](super::Limits).
     ///
     /// # Errors
-    /// A timeout of zero, or the socket is no more.
+    /// The timeout is zero, or the socket is closed.
     pub fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.link.socket.set_read_timeout(timeout)
     }
 
-    /// Fills `buffer` with the start of the next packet: `false` if the peer has ended the connection cleanly instead.
+    /// Fills `buffer` with the start of the next packet. Returns `false` if the peer has ended the connection cleanly
+    /// instead.
     ///
     /// Between packets the peer may be silent for as long as it likes. From the first byte on, the rest of `buffer`
-    /// must arrive within the silence limit; reads of what follows are held to [`Reader::set_timeout`].
+    /// must arrive within the silence limit; the limit of later reads is that of [`Reader::set_timeout`].
     ///
     /// # Errors
-    /// `TimedOut`; `UnexpectedEof` if the connection ends inside of `buffer` or, with TLS, without a goodbye;
+    /// `TimedOut`; `UnexpectedEof` if the connection ends within `buffer` or, with TLS, without a `close_notify`;
     /// `ConnectionAborted` after [`Closer::close`]; those of the socket.
     pub fn read_packet_start(&mut self, buffer: &mut [u8]) -> io::Result<bool> {
         let have = self.read_waiting(buffer.into(), Wait::Forever, Wants::Some)?;
@@ -238,13 +242,13 @@ impl Reader {
         Ok(())
     }
 
-    /// How many bytes can be read without waiting, about: with TLS its own bytes are counted, too, and so is a record of
-    /// which the rest is still to come.
+    /// Returns about how many bytes can be read without waiting: with TLS, its overhead and an incomplete record are
+    /// counted, too.
     pub fn arrived(&self) -> u64 {
         self.arrived.waiting() + self.link.socket.arrived()
     }
 
-    /// Bytes taken off the wire since the connection was made, TLS's own included, TCP's not.
+    /// Returns the bytes received since the connection was made, including TLS's overhead, without TCP's.
     pub fn bytes_read(&self) -> u64 {
         self.read
     }
@@ -252,7 +256,7 @@ impl Reader {
     /// Fills `piece`, as [`Read::read_exact`] fills a buffer.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Read::read_exact`].
     pub fn read_piece(&mut self, mut piece: RawPiece<'_>) -> io::Result<()> {
         while !piece.is_empty() {
             match self.read_waiting(piece.reborrow(), Wait::Timeout, Wants::All)? {
@@ -273,7 +277,7 @@ impl Reader {
             return self.receive(Some(buffer), wait, wanted);
         };
         loop {
-            // Small pieces come from one record, and all but the first need no lock.
+            // Small pieces come from one record; all but the first need no lock.
             let left = self.arrived.take_plain(buffer.reborrow());
             if left > 0 {
                 return Ok(left);
@@ -285,7 +289,7 @@ impl Reader {
                     return Ok(count);
                 }
             }
-            // What is here already is part of one record, and holds less of what is wanted than its length.
+            // The bytes that have arrived are part of one record, and contain less plaintext than their length.
             let coming = wanted.saturating_sub(self.arrived.waiting() as usize);
             if self.receive(None, wait, coming)? == 0 {
                 let text = "the connection ended without TLS's goodbye: the peer is gone, or data was cut off";
@@ -294,7 +298,8 @@ impl Reader {
         }
     }
 
-    /// One read from the socket, from which at least `coming` bytes are to be had, into `buffer` or, with TLS, behind what is left of the bytes that arrived before.
+    /// Reads once from the socket, which will deliver at least `coming` bytes, into `buffer` or, with TLS, behind the
+    /// remaining encrypted bytes.
     fn receive(&mut self, buffer: Option<RawPiece<'_>>, wait: Wait, coming: usize) -> io::Result<usize> {
         let encrypted = buffer.is_none();
         let into = buffer.unwrap_or_else(|| self.arrived.room().into());
@@ -328,7 +333,7 @@ impl Read for Reader {
     }
 }
 
-/// Ends a connection from another thread. It does not keep the connection alive.
+/// Ends a connection from another thread. A closer does not keep the connection alive.
 #[derive(Clone, Debug)]
 pub struct Closer {
     link: Weak<Link>,
@@ -339,8 +344,8 @@ impl Closer {
         Self { link: Arc::downgrade(&writer.link) }
     }
 
-    /// Shuts both directions down: reads and writes that wait, and all later ones, fail with `ConnectionAborted`.
-    /// The peer sees the end without a goodbye.
+    /// Shuts both directions down: reads and writes that wait, and all later ones, fail with `ConnectionAborted`. The
+    /// peer sees the end without a `close_notify`.
     pub fn close(&self) {
         if let Some(link) = self.link.upgrade() {
             link.closed.store(true, Ordering::Release);

@@ -1,29 +1,30 @@
-//! What the kernel says of a TCP connection's sending: how long there was something to send, how much of that the peer's closed window
-//! held it up, and how much is queued now.
+//! The kernel's figures of a TCP connection's sending: how long there was something to send, for how much of that time
+//! the peer's window was closed, and how long the queued bytes will take.
 
 use std::mem::{MaybeUninit, size_of};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-/// Since the connection was made, and now.
+/// Times since the connection was made, and the present queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SendTimes {
-    /// Something was to be sent, or sent and not yet in the peer's kernel.
+    /// Time during which there were bytes to send, or sent bytes that had not reached the peer's kernel.
     pub busy: Duration,
-    /// For so long of that nothing could go because the peer's program did not read.
+    /// The part of `busy` during which nothing could be sent because the peer's program did not read.
     pub window_closed: Duration,
-    /// What is to be sent now, or is sent and not yet in the peer's kernel, will take so long at the rate at which the peer's kernel has
-    /// taken it of late, beyond the path's length; none before that is known.
+    /// Time until the bytes that are queued or in transit now have reached the peer's kernel, at the kernel's recent
+    /// delivery rate, without the path's latency; `None` before the rate is known.
     pub left: Option<Duration>,
 }
 
 impl SendTimes {
-    /// None where the kernel does not say.
+    /// Returns the figures; `None` if the kernel does not report them.
     pub(super) fn of(stream: &TcpStream) -> Option<Self> {
         let info = tcp_info(stream)?;
         let under_way = f64::from(info.tcpi_unacked) * f64::from(info.tcpi_snd_mss);
-        // Of a connection with nothing to send the kernel keeps the last rate, so it is the network's, not the writer's.
+        // While a connection has nothing to send the kernel keeps the last rate, so the rate is the network's, not the
+        // writer's.
         let left = (f64::from(info.tcpi_notsent_bytes) + under_way) / info.tcpi_delivery_rate as f64;
         let path = Duration::from_micros(info.tcpi_min_rtt.into());
         Some(Self {
@@ -49,7 +50,7 @@ fn tcp_info(stream: &TcpStream) -> Option<libc::tcp_info> {
         )
     };
     let end = std::mem::offset_of!(libc::tcp_info, tcpi_rwnd_limited) + size_of::<u64>();
-    // SAFETY: all of it is numbers, zero where the kernel has written nothing.
+    // SAFETY: all fields are integers, zero where the kernel has written nothing.
     (result == 0 && length as usize >= end).then(|| unsafe { info.assume_init() })
 }
 
@@ -67,7 +68,7 @@ mod tests {
         let (mut reader, _) = listener.accept().unwrap();
         assert_eq!(SendTimes::of(&writer), Some(SendTimes::default()));
 
-        // Until the kernel takes no more, and it has said for a while that the peer is the reason.
+        // Until the kernel accepts no more bytes, and has reported the peer as the reason for a while.
         writer.set_nonblocking(true).unwrap();
         let mut written = 0;
         let closed = loop {
@@ -82,7 +83,7 @@ mod tests {
             }
             std::thread::yield_now();
         };
-        // What the reader's kernel has taken is not queued.
+        // Bytes in the reader's kernel are not queued.
         assert_ne!(SendTimes::of(&writer).unwrap().left, Some(Duration::ZERO));
         let mut left = vec![0; written];
         reader.read_exact(&mut left).unwrap();

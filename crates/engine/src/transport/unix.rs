@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::directory::{Directory, FileIdentity};
 
-/// How long another process may hold the lock: it makes a few system calls.
+/// How long another process may hold the lock, under which it makes only a few system calls.
 const TURN_LIMIT: Duration = Duration::from_secs(2);
 /// Pause between two attempts to take the lock.
 const TURN_PAUSE: Duration = Duration::from_millis(1);
@@ -32,12 +32,12 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
-    /// The absolute path.
+    /// Returns the absolute path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Removes the file while its socket is still open; but not if another has taken its place.
+    /// Removes the file while its socket is still open, unless another file has replaced it.
     pub fn remove(&self) {
         let _lock = lock(&self.directory);
         if self.directory.identity_of(&self.name).is_ok_and(|found| found == self.identity) {
@@ -50,16 +50,17 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         let _lock = lock(&self.directory);
-        // The socket is closed, so another file may have its identity by now: it is removed only if no process listens.
-        if self.directory.is_left_socket(&self.name).unwrap_or(false) {
+        // The socket is closed, so another file may have its identity by now. The file is removed only if no process
+        // listens.
+        if self.directory.is_stale_socket(&self.name).unwrap_or(false) {
             let _ = self.directory.remove(&self.name);
         }
     }
 }
 
-/// Locks the directory, so that processes take turns: between binding and listening a socket looks like one that was left behind, and
-/// between the check and the removal it may be replaced by another. None where the directory cannot be read, or where another user who can
-/// read it keeps it locked.
+/// Locks the directory, so that processes take turns: between bind and listen a socket looks like a stale one, and
+/// between the check and the removal another socket may replace it. Returns `None` if the directory cannot be read, or
+/// if another user who can read it keeps it locked.
 fn lock(directory: &Directory) -> Option<Directory> {
     let taken = Directory::open(&directory.reach(".")).ok()?;
     let deadline = Instant::now() + TURN_LIMIT;
@@ -75,13 +76,13 @@ fn lock(directory: &Directory) -> Option<Directory> {
 /// Listens at `path`, and replaces a socket on which no process listens any more. The file has mode 0600.
 ///
 /// # Errors
-/// `AddrInUse` where another process listens there or another kind of file is there, with what to do.
+/// `AddrInUse` if another process listens there or another kind of file exists there; the text says what to do.
 pub fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     let (directory, name) = Directory::parent_of(path)?;
     let _lock = lock(&directory);
     let listener = match directory.listen(&name) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            remove_left(&directory, &name)?;
+            remove_stale(&directory, &name)?;
             directory.listen(&name)?
         }
         bound => bound?,
@@ -90,8 +91,8 @@ pub fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     Ok((listener, SocketFile { directory, name, path: std::path::absolute(path)?, identity }))
 }
 
-/// Removes a socket on which no process listens; everything else is an error.
-fn remove_left(directory: &Directory, name: &OsString) -> io::Result<()> {
+/// Removes a socket on which no process listens. Anything else at the path is an error.
+fn remove_stale(directory: &Directory, name: &OsString) -> io::Result<()> {
     let in_use = |text: &str| Err(io::Error::new(io::ErrorKind::AddrInUse, text.to_owned()));
     match directory.is_socket(name) {
         Ok(true) => {}
@@ -99,7 +100,7 @@ fn remove_left(directory: &Directory, name: &OsString) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error),
     }
-    match directory.is_left_socket(name) {
+    match directory.is_stale_socket(name) {
         Ok(true) => directory.remove(name),
         Ok(false) => in_use("another process listens there; end it or give another path"),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),

@@ -1,5 +1,5 @@
-//! Whole migrations with the software model of DSA as accelerator: everything that a device can do wrong, and a guest that
-//! writes all the while. Whatever the device does, the migration succeeds and memory is the same.
+//! Complete migrations with the software model of DSA as accelerator: every fault of a device, and a guest that writes
+//! all the time. Whatever the device does, the migration succeeds and memory is equal.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -10,6 +10,7 @@ use crate::moving::{DEDICATED, SHARED, SMALL, done_by, dsa, migrate_seen, migrat
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
+use sterna_engine::migration::ErrorKind;
 use sterna_engine::report::{Observer, Progress};
 use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
@@ -18,7 +19,7 @@ use sterna_offload::trace::Trace;
 use sterna_offload::{Kind, Nanos, Offload, OffloadReport, Operation, Recheck, Settings, Shares};
 use tempfile::NamedTempFile;
 
-/// What goes wrong, and whether the device is expected to be taken out of service for it.
+/// A name, the faults, and whether they must take the device out of service.
 const TROUBLES: &[(&str, &str, Option<bool>)] = &[
     ("nothing", "[]", Some(false)),
     ("pages that are not there", r#"[{"every":3,"what":{"page_fault":{"per_mille":0}}}]"#, Some(false)),
@@ -39,7 +40,7 @@ const WRITES: Workload = Workload { writers: 2, span: 500, seed: 7, burst: 40 };
 
 fn offload(queue: &str, faults: &str, seed: u64) -> Arc<Offload> {
     let mut settings = Settings::default();
-    // What is not caught is said in the documents; that what is looked at is caught is shown here.
+    // The documents list the faults that are not detected; this test shows that checked results are.
     settings.recheck = Recheck::All;
     offload_with(queue, faults, seed, settings)
 }
@@ -52,13 +53,13 @@ fn done_by_device(report: &OffloadReport, operation: Operation) -> u64 {
     done_by(report, Kind::Dsa, operation)
 }
 
-/// Moves a guest that writes, and says what the accelerator did.
+/// Moves a guest that writes, and returns the accelerator's report.
 fn migrate(what: &str, offload: &Arc<Offload>, settings: impl FnOnce(Source) -> Source) -> OffloadReport {
     migrate_with(what, offload, WRITES, settings)
 }
 
-/// Every trouble there is, on one kind of queue.
-fn whatever_happens(kind: &str, queue: &str) {
+/// Runs every fault on one kind of queue.
+fn with_each_fault(kind: &str, queue: &str) {
     for (seed, (what, faults, taken_out)) in TROUBLES.iter().enumerate() {
         let what = format!("{what}, {kind}");
         let offload = offload(queue, faults, seed as u64);
@@ -71,22 +72,22 @@ fn whatever_happens(kind: &str, queue: &str) {
 }
 
 #[test]
-fn whatever_a_device_does_behind_a_shared_queue_the_guest_arrives_whole() {
-    within_a_minute(|| whatever_happens("shared", SHARED));
+fn with_any_device_fault_on_a_shared_queue_the_guest_arrives_intact() {
+    within_a_minute(|| with_each_fault("shared", SHARED));
 }
 
 #[test]
-fn whatever_a_device_does_behind_a_dedicated_queue_the_guest_arrives_whole() {
-    within_a_minute(|| whatever_happens("dedicated", DEDICATED));
+fn with_any_device_fault_on_a_dedicated_queue_the_guest_arrives_intact() {
+    within_a_minute(|| with_each_fault("dedicated", DEDICATED));
 }
 
 #[test]
-fn whatever_a_device_does_behind_a_small_queue_the_guest_arrives_whole() {
-    within_a_minute(|| whatever_happens("small", SMALL));
+fn with_any_device_fault_on_a_small_queue_the_guest_arrives_intact() {
+    within_a_minute(|| with_each_fault("small", SMALL));
 }
 
 #[test]
-fn every_way_of_sending_pages_takes_what_the_device_has_found() {
+fn every_method_of_sending_pages_uses_the_devices_results() {
     within_a_minute(|| {
         for (method, checksums) in [("none", true), ("none", false), ("lz4", true), ("zstd", false)] {
             let what = format!("{method}, checksums {checksums}");
@@ -116,15 +117,15 @@ fn one_offload_serves_several_guests_at_once_and_one_after_the_other() {
     });
 }
 
-/// Who has asked for a share: by guest, its weight and its channels.
-type Asked = Arc<Mutex<BTreeMap<u32, (u32, Vec<u32>)>>>;
+/// The requests for a share: by guest, its weight and its channels.
+type Requests = Arc<Mutex<BTreeMap<u32, (u32, Vec<u32>)>>>;
 
-struct Listening(Asked);
+struct RecordingShare(Requests);
 
-impl Share for Listening {
+impl Share for RecordingShare {
     fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
-        let mut asked = self.0.lock().unwrap();
-        let (weight, channels) = asked.entry(ask.vm).or_default();
+        let mut share_requests = self.0.lock().unwrap();
+        let (weight, channels) = share_requests.entry(ask.vm).or_default();
         *weight = ask.weight;
         if !channels.contains(&ask.channel) {
             channels.push(ask.channel);
@@ -142,12 +143,12 @@ impl Share for Listening {
 }
 
 #[test]
-fn each_guest_asks_for_its_share_as_itself_however_many_channels_it_has() {
+fn each_guest_requests_one_share_for_any_number_of_channels() {
     within_a_minute(|| {
-        let asked = Asked::default();
+        let share_requests = Requests::default();
         let mut settings = Settings::default();
-        let heard = Arc::clone(&asked);
-        settings.shares = Shares::new(move |_| Box::new(Listening(Arc::clone(&heard))));
+        let recorded = Arc::clone(&share_requests);
+        settings.shares = Shares::new(move |_| Box::new(RecordingShare(Arc::clone(&recorded))));
         let offload = offload_with(SHARED, TROUBLES[0].1, 1, settings);
         std::thread::scope(|scope| {
             for (channels, weight) in [(1, 7), (3, 1000)] {
@@ -156,10 +157,10 @@ fn each_guest_asks_for_its_share_as_itself_however_many_channels_it_has() {
                 scope.spawn(move || migrate("shares", offload, settings));
             }
         });
-        let asked = asked.lock().unwrap();
-        let mut guests: Vec<_> = asked.values().map(|(weight, channels)| (channels.len(), *weight)).collect();
+        let share_requests = share_requests.lock().unwrap();
+        let mut guests: Vec<_> = share_requests.values().map(|(weight, channels)| (channels.len(), *weight)).collect();
         guests.sort_unstable();
-        assert_eq!(guests, [(1, 7), (3, 1000)], "channels and weight of each guest: {asked:?}");
+        assert_eq!(guests, [(1, 7), (3, 1000)], "channels and weight of each guest: {share_requests:?}");
     });
 }
 
@@ -177,9 +178,9 @@ fn a_weight_that_no_guest_can_have_is_refused_before_anything_is_touched() {
     }
 }
 
-/// Looks at what was submitted to the two queues when the guest is about to be stopped.
+/// Counts the submissions to the two queues when the guest is about to be paused.
 struct AtTheStop {
-    /// Of all that goes to devices.
+    /// The trace of all submissions.
     trace: NamedTempFile,
     submitted: Mutex<Vec<[usize; 2]>>,
 }
@@ -206,7 +207,7 @@ impl Observer for AtTheStop {
 }
 
 #[test]
-fn a_guests_last_pages_take_the_switchovers_queue_and_those_before_it_do_not() {
+fn only_a_guests_last_pages_use_the_switchovers_queue() {
     within_a_minute(|| {
         let observer = AtTheStop { trace: NamedTempFile::new().unwrap(), submitted: Mutex::default() };
         let mut settings = Settings::default();
@@ -237,7 +238,7 @@ impl Observer for Cancelling {
 }
 
 #[test]
-fn a_cancelled_migration_leaves_nothing_with_a_device_and_its_memory_may_go() {
+fn a_cancelled_migration_leaves_no_work_with_a_device_and_its_memory_can_be_unmapped() {
     within_a_minute(|| {
         for what in ["nothing", "late completions", "hang", "slow", "halt"] {
             let faults = TROUBLES.iter().find(|(name, ..)| *name == what).unwrap().1;
@@ -261,9 +262,10 @@ fn a_cancelled_migration_leaves_nothing_with_a_device_and_its_memory_may_go() {
             let (sent, received) = both_sides(listening, &mut to, || {
                 migration.run(address, &Security::Insecure, &mut from, &cancel, &cancelling)
             });
-            assert!(sent.unwrap_err().cancelled && received.is_err() && from.runs(), "{what}");
+            assert!(sent.unwrap_err().kind == ErrorKind::Cancelled && received.is_err() && from.runs(), "{what}");
             assert!(done_by_device(&offload.report(), Operation::ZeroMap) > 0, "{what}");
-            // Unmaps the guest's memory. A device that still had work on it would meet it, or what is mapped there next.
+            // Unmaps the guest's memory. A device that still worked on it would access unmapped memory, or the next
+            // mapping.
             drop((from, to, source, destination));
             offload.shutdown();
             let requests = offload.report().requests;
@@ -283,15 +285,17 @@ fn a_small_window_and_a_bandwidth_limit_do_not_stop_what_is_under_way() {
     });
 }
 
-/// Between the CPU's samples a device that lies is believed. When it is caught, all that it has said counts for nothing.
+/// Between the CPU's samples wrong results of a device are used. Once one is detected, all of the device's results are
+/// discarded.
 #[test]
-fn what_a_device_called_zero_before_it_was_caught_is_read_again() {
+fn zero_pages_found_before_a_device_was_refuted_are_read_again() {
     within_a_minute(|| {
         for (what, faults, one_in) in [
             ("always", r#"[{"opcode":6,"what":"wrong_result"}]"#, 64),
-            // The first page is in the sample and right; until the next one is, much is believed.
+            // The first page is in the sample and correct; many unverified results are used until the next sample.
             ("every second time", r#"[{"opcode":6,"every":2,"what":"wrong_result"}]"#, 30),
-            // Asked once more it says what is so. But the guest's dirty log says that nobody has written the page.
+            // A second request returns the correct result. But the guest's dirty log shows that no thread has written
+            // the page.
             ("now and then", r#"[{"opcode":6,"per_mille":20,"what":"wrong_result"}]"#, 1),
         ] {
             for seed in 1..4 {
@@ -306,7 +310,7 @@ fn what_a_device_called_zero_before_it_was_caught_is_read_again() {
     });
 }
 
-/// Where the CPU does not look at copies, the destination finds those that are wrong.
+/// If the CPU does not check copies, the destination detects wrong ones.
 #[test]
 fn wrong_copies_are_refused_by_the_destination_and_the_device_is_taken_out() {
     within_a_minute(|| {

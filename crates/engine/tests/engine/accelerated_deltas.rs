@@ -1,5 +1,6 @@
-//! Whole migrations with the software model of DSA as accelerator that send of pages only what has changed: a device makes the
-//! deltas, right or wrong, while a guest writes its memory. Whatever the device does, the migration succeeds and memory is the same.
+//! Complete migrations that send deltas of pages, with the software model of DSA as accelerator: a device makes the
+//! deltas, correct or wrong, while a guest writes its memory. Whatever the device does, the migration succeeds and
+//! memory is equal.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,7 +21,8 @@ const PAGES: [usize; 2] = [700, 300];
 /// So few pages that they fit the downtime in any case.
 const WRITES: Workload = Workload { writers: 2, span: 60, seed: 3, burst: 40 };
 
-/// Nobody is in a hurry: the model is a hundred times slower than a device, on a busy machine more.
+/// Returns settings with long time limits: the model is a hundred times slower than a device, and slower still on a
+/// busy machine.
 fn patient() -> Settings {
     let mut settings = Settings::default();
     settings.lateness = Duration::from_secs(1);
@@ -32,7 +34,7 @@ fn offload(queue: &str, faults: &str, seed: u64, settings: &Settings) -> Arc<Off
     start(&dsa(queue), faults, seed, settings)
 }
 
-/// Moves a guest that writes a word here and there. Its monitor compares memory before it is started at the destination.
+/// Moves a guest that writes single words. The destination's monitor compares memory before it starts the guest.
 fn migrate(what: &str, offload: &Arc<Offload>, settings: impl FnOnce(Source) -> Source) -> (Report, OffloadReport) {
     let (source, destination) = (Memory::new(PAGES[0], PAGES[1]), Memory::new(PAGES[0], PAGES[1]));
     for block in 0..2 {
@@ -43,7 +45,7 @@ fn migrate(what: &str, offload: &Arc<Offload>, settings: impl FnOnce(Source) -> 
     let running = Running::default();
     let (mut from, log) = Monitor::new(&source, &running, WRITES);
     let (mut to, _) = Monitor::new(&destination, &running, WRITES);
-    // Even if its writers never get to run meanwhile: a word in each of as many pages that were sent before.
+    // Also if the writers never run meanwhile: writes a word in each of as many pages that were sent before.
     from.last_writes = 120;
     from.start();
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
@@ -64,13 +66,13 @@ fn migrate(what: &str, offload: &Arc<Offload>, settings: impl FnOnce(Source) -> 
     (sent, report)
 }
 
-/// Deltas that were asked of devices.
-fn asked(report: &OffloadReport) -> u64 {
+/// Returns the number of deltas that were requested from devices.
+fn requested_deltas(report: &OffloadReport) -> u64 {
     done_by(report, Kind::Dsa, Operation::CreateDelta)
 }
 
 #[test]
-fn deltas_are_made_by_the_device_in_every_way_of_sending_pages() {
+fn the_device_makes_deltas_for_every_method_of_sending_pages() {
     within_a_minute(|| {
         let mut made = 0;
         for (number, (method, channels, checksums)) in
@@ -83,15 +85,18 @@ fn deltas_are_made_by_the_device_in_every_way_of_sending_pages() {
             let (sent, report) =
                 migrate(method, &offload, |source| source.method(choice).channels(channels).checksums(checksums));
             made += sent.device_deltas;
-            assert!(asked(&report) >= sent.device_deltas && report.taken_out.is_empty(), "{method}: {report:?}");
+            assert!(
+                requested_deltas(&report) >= sent.device_deltas && report.taken_out.is_empty(),
+                "{method}: {report:?}"
+            );
             assert_eq!(sent.refused_packets, 0, "{method}");
         }
-        // How many rounds one of them takes is a matter of time.
+        // The number of rounds of one migration depends on timing.
         assert!(made > 0);
     });
 }
 
-/// What goes wrong with deltas and the copies that they lead to, and whether the device is taken out of service for it.
+/// A name, the faults in deltas and the copies that they are made for, and whether they take the device out of service.
 const TROUBLES: &[(&str, &str, Option<bool>)] = &[
     ("wrong deltas", r#"[{"opcode":7,"what":"wrong_result"}]"#, Some(true)),
     ("a wrong delta now and then", r#"[{"opcode":7,"every":15,"what":"wrong_result"}]"#, Some(true)),
@@ -108,8 +113,8 @@ const TROUBLES: &[(&str, &str, Option<bool>)] = &[
     ("slow", r#"[{"opcode":7,"what":{"slow":{"factor":50}}}]"#, Some(false)),
 ];
 
-/// Every trouble there is, on one kind of queue.
-fn whatever_happens(kind: &str, queue: &str) {
+/// Runs every fault on one kind of queue.
+fn with_each_fault(kind: &str, queue: &str) {
     for (seed, (what, faults, taken_out)) in TROUBLES.iter().enumerate() {
         let what = format!("{what}, {kind}");
         let mut settings = patient();
@@ -118,9 +123,10 @@ fn whatever_happens(kind: &str, queue: &str) {
         }
         let offload = offload(queue, faults, seed as u64, &settings);
         let (sent, report) = migrate(&what, &offload, |source| source);
-        // One that may be taken out of service may be so before: for its copies, or as it seems to hang on a busy machine.
-        assert!(asked(&report) > 0 || !report.taken_out.is_empty(), "{what}: {report:?}");
-        assert_eq!(sent.refused_packets, 0, "{what}: what was wrong was not sent");
+        // A device may be out of service before the first delta: for its copies, or because it seems to hang on a busy
+        // machine.
+        assert!(requested_deltas(&report) > 0 || !report.taken_out.is_empty(), "{what}: {report:?}");
+        assert_eq!(sent.refused_packets, 0, "{what}: no wrong delta was sent");
         if let Some(expected) = taken_out {
             assert_eq!(!report.taken_out.is_empty(), *expected, "{what}: {report:?}");
         }
@@ -128,18 +134,18 @@ fn whatever_happens(kind: &str, queue: &str) {
 }
 
 #[test]
-fn whatever_a_device_makes_of_deltas_behind_a_shared_queue_the_guest_arrives_whole() {
-    within_a_minute(|| whatever_happens("shared", SHARED));
+fn with_any_fault_in_deltas_on_a_shared_queue_the_guest_arrives_intact() {
+    within_a_minute(|| with_each_fault("shared", SHARED));
 }
 
 #[test]
-fn whatever_a_device_makes_of_deltas_behind_a_dedicated_queue_the_guest_arrives_whole() {
-    within_a_minute(|| whatever_happens("dedicated", DEDICATED));
+fn with_any_fault_in_deltas_on_a_dedicated_queue_the_guest_arrives_intact() {
+    within_a_minute(|| with_each_fault("dedicated", DEDICATED));
 }
 
 #[test]
-fn whatever_a_device_makes_of_deltas_behind_a_small_queue_the_guest_arrives_whole() {
-    within_a_minute(|| whatever_happens("small", SMALL));
+fn with_any_fault_in_deltas_on_a_small_queue_the_guest_arrives_intact() {
+    within_a_minute(|| with_each_fault("small", SMALL));
 }
 
 #[test]
@@ -148,7 +154,7 @@ fn a_wrong_delta_is_named_as_the_reason_why_the_device_was_taken_out() {
         let offload = offload(SHARED, r#"[{"opcode":7,"every":2,"what":"wrong_result"}]"#, 5, &patient());
         let (_, report) = migrate("every second delta wrong", &offload, |source| source);
         let reasons: Vec<_> = report.taken_out.iter().map(|out| out.reason.as_str()).collect();
-        // The second where the pages were the same, of which there is no record that could be wrong.
+        // The second reason applies if the pages were equal: then there is no delta record that could be wrong.
         let expected = [
             "a delta that it made does not lead to the page",
             "a record says that all is done, with a result that cannot be",
@@ -157,9 +163,10 @@ fn a_wrong_delta_is_named_as_the_reason_why_the_device_was_taken_out() {
     });
 }
 
-/// Where the CPU does not sum up copies, a delta to a wrong one does not fit its checksum, and a page that goes whole is refused.
+/// If the CPU does not compute checksums of copies, a delta to a wrong copy does not match its checksum, and a whole
+/// page is refused.
 #[test]
-fn wrong_copies_that_nobody_looks_at_do_not_get_through_as_deltas() {
+fn wrong_copies_that_are_not_checked_are_not_placed_as_deltas() {
     within_a_minute(|| {
         for (seed, nth) in [20, 60, 200].into_iter().enumerate() {
             let mut settings = patient();
@@ -171,9 +178,9 @@ fn wrong_copies_that_nobody_looks_at_do_not_get_through_as_deltas() {
     });
 }
 
-/// What comes too late is done without the device, wherever it was asked for.
+/// Deltas that are late are made without the device.
 #[test]
-fn deltas_that_come_too_late_are_not_waited_for() {
+fn late_deltas_are_not_waited_for() {
     within_a_minute(|| {
         for (seed, factor) in [1, 200, 2000].into_iter().enumerate() {
             let mut settings = Settings::default();

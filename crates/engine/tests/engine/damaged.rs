@@ -1,6 +1,6 @@
-//! Packets that are damaged on their way, below what TCP would notice: the destination refuses them, their pages are sent again,
-//! and the guest arrives whole. Where everything is damaged, or the source does not hear of it, the migration ends and the guest
-//! runs on at the source.
+//! Packets that are damaged in transit, unnoticed by TCP: the destination refuses them, their pages are retransmitted,
+//! and the guest arrives intact. If everything is damaged, or the source does not receive the refusals, the migration
+//! ends and the guest continues at the source.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -28,10 +28,10 @@ use sterna_wire::packet::{ACK_LENGTH, Answer, PACKET_HEADER_LENGTH, PAGE_REQUEST
 
 const WRITES: Workload = Workload { writers: 2, span: 500, seed: 11, burst: 40 };
 
-/// Which packets with content are damaged, by their number over all RAM channels.
+/// Selects the packets with content to damage, by their number over all RAM channels.
 type Plan = fn(u64) -> bool;
 
-/// Carries connections to where the destination listens, and flips bits in the payload of packets on RAM channels.
+/// Relays connections to the destination, and flips bits in the payload of packets on RAM channels.
 struct Damaging {
     address: SocketAddr,
     damaged: Arc<AtomicU64>,
@@ -42,7 +42,7 @@ impl Damaging {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (address, damaged, passed) = (listener.local_addr().unwrap(), Arc::default(), Arc::new(AtomicU64::new(0)));
         let counted = Arc::clone(&damaged);
-        // It ends with the process.
+        // The thread ends with the process.
         std::thread::spawn(move || {
             for near in listener.incoming().flatten() {
                 let Ok(far) = TcpStream::connect(to) else { continue };
@@ -62,7 +62,7 @@ impl Damaging {
     }
 }
 
-/// What is done with the payload of the packets of a RAM channel.
+/// Changes the payload of each packet of a RAM channel.
 type Each<'a> = Box<dyn FnMut(&mut [u8]) + 'a>;
 
 fn packets_of<'a>(passed: &'a AtomicU64, damaged: &'a AtomicU64, plan: Plan) -> Each<'a> {
@@ -76,7 +76,7 @@ fn packets_of<'a>(passed: &'a AtomicU64, damaged: &'a AtomicU64, plan: Plan) -> 
     })
 }
 
-/// Carries one direction until it ends; on a RAM channel packet by packet.
+/// Relays one direction until it ends; on a RAM channel packet by packet.
 fn carry(mut from: TcpStream, mut to: TcpStream, packets: Option<Each<'_>>) {
     let passes = || -> std::io::Result<()> {
         if let Some(mut each) = packets {
@@ -104,7 +104,7 @@ fn carry(mut from: TcpStream, mut to: TcpStream, packets: Option<Each<'_>>) {
     let _ = to.shutdown(Shutdown::Write);
 }
 
-/// Carries what a destination says, but for its refusals: the source does not hear of them.
+/// Relays a destination's messages except its refusals, so that the source does not receive them.
 fn without_refusals(mut from: TcpStream, mut to: TcpStream) {
     let mut passes = || -> std::io::Result<()> {
         let mut reply = [0; REPLY_PREFIX_LENGTH];
@@ -131,7 +131,7 @@ fn without_refusals(mut from: TcpStream, mut to: TcpStream) {
     let _ = to.shutdown(Shutdown::Write);
 }
 
-/// Names what was written as write protection does: by pages of the size that the block's have.
+/// A dirty log that names written pages as write protection does: in units of the block's page size.
 struct ByPage {
     log: ReportedLog,
     ram: GuestRam,
@@ -198,16 +198,16 @@ fn migrate_by(
 }
 
 #[test]
-fn damaged_packets_are_sent_again_and_the_guest_arrives_whole() {
+fn damaged_packets_are_retransmitted_and_the_guest_arrives_intact() {
     within_a_minute(|| {
         for (method, channels, deltas) in [("none", 1, 0), ("lz4", 3, 0), ("zstd", 2, 64 << 20), ("none", 4, 64 << 20)]
         {
             let choice = MethodChoice::parse(method, None).unwrap();
             let settings =
                 |source: Source| source.method(choice).channels(channels).packet_size(64 << 10).delta_cache(deltas);
-            // The first ones, the last ones of a round and of the switchover among them.
+            // This includes the first ones, and the last ones of a round and of the switchover.
             let plan: Plan = |number| number % 9 == 2 && number < 300;
-            // The destination's monitor compares memory with what the source's stopped with before it starts the guest.
+            // Before the destination's monitor starts the guest, it compares memory with that of the paused source.
             let (sent, received, damaged) = migrate(plan, WRITES, settings, |_, from, to, running| {
                 assert!(to.runs() && !from.runs() && !running.ever_twice(), "{method}");
             });
@@ -215,7 +215,7 @@ fn damaged_packets_are_sent_again_and_the_guest_arrives_whole() {
             received.unwrap_or_else(|error| panic!("{method}: {error}"));
             let refused = u64::from(sent.refused_packets);
             assert!(damaged > 3 && refused <= damaged, "{method}: {refused} of {damaged}");
-            // A compressed packet with a bit of it changed can still decode to the same.
+            // A compressed packet with a changed bit may still decode to the same content.
             assert!(
                 refused > damaged / 2 && (method != "none" || refused == damaged),
                 "{method}: {refused} of {damaged}"
@@ -225,7 +225,7 @@ fn damaged_packets_are_sent_again_and_the_guest_arrives_whole() {
 }
 
 #[test]
-fn of_large_pages_only_what_has_changed_is_sent_again_and_the_guest_arrives_whole() {
+fn of_huge_pages_only_changed_parts_are_sent_again_and_the_guest_arrives_intact() {
     within_a_minute(|| {
         let plans: [(&str, u16, usize, Plan); 4] = [
             ("none", 1, 0, |_| false),
@@ -238,7 +238,7 @@ fn of_large_pages_only_what_has_changed_is_sent_again_and_the_guest_arrives_whol
             let settings = |source: Source| {
                 source.method(choice).channels(channels).packet_size(64 << 10).delta_cache(deltas as u64)
             };
-            // Here and there in all of memory.
+            // At random places in all of the memory.
             let workload = Workload { span: 4096, ..WRITES };
             let memory = [0; 2].map(|_| Memory::of_huge_pages(8, true).unwrap());
             // Each region has content from the beginning.
@@ -246,7 +246,7 @@ fn of_large_pages_only_what_has_changed_is_sent_again_and_the_guest_arrives_whol
                 words[3].store(page as u64 + 1, Ordering::Relaxed);
             });
             let pages = memory[0].pages()[0];
-            // The destination's monitor compares memory with what the source's stopped with before it starts the guest.
+            // Before the destination's monitor starts the guest, it compares memory with that of the paused source.
             let (sent, received, _) = migrate_by(
                 memory,
                 |to| Damaging::start(to, plan, false),
@@ -265,9 +265,9 @@ fn of_large_pages_only_what_has_changed_is_sent_again_and_the_guest_arrives_whol
 }
 
 #[test]
-fn packets_damaged_until_the_very_last_round_are_sent_again_before_the_guest_starts() {
+fn packets_damaged_up_to_the_last_round_are_retransmitted_before_the_guest_starts() {
     within_a_minute(|| {
-        // All packets up to the limit, the last round's included where there are so few.
+        // All packets up to the limit; if there are so few, this includes the last round's.
         let plan: Plan = |number| number < 30;
         let settings = |source: Source| source.channels(1).packet_size(1 << 20);
         let (sent, received, damaged) = migrate(plan, WRITES, settings, |_, _, to, _| assert!(to.runs()));
@@ -278,7 +278,7 @@ fn packets_damaged_until_the_very_last_round_are_sent_again_before_the_guest_sta
 }
 
 #[test]
-fn a_path_that_damages_everything_ends_the_migration_and_the_guest_runs_on() {
+fn a_path_that_damages_everything_ends_the_migration_and_the_guest_continues() {
     within_a_minute(|| {
         let settings = |source: Source| source.packet_size(64 << 10);
         let (sent, received, _) = migrate(
@@ -297,7 +297,7 @@ fn a_path_that_damages_everything_ends_the_migration_and_the_guest_runs_on() {
 }
 
 #[test]
-fn a_source_that_does_not_send_again_what_was_refused_does_not_get_its_guest_started() {
+fn if_refused_pages_are_not_retransmitted_the_guest_is_not_started() {
     within_a_minute(|| {
         let relay = |to| Damaging::start(to, |_| true, true);
         let (sent, received, damaged) = migrate_by(
@@ -319,7 +319,7 @@ fn a_source_that_does_not_send_again_what_was_refused_does_not_get_its_guest_sta
 }
 
 #[test]
-fn what_arrives_damaged_before_and_during_post_copy_is_sent_again() {
+fn packets_damaged_before_and_during_post_copy_are_retransmitted() {
     within_a_minute(|| {
         if let Err(error) = Userfault::open(Faults::All, 0) {
             println!("skipped: {error}");
@@ -334,7 +334,7 @@ fn what_arrives_damaged_before_and_during_post_copy_is_sent_again() {
                 .downtime(Duration::from_millis(10))
                 .when_not_converging(NotConverging::PostCopyAfter(1))
         };
-        // In post-copy a damaged packet costs all channels, which are made anew: once.
+        // In post-copy a damaged packet ends all channels, which are then reconnected: this happens once.
         let plan: Plan = |number| number % 10 == 3 && number < 130 || number == 190;
         let (sent, received, damaged) = migrate(plan, busy, settings, |destination, from, to, running| {
             assert!(to.runs() && !from.runs() && !running.ever_twice());

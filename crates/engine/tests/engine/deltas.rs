@@ -1,4 +1,4 @@
-//! Whole migrations that send of pages only what has changed: a guest that writes a word here and there all the while.
+//! Complete migrations that send deltas of pages, of a guest that writes single words all the time.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -17,7 +17,7 @@ const PAGES: [usize; 2] = [1500, 700];
 /// So few pages that they fit the downtime in any case.
 const WRITES: Workload = Workload { writers: 2, span: 60, seed: 3, burst: 40 };
 
-/// Fills memory with what differs from page to page, so that little of it is zero.
+/// Fills memory with content that differs from page to page, so that little of it is zero.
 fn fill(memory: &Memory) {
     for block in 0..2 {
         for (at, word) in memory.words(block).iter().enumerate() {
@@ -26,7 +26,7 @@ fn fill(memory: &Memory) {
     }
 }
 
-/// Moves such a guest. Its monitor compares memory before it is started at the destination.
+/// Moves such a guest. The destination's monitor compares memory before it starts the guest.
 fn migrate(workload: Workload, settings: impl FnOnce(Source) -> Source) -> Report {
     let (source, destination) = (Memory::new(PAGES[0], PAGES[1]), Memory::new(PAGES[0], PAGES[1]));
     fill(&source);
@@ -52,13 +52,13 @@ fn migrate(workload: Workload, settings: impl FnOnce(Source) -> Source) -> Repor
     sent
 }
 
-/// Slow enough that there are rounds in which the guest writes what was sent before.
+/// Limits the bandwidth so that there are rounds in which the guest writes pages that were sent before.
 fn slow(source: Source) -> Source {
     source.bandwidth(Some(16 << 20)).downtime(Duration::from_millis(250))
 }
 
 #[test]
-fn pages_that_changed_a_little_go_as_deltas_by_every_method() {
+fn pages_that_changed_a_little_are_sent_as_deltas_by_every_method() {
     within_a_minute(|| {
         let mut deltas = 0;
         for (method, channels, checksums) in
@@ -72,17 +72,17 @@ fn pages_that_changed_a_little_go_as_deltas_by_every_method() {
             println!("{method}: {} of {} as deltas, {} the same", sent.delta_pages, sent.normal_pages, sent.same_pages);
             deltas += sent.delta_pages;
         }
-        // How many rounds one of them takes is a matter of time.
+        // The number of rounds of one migration depends on timing.
         assert!(deltas > 0);
     });
 }
 
 #[test]
-fn a_cache_for_a_part_of_memory_or_for_none_of_it_is_only_less_use() {
+fn a_cache_for_a_part_of_memory_or_for_none_of_it_only_saves_less() {
     within_a_minute(|| {
         let parts = (0..4).map(|_| migrate(WRITES, |source| slow(source).delta_cache(512 << 10)));
         assert!(parts.map(|sent| sent.delta_pages + sent.same_pages).sum::<u64>() > 0);
-        // All there is, and more than anybody has.
+        // All of the memory, and more than any machine has.
         migrate(WRITES, |source| source.delta_cache(u64::MAX));
         for bytes in [100, 0] {
             let sent = migrate(WRITES, |source| source.delta_cache(bytes));
@@ -92,7 +92,7 @@ fn a_cache_for_a_part_of_memory_or_for_none_of_it_is_only_less_use() {
 }
 
 #[test]
-fn post_copy_goes_on_without_deltas() {
+fn post_copy_continues_without_deltas() {
     within_a_minute(|| {
         if let Err(error) = Userfault::open(Faults::All, 0) {
             println!("skipped: {error}");

@@ -1,4 +1,5 @@
-//! Devices whose state travels apart from the monitor's: over loopback, both sides in this process, a guest that writes all the while.
+//! Devices whose state is sent separately from the monitor's: over loopback, with both sides in this process and a
+//! guest that writes all the time.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::{Before, Destination};
 use sterna_engine::device_state::{DeviceChannels, DevicePhase};
-use sterna_engine::migration::{GuestState, MigrationError, Phase};
+use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase};
 use sterna_engine::report::{Observer, Progress, ReceiveReport, Report};
 use sterna_engine::source::{Source, TimeLimits};
 use sterna_engine::transport::{Address, Security};
@@ -50,7 +51,7 @@ impl Guest {
         let (to, _) = Monitor::new(&destination, &running, CALM);
         from.state_bytes = 100_000;
         let cancel = (Cancel::new(), Cancel::new());
-        // Whatever the machine is busy with, the guest is to be stopped.
+        // So long that the guest is paused also on a busy machine.
         let downtime = Duration::from_secs(20);
         Self {
             source,
@@ -59,7 +60,7 @@ impl Guest {
             from,
             to,
             cancel,
-            limits: TimeLimits { telling: Duration::from_millis(100), ..TimeLimits::default() },
+            limits: TimeLimits::default().telling(Duration::from_millis(100)),
             queue: 64 << 20,
             downtime,
             bandwidth: None,
@@ -73,7 +74,8 @@ impl Guest {
         self.between(ways, devices, devices, |address| address)
     }
 
-    /// With these devices at the source and those at the destination, which the source finds at what `through` makes of its address.
+    /// Migrates with these devices at the source and those at the destination. The source connects to the address that
+    /// `through` returns for the destination's.
     fn between(
         &mut self,
         ways: DeviceChannels,
@@ -101,7 +103,7 @@ impl Guest {
             let to = Address::from(address);
             let sent = source.run(to, &Security::Insecure, &mut self.from, &self.cancel.0, &*self.observer);
             if sent.as_ref().is_err_and(|error| error.phase == Phase::SettingUp) {
-                // The destination waits for a better source.
+                // The destination waits for another source.
                 self.cancel.1.cancel();
             }
             (sent, receiving.join().unwrap())
@@ -129,12 +131,12 @@ fn moves(ways: DeviceChannels, devices: &Devices) -> Report {
 }
 
 #[test]
-fn one_four_and_sixteen_devices_move_whole_by_every_way() {
+fn one_four_and_sixteen_devices_move_completely_over_every_kind_of_channel() {
     within_a_minute(|| {
         for ways in ALL_WAYS {
             for count in [1, 4, 16] {
                 for size in [1 << 10, 1_000_000] {
-                    // One of them has nothing at all, another nothing at the end.
+                    // One of them has no state, another none at the end.
                     let device = |instance| match instance {
                         1 => Device::new("nothing", instance, 0, 0),
                         2 => Device::new("ahead", instance, size, 0),
@@ -142,8 +144,8 @@ fn one_four_and_sixteen_devices_move_whole_by_every_way() {
                     };
                     let devices = Devices((0..count).map(device).collect());
                     let report = moves(ways, &devices);
-                    let told: u64 = report.devices.iter().map(|device| device.bytes).sum();
-                    assert_eq!((told, report.devices.len()), (devices.bytes(), count as usize));
+                    let reported: u64 = report.devices.iter().map(|device| device.bytes).sum();
+                    assert_eq!((reported, report.devices.len()), (devices.bytes(), count as usize));
                 }
             }
         }
@@ -151,21 +153,21 @@ fn one_four_and_sixteen_devices_move_whole_by_every_way() {
 }
 
 #[test]
-fn devices_of_256_mib_move_whole() {
+fn devices_of_256_mib_move_completely() {
     within_a_minute(|| {
         let mut large = Devices(vec![Device::new("large", 0, 0, 256 << 20), Device::new("small", 0, 0, 1 << 10)]);
         moves(DeviceChannels::Mixed, &large);
         large.0[0].seen = Arc::default();
         large.0[0].ahead = 200 << 20;
         large.0[0].rest = 56 << 20;
-        large.0[0].goes = 1;
+        large.0[0].turns = 1;
         let report = moves(DeviceChannels::Own(2), &large);
         assert_eq!((report.devices[0].bytes, report.devices[0].ahead_bytes), (256 << 20, 200 << 20));
     });
 }
 
 #[test]
-fn what_was_saved_ahead_is_loaded_before_the_guest_is_paused() {
+fn state_saved_ahead_is_loaded_before_the_guest_is_paused() {
     within_a_minute(|| {
         for ways in [DeviceChannels::Mixed, DeviceChannels::Own(2)] {
             let devices = Devices((0..3).map(|instance| Device::new("device", instance, 700_000, 10_000)).collect());
@@ -173,8 +175,8 @@ fn what_was_saved_ahead_is_loaded_before_the_guest_is_paused() {
             let seen: Vec<_> = devices.0.iter().map(|device| Arc::clone(&device.seen)).collect();
             guest.from.on_call = Some(Box::new(move |what| {
                 if what == "pause" {
-                    // The first go of three.
-                    assert!(seen.iter().all(|seen| seen.taken.load(Ordering::SeqCst) >= 700_000 / 3));
+                    // The first turn of three.
+                    assert!(seen.iter().all(|seen| seen.loaded_bytes.load(Ordering::SeqCst) >= 700_000 / 3));
                 }
             }));
             let (sent, _) = guest.migrate(ways, &devices);
@@ -185,13 +187,13 @@ fn what_was_saved_ahead_is_loaded_before_the_guest_is_paused() {
     });
 }
 
-/// Gives a signal when progress has been told twice: so long after the rounds have come to nothing new.
+/// Sets a signal once progress was reported twice, which is after the rounds have converged.
 struct SomeTimeLater(AtomicU64, Signal);
 
 impl Observer for SomeTimeLater {
     fn progress(&self, _: &Progress) {
         if self.0.fetch_add(1, Ordering::SeqCst) == 2 {
-            self.1.give();
+            self.1.set();
         }
     }
 
@@ -199,38 +201,39 @@ impl Observer for SomeTimeLater {
 }
 
 #[test]
-fn a_guest_is_not_stopped_while_a_device_has_not_taken_what_was_saved_ahead() {
+fn a_guest_is_not_paused_before_a_device_has_loaded_the_state_saved_ahead() {
     within_a_minute(|| {
-        let taken = Signal::default();
-        let slow = Device { loads_on: Some(taken.clone()), ..Device::new("slow", 0, 100_000, 1000) };
+        let loads = Signal::default();
+        let slow = Device { loads_on: Some(loads.clone()), ..Device::new("slow", 0, 100_000, 1000) };
         let devices = Devices(vec![slow, Device::new("other", 0, 100_000, 1000)]);
         let mut guest = Guest::new();
         let seen = Arc::clone(&devices.0[0].seen);
         guest.from.on_call = Some(Box::new(move |what| {
             if what == "pause" {
-                assert!(seen.taken.load(Ordering::SeqCst) >= 100_000 / 3, "not taken yet");
+                assert!(seen.loaded_bytes.load(Ordering::SeqCst) >= 100_000 / 3, "not loaded yet");
             }
         }));
-        guest.observer = Box::new(SomeTimeLater(AtomicU64::new(0), taken));
+        guest.observer = Box::new(SomeTimeLater(AtomicU64::new(0), loads));
         let (sent, _) = guest.migrate(DeviceChannels::Mixed, &devices);
         sent.unwrap();
         guest.has_moved(&devices);
     });
 }
 
-/// Moves a guest with this device over 40 MiB/s, where 300 ms are wanted; gives what had been saved and taken when it was paused.
-fn saved_and_taken_at_pause(device: Device) -> (u64, u64) {
+/// Moves a guest with this device over 40 MiB/s, with a target downtime of 300 ms. Returns the bytes saved and loaded
+/// when the guest was paused.
+fn saved_and_loaded_at_pause(device: Device) -> (u64, u64) {
     let devices = Devices(vec![device]);
     let mut guest = Guest::new();
     guest.downtime = Duration::from_millis(300);
     guest.bandwidth = Some(40 << 20);
-    // What it dirties is next to nothing: the device alone is what there is to wait for.
+    // The guest dirties hardly anything: the migration waits for the device alone.
     guest.workload = Workload { span: 2, ..CALM };
     let (seen, at_pause) = (Arc::clone(&devices.0[0].seen), Arc::new(Mutex::default()));
     let noted = Arc::clone(&at_pause);
     guest.from.on_call = Some(Box::new(move |what| {
         if what == "pause" {
-            *noted.lock().unwrap() = (seen.saved.load(Ordering::SeqCst), seen.taken.load(Ordering::SeqCst));
+            *noted.lock().unwrap() = (seen.saved.load(Ordering::SeqCst), seen.loaded_bytes.load(Ordering::SeqCst));
         }
     }));
     let (sent, _) = guest.migrate(DeviceChannels::Mixed, &devices);
@@ -240,22 +243,22 @@ fn saved_and_taken_at_pause(device: Device) -> (u64, u64) {
 }
 
 #[test]
-fn a_guest_is_not_stopped_while_its_device_has_much_to_save() {
+fn a_guest_is_not_paused_while_its_device_has_much_to_save() {
     within_a_minute(|| {
-        // Enough to know how fast it travels, and then a little at each look.
-        let device = Device { goes: 200, first: 4 << 20, ..Device::new("large", 0, 48 << 20, 1 << 20) };
-        let (saved, _) = saved_and_taken_at_pause(device);
+        // Enough to measure the rate, and then a little at each query.
+        let device = Device { turns: 200, first: 4 << 20, ..Device::new("large", 0, 48 << 20, 1 << 20) };
+        let (saved, _) = saved_and_loaded_at_pause(device);
         assert!(saved >= 30 << 20, "{saved}");
     });
 }
 
 #[test]
-fn a_guest_is_not_stopped_while_its_device_has_much_to_load() {
+fn a_guest_is_not_paused_while_its_device_has_much_to_load() {
     within_a_minute(|| {
-        // The second look gives much more than can travel, or be loaded, within the downtime.
-        let device = Device { goes: 3, ..Device::new("large", 0, 48 << 20, 1 << 20) };
-        let (_, taken) = saved_and_taken_at_pause(device);
-        assert!(taken >= 30 << 20, "{taken}");
+        // The second turn has much more than can be sent, or loaded, within the downtime.
+        let device = Device { turns: 3, ..Device::new("large", 0, 48 << 20, 1 << 20) };
+        let (_, loaded_bytes) = saved_and_loaded_at_pause(device);
+        assert!(loaded_bytes >= 30 << 20, "{loaded_bytes}");
     });
 }
 
@@ -269,7 +272,7 @@ fn serially_nothing_is_sent_ahead() {
 }
 
 #[test]
-fn a_device_that_loads_nothing_for_a_while_holds_up_nobody_else() {
+fn a_device_that_loads_nothing_for_a_while_delays_no_other() {
     within_a_minute(|| {
         for ways in [DeviceChannels::Mixed, DeviceChannels::Own(1)] {
             let others_are_loaded = Signal::default();
@@ -277,20 +280,21 @@ fn a_device_that_loads_nothing_for_a_while_holds_up_nobody_else() {
             let other = Device { loaded: Some(others_are_loaded), ..Device::new("other", 0, 0, 9 << 20) };
             let devices = Devices(vec![slow, other]);
             let mut guest = Guest::new();
-            // Both have far more than that.
+            // Both have far more state than that.
             guest.queue = 256 << 10;
             let (sent, _) = guest.migrate(ways, &devices);
             sent.unwrap();
             guest.has_moved(&devices);
-            // What was saved and not loaded: its part of the memory, and a piece that is being filled or emptied at each side.
-            let waited = devices.0[0].seen.most_waiting.load(Ordering::SeqCst);
+            // Saved and not loaded: the device's part of the memory, and a piece that is being filled or emptied on
+            // each side.
+            let waited = devices.0[0].seen.max_waiting.load(Ordering::SeqCst);
             assert!(waited <= (128 + 2 * 32) << 10, "{waited}");
         }
     });
 }
 
 #[test]
-fn a_device_that_fails_ends_the_migration_and_the_guest_runs_on() {
+fn a_device_that_fails_ends_the_migration_and_the_guest_continues() {
     within_a_minute(|| {
         for ways in ALL_WAYS {
             for (at_source, after) in [(true, 0), (true, 900_000), (true, 2_000_000), (false, 0), (false, 1_500_000)] {
@@ -317,7 +321,7 @@ fn a_device_that_fails_ends_the_migration_and_the_guest_runs_on() {
                     "{what}: {sent}; {received}"
                 );
                 assert_eq!((sent.guest, received.guest), (GuestState::RunsAtSource, GuestState::NotHere), "{what}");
-                // And the same guest moves once nothing is wrong.
+                // The same guest moves without the faults.
                 let mut devices = Devices(devices.0.clone());
                 (devices.0[1].save_fails, devices.0[1].load_fails) = (None, None);
                 devices.0.iter_mut().for_each(|device| device.seen = Arc::default());
@@ -331,7 +335,7 @@ fn a_device_that_fails_ends_the_migration_and_the_guest_runs_on() {
 }
 
 #[test]
-fn a_device_that_panics_fails_like_one_that_says_why() {
+fn a_device_that_panics_fails_like_one_that_returns_an_error() {
     within_a_minute(|| {
         for at_source in [true, false] {
             let mut panicking = Device { panics: true, ..Device::new("panicking", 3, 1000, 1_500_000) };
@@ -348,7 +352,7 @@ fn a_device_that_panics_fails_like_one_that_says_why() {
 }
 
 #[test]
-fn devices_that_one_side_lacks_are_found_before_anything_is_begun() {
+fn devices_that_one_side_lacks_are_refused_before_anything_is_begun() {
     within_a_minute(|| {
         let devices = |list: &[(&'static str, u32)]| {
             Devices(list.iter().map(|(name, instance)| Device::new(name, *instance, 0, 10)).collect())
@@ -373,7 +377,7 @@ fn devices_that_one_side_lacks_are_found_before_anything_is_begun() {
 }
 
 #[test]
-fn settings_that_cannot_be_are_refused_before_anything_is_begun() {
+fn impossible_settings_are_refused_before_anything_is_begun() {
     within_a_minute(|| {
         let twice = Devices(vec![Device::new("net", 0, 0, 10), Device::new("net", 0, 0, 10)]);
         let long = Devices(vec![Device { name: Box::leak("x".repeat(256).into_boxed_str()), ..Device::default() }]);
@@ -407,24 +411,24 @@ fn a_connection_that_breaks_during_the_stop_leaves_the_guest_at_the_source() {
     within_a_minute(|| {
         for ways in ALL_WAYS {
             let devices = Devices((0..4).map(|instance| Device::new("device", instance, 0, 3 << 20)).collect());
-            // While the guest is stopped: the third device loads its first byte, and then everything breaks.
+            // While the guest is paused: the third device loads its first byte, and then all connections break.
             let cut = Signal::default();
             let mut there = Devices(devices.0.clone());
             there.0[2].loads_on = Some(cut.clone());
             let mut guest = Guest::new();
-            // Not all of its state has come by then: a destination with everything would wait for the source's word.
+            // Not all of the state has arrived by then: a complete destination would wait for the source's decision.
             guest.queue = 1 << 20;
             let seen = Arc::clone(&devices.0[2].seen);
             let (sent, received) = guest.between(ways, &devices, &there, |address| {
                 let relay = Relay::start(address, Vec::new());
                 let near = relay.address();
                 std::thread::spawn(move || {
-                    while seen.taken.load(Ordering::SeqCst) == 0 {
+                    while seen.loaded_bytes.load(Ordering::SeqCst) == 0 {
                         std::thread::yield_now();
                     }
                     relay.refuse_all();
                     relay.cut_all();
-                    cut.give();
+                    cut.set();
                 });
                 near
             });
@@ -440,7 +444,7 @@ fn a_connection_that_breaks_during_the_stop_leaves_the_guest_at_the_source() {
 }
 
 #[test]
-fn a_migration_that_is_cancelled_while_devices_are_saved_ends_and_the_guest_runs_on() {
+fn a_migration_that_is_cancelled_while_devices_are_saved_ends_and_the_guest_continues() {
     within_a_minute(|| {
         for ways in ALL_WAYS {
             for at_source in [true, false] {
@@ -452,19 +456,23 @@ fn a_migration_that_is_cancelled_while_devices_are_saved_ends_and_the_guest_runs
                 let cancel = if at_source { guest.cancel.0.clone() } else { guest.cancel.1.clone() };
                 let seen = Arc::clone(&devices.0[0].seen);
                 let cancelling = std::thread::spawn(move || {
-                    while seen.taken.load(Ordering::SeqCst) == 0 {
+                    while seen.loaded_bytes.load(Ordering::SeqCst) == 0 {
                         std::thread::yield_now();
                     }
                     cancel.cancel();
-                    // A device's call comes back by itself; the others have not waited for it.
-                    never.give();
+                    // The device's call returns by itself; the others have not waited for it.
+                    never.set();
                 });
                 let (sent, received) = guest.migrate(ways, &devices);
                 cancelling.join().unwrap();
                 guest.stays_at_source();
                 let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
                 assert_eq!(sent.guest, GuestState::RunsAtSource, "{sent}; {received}");
-                assert_eq!((sent.cancelled, received.cancelled), (at_source, !at_source), "{sent}; {received}");
+                assert_eq!(
+                    (sent.kind == ErrorKind::Cancelled, received.kind == ErrorKind::Cancelled),
+                    (at_source, !at_source),
+                    "{sent}; {received}"
+                );
             }
         }
     });
@@ -474,29 +482,33 @@ fn a_migration_that_is_cancelled_while_devices_are_saved_ends_and_the_guest_runs
 fn a_migration_is_cancelled_while_pausing_waits_for_a_device() {
     within_a_minute(|| {
         for at_source in [true, false] {
-            let let_go = Signal::default();
-            let device = Device { let_go: Some(let_go.clone()), ..Device::new("device", 0, 100_000, 100_000) };
+            let dropped = Signal::default();
+            let device = Device { dropped: Some(dropped.clone()), ..Device::new("device", 0, 100_000, 100_000) };
             let mut guest = Guest::new();
             let cancel = if at_source { guest.cancel.0.clone() } else { guest.cancel.1.clone() };
             guest.from.on_call = Some(Box::new(move |what| {
                 if what == "pause" {
                     cancel.cancel();
-                    let_go.wait();
+                    dropped.wait();
                 }
             }));
             let (sent, received) = guest.migrate(DeviceChannels::Mixed, &Devices(vec![device]));
             guest.stays_at_source();
             let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
             assert_eq!(sent.guest, GuestState::RunsAtSource, "{sent}; {received}");
-            assert_eq!((sent.cancelled, received.cancelled), (at_source, !at_source), "{sent}; {received}");
+            assert_eq!(
+                (sent.kind == ErrorKind::Cancelled, received.kind == ErrorKind::Cancelled),
+                (at_source, !at_source),
+                "{sent}; {received}"
+            );
         }
     });
 }
 
-/// What is done with progress, and with notes.
-struct Hears<P, N>(P, N);
+/// An observer that passes progress and notes to two functions.
+struct ObserverOf<P, N>(P, N);
 
-impl<P: Fn(&Progress) + Send + Sync, N: Fn(&str) + Send + Sync> Observer for Hears<P, N> {
+impl<P: Fn(&Progress) + Send + Sync, N: Fn(&str) + Send + Sync> Observer for ObserverOf<P, N> {
     fn progress(&self, progress: &Progress) {
         (self.0)(progress);
     }
@@ -506,21 +518,21 @@ impl<P: Fn(&Progress) + Send + Sync, N: Fn(&str) + Send + Sync> Observer for Hea
     }
 }
 
-/// Gives a signal at a note with these words.
+/// Returns an observer that sets a signal at a note with these words.
 fn at_note(words: &'static str, signal: &Signal) -> Box<dyn Observer> {
     let signal = signal.clone();
-    Box::new(Hears(
+    Box::new(ObserverOf(
         |_: &Progress| (),
         move |text: &str| {
             if text.contains(words) {
-                signal.give();
+                signal.set();
             }
         },
     ))
 }
 
 #[test]
-fn progress_shows_of_each_device_what_is_waited_for() {
+fn progress_shows_what_each_device_is_waiting_for() {
     within_a_minute(|| {
         type Stuck = fn(&mut Device, Signal);
         let cases: [(DevicePhase, u64, Stuck); 4] = [
@@ -535,13 +547,13 @@ fn progress_shows_of_each_device_what_is_waited_for() {
             stuck(&mut slow, seen.clone());
             let devices = Devices(vec![others_come_first, slow]);
             let mut guest = Guest::new();
-            // It goes on when this was seen, and not before.
+            // The device continues only after this was observed.
             let waits = format!("slow/0 ({phase})");
-            guest.observer = Box::new(Hears(
+            guest.observer = Box::new(ObserverOf(
                 move |progress: &Progress| {
                     if progress.devices[1].phase == phase && !progress.devices[0].phase.is_waited_for() {
                         assert_eq!(progress.waiting_for().as_ref(), Some(&waits));
-                        seen.give();
+                        seen.set();
                     }
                 },
                 |_: &str| (),
@@ -554,14 +566,14 @@ fn progress_shows_of_each_device_what_is_waited_for() {
 }
 
 #[test]
-fn what_alone_keeps_a_guest_from_being_stopped_is_told() {
+fn a_note_names_the_device_for_which_the_pause_waits() {
     within_a_minute(|| {
-        let told = Signal::default();
-        let slow = Device { loads_on: Some(told.clone()), ..Device::new("slow", 3, 1000, 1000) };
+        let reported = Signal::default();
+        let slow = Device { loads_on: Some(reported.clone()), ..Device::new("slow", 3, 1000, 1000) };
         let devices = Devices(vec![Device::new("other", 0, 1000, 1000), slow]);
         let mut guest = Guest::new();
         let words = "the guest could be stopped; waiting for slow/3 (loading ahead at the destination)";
-        guest.observer = at_note(words, &told);
+        guest.observer = at_note(words, &reported);
         let (sent, _) = guest.migrate(DeviceChannels::Mixed, &devices);
         assert_eq!(sent.unwrap().convergence, None);
         guest.has_moved(&devices);
@@ -569,12 +581,12 @@ fn what_alone_keeps_a_guest_from_being_stopped_is_told() {
 }
 
 #[test]
-fn a_migration_that_is_given_up_says_which_device_it_has_waited_for() {
+fn an_aborted_migration_names_the_device_for_which_it_has_waited() {
     within_a_minute(|| {
         for phase in [DevicePhase::SavingAhead, DevicePhase::LoadingAhead] {
-            // The end of its source is what lets the destination's go on.
+            // The destination's device continues when the source's has ended.
             let over = Signal::default();
-            let mut slow = Device { let_go: Some(over.clone()), ..Device::new("slow", 0, 1000, 1000) };
+            let mut slow = Device { dropped: Some(over.clone()), ..Device::new("slow", 0, 1000, 1000) };
             let at_source = phase == DevicePhase::SavingAhead;
             *(if at_source { &mut slow.ahead_on } else { &mut slow.loads_on }) = Some(over.clone());
             let devices = Devices(vec![Device::new("other", 0, 1000, 1000), slow]);
@@ -594,7 +606,7 @@ fn a_migration_that_is_given_up_says_which_device_it_has_waited_for() {
 }
 
 #[test]
-fn what_the_guest_has_stood_for_too_long_for_is_named() {
+fn the_error_names_the_devices_for_which_the_guest_was_paused_too_long() {
     within_a_minute(|| {
         let three_and_two_more = "slow/0 (loading at the destination), slow/1 (loading at the destination), slow/2 (loading at the \
                                   destination) and 2 more";
@@ -613,7 +625,7 @@ fn what_the_guest_has_stood_for_too_long_for_is_named() {
                 false,
                 format!("loading at the destination took too long; waiting for {three_and_two_more}"),
             ),
-            // More than the destination permits: its source cannot go on, and is not to blame.
+            // More than the destination permits: the source's device cannot continue, and is not the cause.
             (
                 "is held up",
                 1,
@@ -634,12 +646,12 @@ fn what_the_guest_has_stood_for_too_long_for_is_named() {
             guest.queue = u64::from(count) * (64 << 10);
             guest.limits.step = Duration::from_secs(3);
             guest.downtime = Duration::from_millis(300);
-            // A source's device is waited for before the guest is resumed, a destination's is not.
+            // The source waits for its device before it resumes the guest, but not for the destination's.
             guest.observer = at_note("before it ends, devices must return from saving: slow/0", &over);
             let resumed = over.clone();
             guest.from.on_call = Some(Box::new(move |call| {
                 if call == "resume" {
-                    resumed.give();
+                    resumed.set();
                 }
             }));
             let (sent, received) = guest.migrate(DeviceChannels::Mixed, &devices);
@@ -653,11 +665,11 @@ fn what_the_guest_has_stood_for_too_long_for_is_named() {
 #[test]
 fn a_monitor_that_saves_for_too_long_is_named_with_the_devices() {
     within_a_minute(|| {
-        let (loads, let_go) = (Signal::default(), Signal::default());
-        // It is held up until the migration is taken down.
+        let (loads, dropped) = (Signal::default(), Signal::default());
+        // The device waits until the migration ends.
         let slow = Device {
             loads_on: Some(loads.clone()),
-            let_go: Some(let_go.clone()),
+            dropped: Some(dropped.clone()),
             ..Device::new("slow", 0, 0, 1 << 20)
         };
         let mut guest = Guest::new();
@@ -665,8 +677,8 @@ fn a_monitor_that_saves_for_too_long_is_named_with_the_devices() {
         guest.limits.step = Duration::from_secs(3);
         guest.downtime = Duration::from_millis(300);
         guest.from.on_call = Some(Box::new(move |what| match what {
-            "save" => let_go.wait(),
-            "resume" => loads.give(),
+            "save" => dropped.wait(),
+            "resume" => loads.set(),
             _ => {}
         }));
         let (sent, _) = guest.migrate(DeviceChannels::Mixed, &Devices(vec![slow]));
@@ -678,7 +690,7 @@ fn a_monitor_that_saves_for_too_long_is_named_with_the_devices() {
 }
 
 #[test]
-fn a_device_that_does_not_come_to_an_end_is_not_waited_for_for_longer_than_is_allowed() {
+fn a_device_that_does_not_finish_is_waited_for_no_longer_than_the_limit() {
     within_a_minute(|| {
         let on = Signal::default();
         let slow = Device { loads_on: Some(on.clone()), ..Device::new("slow", 0, 0, 100_000) };
@@ -686,11 +698,11 @@ fn a_device_that_does_not_come_to_an_end_is_not_waited_for_for_longer_than_is_al
         let mut guest = Guest::new();
         guest.limits.step = Duration::from_millis(100);
         guest.downtime = Duration::from_millis(100);
-        let given = on.clone();
-        // What the source does when it has given up.
+        let signal = on.clone();
+        // The source does this when it has aborted.
         guest.from.on_call = Some(Box::new(move |what| {
             if what == "resume" {
-                given.give();
+                signal.set();
             }
         }));
         let (sent, _) = guest.migrate(DeviceChannels::Mixed, &devices);

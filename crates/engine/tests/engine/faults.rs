@@ -1,11 +1,11 @@
-//! Randomised migrations on which things go wrong: connections cut after any byte, refused, all of them cut at any moment,
-//! monitors killed with their guests. On the simulated network and on real sockets.
+//! Randomised migrations with faults: connections cut after any byte, refused, all of them cut at any moment, monitors
+//! killed with their guests. On the simulated network and on real sockets.
 //!
-//! However it goes: the guest never runs twice; where no monitor was killed it runs once; the memory that a guest is started
-//! on is the memory that it was stopped with; both sides say in words what happened, and they agree.
+//! In every case: the guest never runs twice; if no monitor was killed, it runs once; a guest starts with the memory
+//! with which it was paused; both sides report what happened, and they agree.
 //!
-//! `STERNA_SEED` and `STERNA_MIGRATIONS` repeat a run or make it longer, `STERNA_MIGRATION` repeats a single one. The seed decides what goes wrong, not how threads
-//! take turns.
+//! `STERNA_SEED` and `STERNA_MIGRATIONS` repeat a run or make it longer, `STERNA_MIGRATION` repeats a single one. The
+//! seed decides the faults, not the order of threads.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -27,17 +27,17 @@ use sterna_engine::transport::{Address, Security};
 use sterna_memory::userfault::{self, Userfault};
 use sterna_test_kit::Random;
 
-/// Migrations on the simulated network, and on sockets.
+/// Number of migrations on the simulated network, and on sockets.
 const SIMULATED: u64 = 1000;
 const ON_SOCKETS: u64 = 50;
-/// Migrations at once: they wait more than they work.
-const AT_ONCE: u64 = 8;
+/// Concurrent migrations; they mostly wait.
+const CONCURRENT: u64 = 8;
 
 fn from_environment(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
 }
 
-/// What goes wrong besides what the network does by itself: at the `when`-th moment that somebody can see.
+/// A fault in addition to those of the network: at the `when`-th moment that a callback or observer sees.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Trouble {
     None,
@@ -48,7 +48,7 @@ enum Trouble {
     CancelDestination { when: u64 },
 }
 
-/// What lies between the two sides.
+/// The connection between the two sides.
 enum Wire {
     Simulated(Network),
     Sockets(Arc<Relay>),
@@ -70,7 +70,7 @@ impl Wire {
     }
 }
 
-/// Counts the moments that callbacks and observers see, and makes trouble at the chosen one.
+/// Counts the moments that callbacks and observers see, and causes the fault at the chosen one.
 struct Troublemaker {
     trouble: Trouble,
     moments: AtomicU64,
@@ -101,7 +101,7 @@ impl Troublemaker {
             Trouble::KillSource { .. } => self.kill(&self.source),
             Trouble::KillDestination { .. } => {
                 self.kill(&self.destination);
-                // In post-copy its source would wait for it for ever: the operator knows better.
+                // In post-copy the source would wait for its destination for ever; an operator ends that.
                 self.cancel.0.cancel();
             }
             Trouble::CancelSource { .. } => self.cancel.0.cancel(),
@@ -110,7 +110,7 @@ impl Troublemaker {
         self.done.store(true, Ordering::SeqCst);
     }
 
-    /// With one of the two dead nothing passes between them any more.
+    /// Kills one side, after which nothing passes between the two any more.
     fn kill(&self, life: &Life) {
         life.kill();
         self.wire.refuse_all();
@@ -128,7 +128,7 @@ impl Observer for Troublemaker {
     }
 }
 
-/// In one of three migrations some devices have a state of their own; now and then one of them fails.
+/// Returns devices for one of three migrations; now and then one of them fails.
 fn some_devices(random: &mut Random) -> Devices {
     if !random.percent(33) {
         return Devices::default();
@@ -137,7 +137,7 @@ fn some_devices(random: &mut Random) -> Devices {
     let device = |instance| {
         let sizes = [0, 1, 4096, 50_000, 400_000];
         let mut device = Device::new("device", instance, random.one_of(&sizes), random.one_of(&sizes));
-        device.goes = 1 + random.below(3);
+        device.turns = 1 + random.below(3);
         let mut fails = || random.percent(3).then(|| random.below(100_000));
         (device.save_fails, device.load_fails) = (fails(), fails());
         device
@@ -178,13 +178,14 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     let trouble = match random.below(10) {
         0..3 => Trouble::None,
         3..5 => Trouble::CutAll { when },
-        // In post-copy a source that dies after the decision takes the guest's memory with it: its threads wait for ever.
+        // In post-copy the guest's memory is lost if a source dies after the decision: the guest's threads wait for
+        // ever.
         5..6 if !post_copy => Trouble::KillSource { when },
         6..8 => Trouble::KillDestination { when },
         8 => Trouble::CancelSource { when },
         _ => Trouble::CancelDestination { when },
     };
-    // Which connections break, and after how many bytes.
+    // The connections that break, and after how many bytes.
     let cuts: Vec<_> = (0..random.below(3))
         .map(|_| (random.below(8), random.below(200_000) >> random.one_of(&[0, 0, 6, 12])))
         .collect();
@@ -229,12 +230,10 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     (from.on_call, to.on_call) = (called(&maker), called(&maker));
 
     let method = random.one_of(&["none", "lz4", "zstd"]);
-    let limits = TimeLimits {
-        telling: Duration::from_millis(200),
-        delivery: Duration::from_secs(2),
-        dial_pause: Duration::from_millis(5),
-        ..TimeLimits::default()
-    };
+    let limits = TimeLimits::default()
+        .telling(Duration::from_millis(200))
+        .delivery(Duration::from_secs(2))
+        .dial_pause(Duration::from_millis(5));
     let answer = if post_copy { NotConverging::PostCopyAfter(1 + random.below(2) as u32) } else { NotConverging::GoOn };
     let device_channels = match random.below(4) {
         0 => DeviceChannels::Serial,
@@ -261,7 +260,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     });
     let lacks_memory = received.as_ref().is_err_and(|error| error.guest == GuestState::LacksMemory);
     if lacks_memory {
-        // Who has cancelled the source while the two were apart has wanted it so.
+        // The source was cancelled while the two were disconnected, which the user accepts.
         assert!(matches!(maker.trouble, Trouble::CancelSource { .. }) || to.life().is_dead(), "{sent:?}; {received:?}");
         to.life().kill();
     }
@@ -281,7 +280,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     }
 }
 
-/// The source is through. A destination that waits for it is told what an operator knows.
+/// Ends the destination after the source: a destination that waits for the source is fenced, as by an operator.
 fn end_receiving<T>(
     sent: &Sent,
     maker: &Troublemaker,
@@ -291,9 +290,9 @@ fn end_receiving<T>(
     if sent.is_ok() {
         return;
     }
-    // One that no migration has begun with waits for another source.
+    // A destination without a migration waits for another source.
     maker.cancel.1.cancel();
-    // Its process ends, and what it has of the guest's memory with it.
+    // Its process ends, and so does its part of the guest's memory.
     let given_away = sent
         .as_ref()
         .is_err_and(|error| matches!(error.guest, GuestState::LacksMemory | GuestState::BelongsToDestination));
@@ -311,10 +310,10 @@ fn judge(
     (source, destination): (&Life, &Life),
     ends: &Ends,
 ) {
-    let told = format!("{:?}: source: {sent:?}; destination: {received:?}", maker.trouble);
-    assert!(!running.ever_twice(), "the guest ran twice: {told}");
+    let details = format!("{:?}: source: {sent:?}; destination: {received:?}", maker.trouble);
+    assert!(!running.ever_twice(), "the guest ran twice: {details}");
     for error in [sent.as_ref().err(), received.as_ref().err()].into_iter().flatten() {
-        assert!(!error.reason.is_empty() && error.to_string().contains(" at the "), "{told}");
+        assert!(!error.reason.is_empty() && error.to_string().contains(" at the "), "{details}");
     }
     let killed = source.is_dead() || destination.is_dead();
     match (source.runs(), destination.runs()) {
@@ -322,21 +321,21 @@ fn judge(
             ends.stayed.fetch_add(1, Ordering::Relaxed);
             let error = sent.as_ref().expect_err("the guest runs at the source");
             let untouched = [GuestState::RunsAtSource, GuestState::Untouched].contains(&error.guest);
-            assert!(untouched && received.is_err(), "{told}");
+            assert!(untouched && received.is_err(), "{details}");
         }
         (false, true) => {
             ends.moved.fetch_add(1, Ordering::Relaxed);
-            assert!(received.is_ok(), "{told}");
+            assert!(received.is_ok(), "{details}");
             let given_away = [GuestState::BelongsToDestination, GuestState::LacksMemory];
             let unconfirmed = sent.as_ref().is_err_and(|error| given_away.contains(&error.guest));
-            assert!(sent.is_ok() || unconfirmed || source.is_dead(), "{told}");
+            assert!(sent.is_ok() || unconfirmed || source.is_dead(), "{details}");
             ends.unconfirmed.fetch_add(u32::from(unconfirmed), Ordering::Relaxed);
         }
         (false, false) => {
             ends.lost.fetch_add(1, Ordering::Relaxed);
-            assert!(killed, "nobody was killed, and the guest runs nowhere: {told}");
+            assert!(killed, "no monitor was killed, and the guest runs nowhere: {details}");
         }
-        (true, true) => panic!("the guest runs on both sides: {told}"),
+        (true, true) => panic!("the guest runs on both sides: {details}"),
     }
 }
 
@@ -365,21 +364,21 @@ fn run(migrations: u64, on_sockets: bool) {
                 }
             }
         };
-        (0..AT_ONCE).for_each(|_| drop(scope.spawn(work)));
+        (0..CONCURRENT).for_each(|_| drop(scope.spawn(work)));
     });
     println!("{ends:?}");
-    // Every way of ending was seen, or the test shows less than it says.
+    // Every kind of outcome must occur, or the test shows less than it claims.
     if migrations >= 50 {
         assert!(ends.moved.load(Ordering::Relaxed) > 0 && ends.stayed.load(Ordering::Relaxed) > 0, "{ends:?}");
     }
 }
 
 #[test]
-fn whatever_breaks_on_a_simulated_network_one_guest_runs_on_its_own_memory() {
+fn with_any_fault_on_a_simulated_network_one_guest_runs_on_its_own_memory() {
     run(SIMULATED, false);
 }
 
 #[test]
-fn whatever_breaks_on_sockets_one_guest_runs_on_its_own_memory() {
+fn with_any_fault_on_sockets_one_guest_runs_on_its_own_memory() {
     run(ON_SOCKETS, true);
 }

@@ -1,5 +1,5 @@
-//! What need not be said is not said: zero pages share packets, and packets share acknowledgements, but only while there is
-//! something else to do, so that nobody ever waits for what was held back.
+//! Zero pages share packets, and packets share acknowledgements, but only while there is other work, so that no thread
+//! ever waits for something that was withheld.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -10,11 +10,12 @@ use std::time::Duration;
 
 use crate::common::{PAGE, Placed, halves, sockets, within_a_minute};
 use sterna_engine::abort::Abort;
-use sterna_engine::batch::BatchPool;
-use sterna_engine::entry::{PageSearch, Pipeline, REGION};
+use sterna_engine::batch::{BatchPool, REGION};
+use sterna_engine::entry::{PageSearch, Pipeline};
+use sterna_engine::item::Item;
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, ReceiveCounters, receive_packets};
-use sterna_engine::send::{Compression, Item, SendChannel, SendContext};
+use sterna_engine::receive::{ChannelSink, PacketRules, ReceiveCounters, receive_packets};
+use sterna_engine::send::{Compression, SendChannel, SendContext};
 use sterna_engine::window::Window;
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_wire::checksum::crc32c;
@@ -28,38 +29,31 @@ struct Memory(#[expect(dead_code, reason = "read through its address")] [u8; REG
 static ZERO: Memory = Memory([0; REGIONS * REGION as usize]);
 
 #[test]
-fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
+fn zero_pages_of_several_batches_share_a_packet_that_is_sent_when_nothing_follows() {
     const PACKET: usize = 4 << 20;
-    /// Together more than a connection holds that nobody reads.
+    /// Together more than fits a connection whose peer does not read.
     const RECORDS: u64 = 6;
     within_a_minute(|| {
         let rules = PacketRules { packet_size: PACKET, checksums: true };
         let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO));
         let abort = Arc::new(Abort::default());
-        let context = SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::clone(&window),
-            pacer: Arc::new(Pacer::new(None)),
-            abort: Arc::clone(&abort),
-            compression: Compression::none(),
+        let context = SendContext::new(
+            Arc::clone(&window),
+            Arc::new(Pacer::new(None)),
+            Arc::clone(&abort),
+            Compression::none(),
             rules,
-            accelerator: None,
-            again: None,
-            delta_cache: 0,
-            delta_blocks: None,
-            devices: None,
-        };
+        );
         let (near, mut far) = sockets();
         let (writer, reader) = halves(near);
         let channel = SendChannel::start("ram-0", writer, reader, context).unwrap();
         let pool = BatchPool::new(REGIONS + 1, 0);
         let pipeline = Arc::new(Pipeline { channels: vec![channel], pool, window, page_size: PAGE });
-        // SAFETY: the memory is there for ever, and a source only reads it.
+        // SAFETY: the memory is static, and a source only reads it.
         let block = unsafe { RamBlock::new("ram", NonNull::from(&ZERO).cast(), size_of_val(&ZERO), Backing::Other) };
         let mut search = PageSearch::new(Arc::clone(&pipeline), GuestRam::new(vec![block]).unwrap(), PAGE);
 
-        // The channel is kept busy by records that nobody takes, until all batches of zero pages are in its queue.
+        // Records that the peer does not read keep the channel busy until all batches of zero pages are in its queue.
         for _ in 0..RECORDS {
             pipeline.channels[0].send(Item::Stream { record: 1, content: vec![1; PACKET] }).unwrap();
         }
@@ -117,12 +111,13 @@ fn packets_that_arrived_together_share_acknowledgements_and_the_last_ones_do_not
         }
 
         let placed = Placed::default();
-        let mut sink = placed.clone();
+        let mut sink = ChannelSink::new().with_pages(placed.clone());
         let receiving = std::thread::spawn(move || {
             let (mut writer, mut reader) = halves(far);
             receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &ReceiveCounters::default())
         });
-        // At most eight packets share one, while a packet and half as much as is withheld wait to be read.
+        // At most eight packets share an acknowledgement, while a packet and half as many bytes as are withheld wait to
+        // be read.
         let acknowledged = [8, 11, 12].map(|expected| {
             let mut ack = [0; ACK_LENGTH];
             near.read_exact(&mut ack).unwrap();

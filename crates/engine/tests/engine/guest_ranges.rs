@@ -1,8 +1,8 @@
 //! The pipeline from end to end with its second entry: memory that is written while it is read.
 //!
-//! Real sockets, all methods, a thread that writes the "guest's" memory all the while. What arrives must be what was
-//! read at some moment, page by page (the checksum of each packet sees to it, where there is one), and after a last round over the memory at
-//! rest both sides must be equal.
+//! Real sockets, all methods, a thread that writes the "guest's" memory all the time. Each page that arrives must be as
+//! it was read at some moment (the checksum of each packet ensures this, if there is one), and after a last round over
+//! the unchanging memory both sides must be equal.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
 use sterna_engine::entry::{PageSearch, Pipeline};
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna_engine::receive::{ChannelSink, PacketRules, PageSink, ReceiveCounters, SinkError, receive_packets};
 use sterna_engine::send::{Compression, SendChannel, SendContext};
 use sterna_engine::window::Window;
 use sterna_memory::place::{OwnMemory, Place};
@@ -27,13 +27,13 @@ const PAGES: usize = 4096;
 const CHANNELS: usize = 3;
 const PACKET: usize = 128 * PAGE;
 
-/// A guest's memory: words that other threads write.
+/// Returns a guest's memory: words that other threads write.
 fn memory() -> Box<[AtomicU64]> {
     // Pages must start at page boundaries.
     let words = PAGES * PAGE / 8;
     let layout = std::alloc::Layout::from_size_align(words * 8, PAGE).unwrap();
     // SAFETY: the layout is that of `words` AtomicU64 (align 8 divides a page); zeroed memory is a valid value of them.
-    // Freed through a layout with smaller alignment it would not be: so it is leaked by the callers.
+    // It could not be freed through a layout with smaller alignment, so the callers leak it.
     unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(std::alloc::alloc_zeroed(layout).cast(), words)) }
 }
 
@@ -43,7 +43,7 @@ struct ToMemory {
     generations: Arc<AtomicU64>,
 }
 
-impl Sink for ToMemory {
+impl PageSink for ToMemory {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::new([BlockShape { pages: PAGES as u64, page_size: PAGE as u32 }]))
     }
@@ -77,11 +77,12 @@ fn move_memory(method: &str, checksums: bool) {
     let rules = PacketRules { packet_size: PACKET, checksums };
     let (source, destination): (&'static [AtomicU64], &'static [AtomicU64]) =
         (Box::leak(memory()), Box::leak(memory()));
-    // Every other page is zero, so that a packet has as many runs as it can have; every other word elsewhere differs.
+    // Every other page is zero, so that a packet has the maximum number of runs; in the others every other word
+    // differs.
     for (index, word) in source.iter().enumerate().filter(|(index, _)| !(index * 8 / PAGE).is_multiple_of(2)) {
         word.store(index as u64 | 1, Ordering::Relaxed);
     }
-    // SAFETY: the memory is leaked, so it is there for ever; it is written by atomics or through this place only.
+    // SAFETY: the memory is leaked, so it is valid for ever; only atomics and this place write it.
     let place = unsafe { OwnMemory::new(destination.as_ptr().cast_mut().cast(), PAGES * PAGE) };
     let place = Arc::new(place);
     let received = Arc::new(ReceivedBitmap::new(PAGES as u64));
@@ -89,31 +90,24 @@ fn move_memory(method: &str, checksums: bool) {
 
     let abort = Arc::new(Abort::default());
     let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::from_millis(100)));
-    let context = SendContext {
-        normal_page_ratio: Default::default(),
-        hash_key: None,
-        window: Arc::clone(&window),
-        pacer: Arc::new(Pacer::new(None)),
-        abort: Arc::clone(&abort),
-        compression: Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
+    let context = SendContext::new(
+        Arc::clone(&window),
+        Arc::new(Pacer::new(None)),
+        Arc::clone(&abort),
+        Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
         rules,
-        accelerator: None,
-        again: None,
-        delta_cache: 0,
-        delta_blocks: None,
-        devices: None,
-    };
+    );
     let mut channels = Vec::new();
     let mut receivers = Vec::new();
     for index in 0..CHANNELS {
         let (near, far) = sockets();
         let (writer, reader) = halves(near);
         channels.push(SendChannel::start(&format!("ram-{index}"), writer, reader, context.clone()).unwrap());
-        let mut sink = ToMemory {
+        let mut sink = ChannelSink::new().with_pages(ToMemory {
             place: Arc::clone(&place),
             received: Arc::clone(&received),
             generations: Arc::clone(&generations),
-        };
+        });
         receivers.push(std::thread::spawn(move || {
             let (mut writer, mut reader) = halves(far);
             receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &ReceiveCounters::default())
@@ -122,7 +116,7 @@ fn move_memory(method: &str, checksums: bool) {
     let pool = BatchPool::new(4 * CHANNELS, 0);
     let pipeline = Arc::new(Pipeline { channels, pool, window: Arc::clone(&window), page_size: PAGE });
     let start = NonNull::from(source).cast();
-    // SAFETY: the memory is leaked, and written by atomics only.
+    // SAFETY: the memory is leaked, and only atomics write it.
     let block = unsafe { RamBlock::new("ram", start, PAGES * PAGE, Backing::Other) };
     let ram = GuestRam::new(vec![block]).unwrap();
     let mut search = PageSearch::new(Arc::clone(&pipeline), ram, PACKET);
@@ -158,11 +152,12 @@ fn move_memory(method: &str, checksums: bool) {
     assert_eq!(generations.load(Ordering::Relaxed), 3 * CHANNELS as u64);
     drop(search);
     abort.finish();
-    Arc::try_unwrap(pipeline).expect("nobody else holds it").channels.into_iter().for_each(SendChannel::join);
+    Arc::try_unwrap(pipeline).expect("no other owner is left").channels.into_iter().for_each(SendChannel::join);
     for receiver in receivers {
         receiver.join().unwrap().unwrap();
     }
-    // Not before the channels' threads have ended: packets leave the window a moment after they count as acknowledged.
+    // Checked after the channels' threads have ended: packets leave the window a moment after they count as
+    // acknowledged.
     assert_eq!(window.in_flight(), 0);
     let differing = source
         .iter()
@@ -187,6 +182,6 @@ fn memory_that_is_written_while_it_is_read_arrives_by_zstd() {
 }
 
 #[test]
-fn memory_that_is_written_while_it_is_sent_from_where_it_lies_arrives() {
+fn memory_that_is_written_while_it_is_sent_in_place_arrives() {
     move_memory("none", false);
 }

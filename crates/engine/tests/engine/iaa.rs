@@ -1,6 +1,6 @@
-//! Whole migrations whose packets an IAA device of the software model compresses, alone and beside a DSA: everything that it can do
-//! wrong, and a guest that writes all the while. Whatever it does, the migration succeeds, memory is the same, and who was wrong is
-//! named.
+//! Complete migrations whose packets an IAA device of the software model compresses, alone and beside a DSA: every
+//! fault of the device, and a guest that writes all the time. Whatever the device does, the migration succeeds, memory
+//! is equal, and the faulty device is named.
 
 use crate::common::within_a_minute;
 use crate::guest::Workload;
@@ -16,7 +16,7 @@ const DSA: &str = r#"[{"name":"dsa0","queues":[{"name":"wq0.0","size":16}]}]"#;
 
 const WRONG_STREAMS: &str = r#"[{"opcode":67,"every":10,"what":"wrong_result"}]"#;
 
-/// What goes wrong with compressions (67) and decompressions (66).
+/// A name, and the faults of compressions (67) and decompressions (66).
 const TROUBLES: &[(&str, &str)] = &[
     ("nothing", "[]"),
     ("pages that are not there", r#"[{"opcode":67,"every":2,"what":{"page_fault":{"per_mille":0}}}]"#),
@@ -33,14 +33,14 @@ const TROUBLES: &[(&str, &str)] = &[
     ("slow", r#"[{"opcode":67,"what":{"slow":{"factor":5}}}]"#),
 ];
 
-/// The model deflates slowly: a guest that writes as others do here would not be caught up with.
+/// The model deflates slowly: with the other tests' workload the rounds would not converge.
 const FEW_WRITES: Workload = Workload { writers: 1, span: 60, seed: 7, burst: 1 };
 
 fn iaa() -> MethodChoice {
     MethodChoice::parse("iaa", None).unwrap()
 }
 
-fn whatever_happens(devices: &str, verify: IaaVerify) {
+fn with_each_fault(devices: &str, verify: IaaVerify) {
     for (seed, (what, faults)) in TROUBLES.iter().enumerate() {
         let what = format!("{what}, {verify:?}");
         let offload = offload_of(devices, faults, seed as u64, Settings::default());
@@ -50,33 +50,33 @@ fn whatever_happens(devices: &str, verify: IaaVerify) {
         assert!(verify == IaaVerify::Always || !verified, "{what}: {report:?}");
         assert_eq!(done_by(&report, Kind::Dsa, Operation::ZeroMap) > 0, devices == BOTH, "{what}: {report:?}");
         assert!(report.taken_out.iter().all(|out| out.device == "iax1"), "{what}: {report:?}");
-        assert_eq!(offload.refuted(), 0, "{what}: an IAA says nothing of zero pages");
+        assert_eq!(offload.refuted(), 0, "{what}: an IAA does not report zero pages");
     }
 }
 
 #[test]
-fn whatever_an_iaa_alone_does_the_guest_arrives_whole() {
-    within_a_minute(|| whatever_happens(IAA, IaaVerify::Never));
+fn with_any_fault_of_an_iaa_alone_the_guest_arrives_intact() {
+    within_a_minute(|| with_each_fault(IAA, IaaVerify::Never));
 }
 
 #[test]
-fn whatever_an_iaa_alone_does_that_is_verified_the_guest_arrives_whole() {
-    within_a_minute(|| whatever_happens(IAA, IaaVerify::Always));
+fn with_any_fault_of_a_verified_iaa_alone_the_guest_arrives_intact() {
+    within_a_minute(|| with_each_fault(IAA, IaaVerify::Always));
 }
 
 #[test]
-fn whatever_an_iaa_beside_a_dsa_does_the_guest_arrives_whole() {
-    within_a_minute(|| whatever_happens(BOTH, IaaVerify::WithoutChecksums));
+fn with_any_fault_of_an_iaa_beside_a_dsa_the_guest_arrives_intact() {
+    within_a_minute(|| with_each_fault(BOTH, IaaVerify::WithoutChecksums));
 }
 
 #[test]
-fn whatever_an_iaa_beside_a_dsa_does_that_is_verified_the_guest_arrives_whole() {
-    within_a_minute(|| whatever_happens(BOTH, IaaVerify::Always));
+fn with_any_fault_of_a_verified_iaa_beside_a_dsa_the_guest_arrives_intact() {
+    within_a_minute(|| with_each_fault(BOTH, IaaVerify::Always));
 }
 
-/// Who finds a wrong stream, and what is said of whom.
+/// Which check finds a wrong stream, and which reason is reported for which device.
 #[test]
-fn of_a_wrong_stream_the_iaa_is_accused_and_not_who_copied_its_content() {
+fn a_wrong_stream_is_attributed_to_the_iaa_and_not_to_the_device_that_copied_its_content() {
     within_a_minute(|| {
         let (by_destination, by_source) = (
             "what it had compressed was refused by the destination",
@@ -105,10 +105,10 @@ fn of_a_wrong_stream_the_iaa_is_accused_and_not_who_copied_its_content() {
     });
 }
 
-/// A copy that nobody has looked at, compressed by a device: the one is as likely to be wrong as the other, so first the one is taken
-/// out and then, if it goes on, the other.
+/// An unchecked copy, compressed by a device: either device may be wrong, so one is taken out of service first and
+/// then, if the faults continue, the other.
 #[test]
-fn wrong_copies_that_were_compressed_are_found_to_be_the_dsas_in_the_end() {
+fn wrong_copies_that_were_compressed_are_attributed_to_the_dsa_in_the_end() {
     within_a_minute(|| {
         let mut settings = Settings::default();
         settings.recheck_copies = false;
@@ -120,26 +120,26 @@ fn wrong_copies_that_were_compressed_are_found_to_be_the_dsas_in_the_end() {
 }
 
 #[test]
-fn the_report_says_who_compressed() {
+fn the_report_names_the_engine_that_compressed() {
     within_a_minute(|| {
         let words = |devices, verify| {
             let offload = offload_of(devices, "[]", 1, Settings::default());
             let settings = |source: sterna_engine::source::Source| source.method(iaa()).iaa_verify(verify);
             report_of("report", &offload, FEW_WRITES, &(), settings).method
         };
-        // On a busy machine the model may be late, and the CPU have a share.
-        for (devices, verify, said) in
+        // On a busy machine the model may be late, and the CPU compresses a part.
+        for (devices, verify, expected) in
             [(IAA, IaaVerify::WithoutChecksums, "IAA "), (BOTH, IaaVerify::Always, "IAA, verified ")]
         {
             let words = words(devices, verify);
-            assert!(words.starts_with(&format!("iaa: {said}")), "{words}");
+            assert!(words.starts_with(&format!("iaa: {expected}")), "{words}");
         }
         assert_eq!(words(DSA, IaaVerify::Always), "iaa: CPU");
     });
 }
 
 #[test]
-fn beside_an_iaa_alone_the_cpu_looks_for_zero_pages() {
+fn with_an_iaa_alone_the_cpu_finds_zero_pages() {
     within_a_minute(|| {
         let offload = offload_of(IAA, "[]", 1, Settings::default());
         let report = migrate_with("auto", &offload, FEW_WRITES, |source| source.method(MethodChoice::auto()));

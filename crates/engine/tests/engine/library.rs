@@ -1,7 +1,9 @@
-//! Whole migrations of the embedded library, over loopback: both sides in this process, a guest that writes all the while.
+//! Complete migrations of the embedded library, over loopback: both sides in this process, a guest that writes all the
+//! time.
 
 use crate::guest;
 
+use std::error::Error;
 use std::io::{Read, Seek, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -12,7 +14,7 @@ use crate::guest::{Memory, Monitor, Running, Workload};
 use sterna_codec::{Method, MethodChoice};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::{Before, Destination};
-use sterna_engine::migration::{GuestState, MigrationError, Phase, Side};
+use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase, Side};
 use sterna_engine::process;
 use sterna_engine::report::{Observer, Outcome, Progress, ReceiveReport, Report};
 use sterna_engine::source::{NotConverging, Source, Throttle, TimeLimits};
@@ -62,7 +64,7 @@ impl Pair {
             let receiving = scope.spawn(move || listening.run(to, cancel, &()));
             let sent = source.run(address, &Security::Insecure, &mut self.from, &self.cancel.0, &());
             if sent.as_ref().is_err_and(|error| error.phase == Phase::SettingUp) {
-                // The destination waits for a better source.
+                // The destination waits for another source.
                 self.cancel.1.cancel();
             }
             (sent, receiving.join().unwrap())
@@ -86,13 +88,13 @@ impl Pair {
 }
 
 #[test]
-fn a_running_guest_moves_and_goes_on() {
+fn a_running_guest_moves_and_continues() {
     within_a_minute(|| {
         let every = Method::all().map(|method| (method.name(), true));
         for (method, checksums) in every.chain([("none", false), ("zstd", false)]) {
             let mut pair = Pair::new(CALM);
             let choice = MethodChoice::parse(method, None).unwrap();
-            // However long the machine is busy with others: it is stopped once.
+            // So long that the guest is paused only once, also on a busy machine.
             let source =
                 pair.source().method(choice).channels(3).checksums(checksums).downtime(Duration::from_secs(20));
             let destination = Destination::new(pair.destination.ram());
@@ -164,10 +166,10 @@ fn state_sent_ahead_is_loaded_before_the_guest_is_paused() {
 }
 
 #[test]
-fn each_failing_callback_is_told_on_both_sides_and_the_guest_runs_on() {
+fn each_failing_callback_is_reported_on_both_sides_and_the_guest_continues() {
     within_a_minute(|| {
         let moments = ["state_size", "save_ahead", "pause", "paused", "save"];
-        // What returns no error can only panic.
+        // A method without an error can only panic.
         let each = moments.into_iter().flat_map(|moment| [(moment, true), (moment, false)]);
         for (at_source, panics) in each.filter(|(moment, panics)| *panics || *moment != "state_size") {
             let mut pair = Pair::new(CALM);
@@ -178,6 +180,8 @@ fn each_failing_callback_is_told_on_both_sides_and_the_guest_runs_on() {
             assert!(sent.reason.contains("was made to fail"), "{at_source}: {sent}");
             assert!(received.reason.contains("was made to fail"), "{at_source}: {received}");
             assert_eq!((sent.side, sent.guest), (Side::Source, GuestState::RunsAtSource));
+            assert_eq!((sent.kind, received.kind), (ErrorKind::Monitor, ErrorKind::OtherSide), "{sent}; {received}");
+            assert!(sent.source().unwrap().to_string().contains("was made to fail") && received.source().is_none());
             assert_eq!((received.side, received.guest), (Side::Destination, GuestState::NotHere));
         }
         for (at_destination, panics) in [("load_ahead", false), ("load", false), ("load_ahead", true), ("load", true)] {
@@ -189,6 +193,8 @@ fn each_failing_callback_is_told_on_both_sides_and_the_guest_runs_on() {
             pair.stays_at_source();
             assert!(sent.reason.contains("was made to fail"), "{at_destination}: {sent}");
             assert!(received.reason.contains("was made to fail"), "{at_destination}: {received}");
+            assert_eq!((sent.kind, received.kind), (ErrorKind::OtherSide, ErrorKind::Monitor), "{sent}; {received}");
+            assert!(received.source().unwrap().to_string().contains("was made to fail") && sent.source().is_none());
             assert_eq!((sent.guest, received.guest), (GuestState::RunsAtSource, GuestState::NotHere));
         }
     });
@@ -215,7 +221,7 @@ fn a_monitor_that_panics_before_anything_is_begun_leaves_its_guest_untouched() {
 }
 
 #[test]
-fn a_destination_whose_monitor_panicked_listens_no_more_whenever_it_was() {
+fn a_destination_whose_monitor_panicked_at_any_time_does_not_listen_any_more() {
     within_a_minute(|| {
         for method in ["name", "load", "start"] {
             let mut pair = Pair::new(CALM);
@@ -223,7 +229,7 @@ fn a_destination_whose_monitor_panicked_listens_no_more_whenever_it_was() {
             let listening = Destination::new(pair.destination.ram()).linger(Duration::ZERO);
             let listening = listening.listen("127.0.0.1:0", &Security::Insecure).unwrap();
             let address = listening.address().clone();
-            // It is amid its handshake.
+            // The connection is in its handshake.
             let mut silent = TcpStream::connect(address.to_string()).unwrap();
             std::thread::scope(|scope| {
                 let (to, cancel) = (&mut pair.to, &pair.cancel.1);
@@ -236,7 +242,7 @@ fn a_destination_whose_monitor_panicked_listens_no_more_whenever_it_was() {
             let mut rest = Vec::new();
             assert!(silent.read_to_end(&mut rest).is_err() || rest.is_empty(), "it is closed");
             let again = Destination::new(Memory::new(1, 1).ram()).listen(address, &Security::Insecure).unwrap();
-            // Another one that ends before anything has come ends what is amid its handshake, too.
+            // A listener that ends before a source has come also ends connections in their handshake.
             let mut silent = TcpStream::connect(again.address().to_string()).unwrap();
             drop(again);
             assert!(silent.read_to_end(&mut rest).is_err() || rest.is_empty(), "it is closed");
@@ -244,7 +250,7 @@ fn a_destination_whose_monitor_panicked_listens_no_more_whenever_it_was() {
     });
 }
 
-/// Panics whenever it is told anything.
+/// An observer that panics at every report.
 struct Panics;
 
 impl Observer for Panics {
@@ -286,7 +292,7 @@ fn a_guest_on_a_private_mapping_of_its_snapshot_moves_and_both_files_stay_as_the
         let source = Memory::of_private_file(&at_source);
         let mut pair = Pair::with(CALM, source, Memory::of_private_file(&at_destination));
         let (source, destination) = (pair.source(), Destination::new(pair.destination.ram()));
-        // Its writers have made pages of their own; comparing all of memory is part of loading.
+        // The writers have made private pages; comparing all of the memory is part of loading.
         let (sent, received) = pair.run(source, destination.memory_before(Before::Anything));
         sent.unwrap();
         received.unwrap();
@@ -304,7 +310,7 @@ fn a_guest_on_a_private_mapping_of_its_snapshot_moves_and_both_files_stay_as_the
 fn the_cpu_time_in_the_reports_is_the_migrations_own() {
     within_a_minute(|| {
         const OTHERS: f64 = 1.0;
-        // As vCPUs do, long before the migration and beside it.
+        // Like vCPUs, which run long before the migration and during it.
         std::thread::spawn(|| while process::own_cpu_seconds() < OTHERS {}).join().unwrap();
         let mut pair = Pair::new(CALM);
         let burn = |until: f64| while process::own_cpu_seconds() < until {};
@@ -339,7 +345,7 @@ fn a_guest_that_cannot_be_started_at_the_destination_never_runs_at_the_source_ag
 }
 
 #[test]
-fn a_guest_that_cannot_be_resumed_is_reported_as_standing() {
+fn a_guest_that_cannot_be_resumed_is_reported_as_paused() {
     within_a_minute(|| {
         for panics in [false, true] {
             let mut pair = Pair::new(CALM);
@@ -353,7 +359,7 @@ fn a_guest_that_cannot_be_resumed_is_reported_as_standing() {
 }
 
 #[test]
-fn blocks_that_differ_are_refused_in_words_on_both_sides_before_anything_is_done() {
+fn different_blocks_are_refused_with_the_reason_on_both_sides_before_anything_is_done() {
     within_a_minute(|| {
         let mut pair = Pair::new(CALM);
         let other = Memory::new(3000, 999);
@@ -361,13 +367,13 @@ fn blocks_that_differ_are_refused_in_words_on_both_sides_before_anything_is_done
         let (sent, received) = pair.run(source, destination);
         let sent = sent.unwrap_err();
         assert!(sent.reason.contains("RAM block 1 is high, 4096000 bytes, pages of 4096 at the source"), "{sent}");
-        assert_eq!((sent.guest, sent.phase), (GuestState::Untouched, Phase::SettingUp));
-        assert!(received.unwrap_err().cancelled, "it would have waited for another source");
+        assert_eq!((sent.kind, sent.guest, sent.phase), (ErrorKind::Refused, GuestState::Untouched, Phase::SettingUp));
+        assert!(received.unwrap_err().kind == ErrorKind::Cancelled, "it would have waited for another source");
         pair.stays_at_source();
     });
 }
 
-/// A dirty log that fails, or panics, when it is asked for the so-manieth time.
+/// A dirty log that fails, or panics, at the given call.
 struct FailingLog(sterna_memory::dirty::reported::ReportedLog, u32, bool);
 
 impl FailingLog {
@@ -395,9 +401,9 @@ impl DirtyLog for FailingLog {
 }
 
 #[test]
-fn a_dirty_log_that_fails_at_any_time_is_told_on_both_sides_and_the_guest_runs_on() {
+fn a_dirty_log_that_fails_at_any_time_is_reported_on_both_sides_and_the_guest_continues() {
     within_a_minute(|| {
-        // Starting it, the first round, a later one, the last one after the guest has stopped.
+        // Starting it, the first round, a later one, the last one after the guest was paused.
         for (calls, panics) in [0, 1, 2, 4].into_iter().flat_map(|calls| [(calls, false), (calls, true)]) {
             let mut pair = Pair::new(CALM);
             let (_, log) = Monitor::new(&pair.source, &pair.running, CALM);
@@ -407,13 +413,14 @@ fn a_dirty_log_that_fails_at_any_time_is_told_on_both_sides_and_the_guest_runs_o
             pair.stays_at_source();
             assert!(sent.reason.contains("dirty ring of vCPU 3 overflowed"), "{calls}: {sent}");
             assert!(received.reason.contains("dirty ring of vCPU 3 overflowed"), "{calls}: {received}");
+            assert_eq!((sent.kind, received.kind), (ErrorKind::Memory, ErrorKind::OtherSide), "{sent}; {received}");
             assert_eq!((sent.guest, received.guest), (GuestState::RunsAtSource, GuestState::NotHere));
         }
     });
 }
 
 #[test]
-fn post_copy_that_a_device_cannot_bear_is_refused_before_anything_is_done() {
+fn post_copy_that_a_device_does_not_support_is_refused_before_anything_is_done() {
     within_a_minute(|| {
         for at_source in [true, false] {
             let mut pair = Pair::new(CALM);
@@ -440,7 +447,7 @@ fn post_copy_that_a_device_cannot_bear_is_refused_before_anything_is_done() {
 }
 
 #[test]
-fn a_record_is_kept_on_disk_where_one_is_wanted_and_a_full_disk_is_told() {
+fn a_record_is_kept_on_disk_if_requested_and_a_full_disk_is_reported() {
     within_a_minute(|| {
         let states = tempfile::tempdir().unwrap();
         let mut pair = Pair::new(CALM);
@@ -453,7 +460,7 @@ fn a_record_is_kept_on_disk_where_one_is_wanted_and_a_full_disk_is_told() {
             |side: &str| std::fs::read_to_string(states.path().join(format!("{side}/{id}.{side}.json"))).unwrap();
         assert!(read("source").contains("\"finished\"") && read("destination").contains("\"running\""));
 
-        // A directory that cannot be made: there is a file in its place.
+        // A directory that cannot be made, because a file has its path.
         let file = states.path().join("file");
         std::fs::write(&file, "").unwrap();
         for at_source in [true, false] {
@@ -475,11 +482,11 @@ fn a_record_is_kept_on_disk_where_one_is_wanted_and_a_full_disk_is_told() {
 }
 
 #[test]
-fn a_guest_that_dirties_too_much_until_it_stands_runs_on_but_not_for_ever() {
+fn a_guest_that_dirties_too_much_until_it_is_paused_continues_but_not_for_ever() {
     within_a_minute(|| {
         let mut pair = Pair::new(Workload { span: 10, ..CALM });
         pair.from.last_writes = 2000;
-        // 8 MB at 16 MB/s are half a second, ten times the downtime that is aimed at.
+        // 8 MB at 16 MB/s are half a second, ten times the target downtime.
         let source = pair.source().bandwidth(Some(16 << 20)).downtime(Duration::from_millis(50));
         let destination = Destination::new(pair.destination.ram());
         let (sent, received) = pair.run(source, destination);
@@ -492,11 +499,11 @@ fn a_guest_that_dirties_too_much_until_it_stands_runs_on_but_not_for_ever() {
 }
 
 #[test]
-fn a_destination_without_memory_says_so_on_both_sides_and_the_guest_runs_on() {
+fn a_destination_without_memory_is_reported_on_both_sides_and_the_guest_continues() {
     within_a_minute(|| {
         let pool = std::fs::read_to_string("/proc/meminfo").unwrap();
         let free = pool.lines().find_map(|line| line.strip_prefix("HugePages_Free:"));
-        // More than there are, whatever else is going on here.
+        // More huge pages than there are, whatever other processes use.
         let count = free.map_or(0, |free| free.trim().parse::<usize>().unwrap()) + 8;
         let source = Memory::of_huge_pages(count, true).unwrap();
         let destination = match Memory::of_huge_pages(count, false) {
@@ -522,7 +529,7 @@ fn a_destination_without_memory_says_so_on_both_sides_and_the_guest_runs_on() {
 }
 
 #[test]
-fn a_state_larger_than_all_queues_moves_while_the_last_pages_do() {
+fn a_state_larger_than_all_queues_is_sent_beside_the_last_pages() {
     within_a_minute(|| {
         let mut pair = Pair::new(CALM);
         pair.from.state_bytes = 64 << 20;
@@ -535,11 +542,11 @@ fn a_state_larger_than_all_queues_moves_while_the_last_pages_do() {
 }
 
 #[test]
-fn settings_that_mean_for_ever_are_that() {
+fn settings_without_a_limit_have_none() {
     within_a_minute(|| {
         let mut pair = Pair::new(CALM);
         let ever = Duration::MAX;
-        let limits = TimeLimits { step: ever, delivery: ever, telling: ever, ..TimeLimits::default() };
+        let limits = TimeLimits::default().step(ever).delivery(ever).telling(ever);
         let source = pair.source().time_limits(limits).give_up_after(Some(ever)).downtime(Duration::from_secs(3600));
         let destination = Destination::new(pair.destination.ram()).linger(ever);
         let (sent, received) = pair.run(source, destination);
@@ -555,8 +562,17 @@ fn settings_out_of_range_are_refused_before_anything_is_done() {
         let mut pair = Pair::new(CALM);
         let source = settings(pair.source());
         let error = source.run("127.0.0.1:1", &Security::Insecure, &mut pair.from, &Cancel::new(), &()).unwrap_err();
-        assert_eq!(error.guest, GuestState::Untouched, "{error}");
+        assert_eq!((error.kind, error.guest), (ErrorKind::Settings, GuestState::Untouched), "{error}");
     }
+}
+
+#[test]
+fn where_nobody_listens_the_source_of_the_error_is_the_connections() {
+    let mut pair = Pair::new(CALM);
+    let source = pair.source();
+    let error = source.run("127.0.0.1:1", &Security::Insecure, &mut pair.from, &Cancel::new(), &()).unwrap_err();
+    assert_eq!((error.kind, error.guest), (ErrorKind::Network, GuestState::Untouched), "{error}");
+    assert!(error.source().unwrap().to_string().contains("cannot connect to 127.0.0.1:1"), "{error:?}");
 }
 
 #[test]
@@ -572,6 +588,7 @@ fn a_guest_that_dirties_too_fast_is_given_up_with_the_figures() {
         let (sent, received) = pair.run(source, destination);
         let sent = sent.unwrap_err();
         assert!(sent.reason.contains("given up") && sent.reason.contains("the guest dirties"), "{sent}");
+        assert_eq!(sent.kind, ErrorKind::NotConverging);
         assert!(received.unwrap_err().reason.contains("given up"));
         pair.stays_at_source();
         let report = sent.report.unwrap();
@@ -580,7 +597,7 @@ fn a_guest_that_dirties_too_fast_is_given_up_with_the_figures() {
 }
 
 #[test]
-fn a_guest_is_slowed_down_in_steps_and_let_go_when_it_stays() {
+fn a_guest_is_slowed_down_in_steps_and_released_if_it_stays() {
     within_a_minute(|| {
         let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
         let throttle = Throttle { initial: 30, step: 30, most: 90 };
@@ -601,7 +618,7 @@ fn a_guest_is_slowed_down_in_steps_and_let_go_when_it_stays() {
 }
 
 #[test]
-fn a_guest_whose_monitor_cannot_slow_it_down_is_not_said_to_be_held() {
+fn a_guest_whose_monitor_cannot_slow_it_down_is_not_reported_as_slowed_down() {
     within_a_minute(|| {
         let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
         pair.from.fails = Some("throttle");
@@ -622,7 +639,7 @@ fn a_guest_whose_monitor_cannot_slow_it_down_is_not_said_to_be_held() {
 }
 
 #[test]
-fn a_guest_that_runs_on_after_it_was_paused_is_slowed_down_again() {
+fn a_guest_that_is_resumed_after_a_pause_is_slowed_down_again() {
     within_a_minute(|| {
         let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
         (pair.from.span_when_throttled, pair.from.last_writes) = (Some(10), 2000);
@@ -661,13 +678,17 @@ fn cancelling_at_either_side_leaves_the_guest_at_the_source() {
                 (sent.unwrap_err(), receiving.join().unwrap().unwrap_err())
             });
             pair.stays_at_source();
-            assert_eq!((sent.cancelled, received.cancelled), (at_source, !at_source), "{sent}; {received}");
+            assert_eq!(
+                (sent.kind == ErrorKind::Cancelled, received.kind == ErrorKind::Cancelled),
+                (at_source, !at_source),
+                "{sent}; {received}"
+            );
             assert!(sent.reason.contains("cancelled") && received.reason.contains("cancelled"), "{sent}; {received}");
         }
     });
 }
 
-/// Cancels when the first figures come: in the middle of the rounds.
+/// Cancels at the first progress report, in the middle of the rounds.
 struct Cancelling(Cancel);
 
 impl Observer for Cancelling {

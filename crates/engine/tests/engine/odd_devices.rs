@@ -1,4 +1,5 @@
-//! Sides that break the rules about the state of devices: they are refused in words, and the guest stays where it is.
+//! Sides that violate the rules about the state of devices: they are refused with the reason, and the guest stays where
+//! it is.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -34,7 +35,7 @@ fn devices() -> Devices {
     Devices((0..DEVICES).map(|instance| Device::new("device", instance, 0, 1000)).collect())
 }
 
-/// A source that writes packets as a test tells it to.
+/// A source that writes the packets of a test.
 struct OddSource {
     address: Address,
     session: Session,
@@ -47,7 +48,7 @@ impl OddSource {
         let connection = Connection::connect(&self.address, &Security::Insecure).unwrap();
         let (writer, reader, _) =
             open_channel(connection, key, *id, kind, index, *incarnation).map_err(|error| error.to_string())?;
-        // Its acknowledgements are not read; it is only kept open.
+        // The channel's acknowledgements are not read; it is only kept open.
         std::mem::forget(reader);
         Ok(writer)
     }
@@ -66,12 +67,12 @@ impl OddSource {
             content_checksum: crc32c(content),
             detail: place,
         };
-        // It may have been refused already.
+        // The source may have been refused already.
         let _ = to.write_all_vectored(&[&header.encode(&[]), content]);
     }
 }
 
-/// What a destination says of a source that does this, over these channels.
+/// Returns the reason for which a destination refuses a source that does this, over these channels.
 fn refusal(channels: DeviceChannels, odd: impl FnOnce(&mut OddSource) + Send) -> String {
     let memory = Memory::new(PAGES[0], PAGES[1]);
     let (mut to, _) = Monitor::new(&memory, &Running::default(), CALM);
@@ -101,12 +102,12 @@ fn refusal(channels: DeviceChannels, odd: impl FnOnce(&mut OddSource) + Send) ->
             method: MethodChoice::default().method(),
             patience: Duration::ZERO,
         };
-        let (told, news) = channel();
-        let tell: OnConnectionEvent = Arc::new(move |event| drop(told.send(event)));
-        let (link, session) = session::dial(&offer, &Cancel::new(), &tell).unwrap();
+        let (sender, news) = channel();
+        let on_event: OnConnectionEvent = Arc::new(move |event| drop(sender.send(event)));
+        let (link, session) = session::dial(&offer, &Cancel::new(), &on_event).unwrap();
         let mut peer = Peer::new(link);
         odd(&mut OddSource { address: address.clone(), session, sequence: 0 });
-        // Until it has hung up, or said that it has failed: this source then does.
+        // Until the destination has disconnected or reported a failure; then this source disconnects.
         for event in news {
             if let Some(PeerEvent::Lost(_) | PeerEvent::Message(ControlMessage::Failed { .. }, _)) = peer.handle(event)
             {
@@ -122,7 +123,7 @@ fn refusal(channels: DeviceChannels, odd: impl FnOnce(&mut OddSource) + Send) ->
 }
 
 #[test]
-fn pieces_that_cannot_be_are_refused() {
+fn impossible_pieces_are_refused() {
     within_a_minute(|| {
         type Pieces = &'static [(PacketKind, u16, u64, usize)];
         use PacketKind::{DeviceAhead, DeviceBuffer, DeviceEnd};
@@ -167,7 +168,7 @@ fn pieces_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn a_source_that_sends_nothing_but_marks_takes_no_memory_without_end() {
+fn a_source_that_sends_only_marks_uses_bounded_memory() {
     within_a_minute(|| {
         let reason = refusal(DeviceChannels::Mixed, |source| {
             let mut channel = source.open(ChannelKind::Ram, 0).unwrap();
@@ -180,7 +181,7 @@ fn a_source_that_sends_nothing_but_marks_takes_no_memory_without_end() {
 }
 
 #[test]
-fn device_state_comes_only_where_it_was_agreed_on() {
+fn device_state_is_accepted_only_on_negotiated_channels() {
     within_a_minute(|| {
         let ways = [
             (DeviceChannels::Mixed, ChannelKind::Ram, 0),
@@ -193,22 +194,22 @@ fn device_state_comes_only_where_it_was_agreed_on() {
                 let reason = refusal(agreed, |source| match source.open(kind, index) {
                     Ok(mut channel) => source.piece(&mut channel, PacketKind::DeviceBuffer, 0, 0, b"state"),
                     Err(error) => {
-                        // There is no such channel at all. The migration goes on, until this source ends it.
+                        // There is no such channel. The migration continues until this source ends it.
                         refused = Some(error);
                         let mut channel = source.open(ChannelKind::Ram, 0).unwrap();
                         source.piece(&mut channel, PacketKind::DeviceBuffer, 9, 0, b"state");
                     }
                 });
-                let said = refused.unwrap_or(reason);
+                let actual = refused.unwrap_or(reason);
                 let expected = ["on a channel that is not for it", "is not expected here"];
-                assert!(expected.iter().any(|words| said.contains(words)), "{agreed:?}, {other:?}: {said}");
+                assert!(expected.iter().any(|words| actual.contains(words)), "{agreed:?}, {other:?}: {actual}");
             }
         }
     });
 }
 
 #[test]
-fn a_destination_that_speaks_of_devices_that_do_not_exist_is_refused_and_the_guest_runs_on() {
+fn a_destination_that_names_devices_that_do_not_exist_is_refused_and_the_guest_continues() {
     within_a_minute(|| {
         let credit = |device, up_to| ControlMessage::DeviceCredit { device, up_to };
         let cases = [
@@ -228,21 +229,21 @@ fn a_destination_that_speaks_of_devices_that_do_not_exist_is_refused_and_the_gue
                 scope.spawn(move || {
                     let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
                     let greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
-                    let (told, news) = channel();
-                    let tell: OnConnectionEvent = Arc::new(move |event| drop(told.send(event)));
-                    let events = link_events(&tell, 1);
+                    let (sender, news) = channel();
+                    let on_event: OnConnectionEvent = Arc::new(move |event| drop(sender.send(event)));
+                    let events = link_events(&on_event, 1);
                     let (writer, reader, closer) = (greeted.writer, greeted.reader, greeted.closer);
                     let link = ControlLink::start(writer, reader, closer, greeted.messages, events).unwrap();
                     let mut peer = Peer::new(link);
                     peer.send(&ControlMessage::Welcome(greeted.welcome));
                     let channels = std::thread::spawn(move || {
-                        // They are only kept open.
+                        // The channels are only kept open.
                         let mut kept = Vec::new();
                         while let Some((connection, _)) = incoming.next() {
                             kept.extend(accept_channel(connection));
                         }
                     });
-                    // What is of no consequence, and what is not.
+                    // Messages without effect, and others.
                     peer.send(&ControlMessage::DeviceTaken { device: 99 });
                     peer.send(&ControlMessage::DeviceLoaded { device: 99 });
                     peer.send(&odd);
@@ -256,7 +257,7 @@ fn a_destination_that_speaks_of_devices_that_do_not_exist_is_refused_and_the_gue
                     stop.stop();
                     channels.join().unwrap();
                 });
-                let limits = TimeLimits { telling: Duration::from_millis(100), ..TimeLimits::default() };
+                let limits = TimeLimits::default().telling(Duration::from_millis(100));
                 let source = devices().at_source(Source::new(memory.ram(), Box::new(log))).time_limits(limits);
                 source.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()).unwrap_err()
             });

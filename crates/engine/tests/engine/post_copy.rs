@@ -1,5 +1,5 @@
-//! Post-copy, with real page faults: the guest at the destination compares every word that it reads with the memory of the
-//! source, which has stopped.
+//! Post-copy, with real page faults: the guest at the destination compares every word that it reads with the memory of
+//! the source, which is paused.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,7 +17,7 @@ use sterna_engine::transport::simulated::Network;
 use sterna_memory::userfault::{Faults, Userfault};
 use sterna_offload::{Accelerators, Kind, Offload, Settings};
 
-/// Cuts everything when the guest has been started, and once more when the destination has heard of the loss.
+/// Cuts all connections when the guest was started, and again when the destination has reconnected.
 struct Cutting {
     network: Network,
     left: AtomicU32,
@@ -37,7 +37,7 @@ impl Observer for Cutting {
 
 const BUSY: Workload = Workload { writers: 2, span: 3000, seed: 7, burst: 0 };
 
-/// Whether page faults can be watched here; says why not.
+/// Returns whether page faults can be watched here; prints the reason if not.
 fn possible() -> bool {
     let opened = Userfault::open(Faults::All, 0);
     if let Err(error) = &opened {
@@ -47,7 +47,7 @@ fn possible() -> bool {
 }
 
 #[test]
-fn a_guest_that_never_converges_goes_on_at_the_destination_and_reads_what_it_had() {
+fn a_guest_that_never_converges_continues_at_the_destination_and_reads_its_own_memory() {
     within_a_minute(|| {
         if !possible() {
             return;
@@ -72,7 +72,7 @@ fn a_guest_that_never_converges_goes_on_at_the_destination_and_reads_what_it_had
                 migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &())
             });
             let (sent, received) = (sent.unwrap(), received.unwrap());
-            let post_copy = sent.post_copy.expect("it went that way");
+            let post_copy = sent.post_copy.expect("post-copy was used");
             println!("{post_copy:?} downtime {:.1} ms; {received:?}", sent.downtime_ms);
             assert!(to.runs() && !from.runs() && !running.ever_twice());
             to.stop();
@@ -84,14 +84,14 @@ fn a_guest_that_never_converges_goes_on_at_the_destination_and_reads_what_it_had
 }
 
 #[test]
-fn a_guest_waits_while_the_connection_is_lost_and_goes_on_with_what_it_lacks() {
+fn a_guest_waits_while_the_connection_is_lost_and_then_gets_its_missing_memory() {
     within_a_minute(|| lost_and_found(None));
 }
 
 #[test]
-fn what_an_accelerator_was_looking_at_when_the_connection_was_lost_is_sent_again() {
+fn pages_that_an_accelerator_had_in_progress_at_a_lost_connection_are_sent_again() {
     within_a_minute(|| {
-        // Pages are on their way through it all the time.
+        // The accelerator always has pages in progress.
         let faults = r#"[{"what":{"slow":{"factor":20}}},{"per_mille":20,"what":"drop_completion"}]"#;
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("model.json");
@@ -120,7 +120,7 @@ fn lost_and_found(offload: Option<&Arc<Offload>>) {
     let network = Network::new(5);
     let cutting = Cutting { network: network.clone(), left: AtomicU32::new(3) };
     let listening = Destination::new(destination.ram()).listen(network.port("there"), &Security::Insecure).unwrap();
-    let limits = TimeLimits { dial_pause: Duration::from_millis(5), ..TimeLimits::default() };
+    let limits = TimeLimits::default().dial_pause(Duration::from_millis(5));
     let mut migration = Source::new(source.ram(), Box::new(log))
         .method(MethodChoice::default())
         .bandwidth(Some(20 << 20))

@@ -1,4 +1,4 @@
-//! What both sides report while a migration is under way.
+//! The progress that both sides report during a migration.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,13 +16,13 @@ use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
-/// More than the queues take, so that the first round lasts.
+/// More pages than fit the queues, so that the first round takes a while.
 const PAGES: (usize, usize) = (10_000, 6_000);
 const ALL: u64 = (PAGES.0 + PAGES.1) as u64 * 4096;
 /// A guest that writes a few pages of each block all the time.
 const BUSY: Workload = Workload { writers: 1, span: 64, seed: 7, burst: 0 };
 
-/// Memory of which every page has content.
+/// Returns memory of which every page has content.
 fn filled() -> Arc<Memory> {
     let memory = Memory::new(PAGES.0, PAGES.1);
     for block in 0..2 {
@@ -33,51 +33,51 @@ fn filled() -> Arc<Memory> {
     memory
 }
 
-/// Keeps what it hears, and cancels as soon as it has heard enough.
-struct Hears {
+/// Records all reports, and cancels as soon as `enough` returns true.
+struct RecordingObserver {
     progress: Mutex<Vec<Progress>>,
     received: Mutex<Vec<ReceiveProgress>>,
     notes: Mutex<Vec<String>>,
-    enough: fn(&Hears) -> bool,
+    enough: fn(&RecordingObserver) -> bool,
     cancel: Cancel,
 }
 
-impl Hears {
-    fn until(enough: fn(&Hears) -> bool) -> Self {
+impl RecordingObserver {
+    fn until(enough: fn(&RecordingObserver) -> bool) -> Self {
         let (progress, received, notes) = Default::default();
         Self { progress, received, notes, enough, cancel: Cancel::new() }
     }
 
-    fn heard(&self) {
+    fn cancel_if_enough(&self) {
         if (self.enough)(self) {
             self.cancel.cancel();
         }
     }
 }
 
-impl Observer for Hears {
+impl Observer for RecordingObserver {
     fn progress(&self, progress: &Progress) {
         self.progress.lock().unwrap().push(progress.clone());
-        self.heard();
+        self.cancel_if_enough();
     }
 
     fn received(&self, progress: &ReceiveProgress) {
         self.received.lock().unwrap().push(progress.clone());
-        self.heard();
+        self.cancel_if_enough();
     }
 
     fn note(&self, text: &str) {
         self.notes.lock().unwrap().push(text.to_owned());
-        self.heard();
+        self.cancel_if_enough();
     }
 }
 
-/// Moves a guest until one of the observers has heard enough.
+/// Moves a guest until one of the observers has enough reports.
 fn migrate(
     bandwidth: u64,
     workload: Workload,
-    at_source: &Hears,
-    at_destination: &Hears,
+    at_source: &RecordingObserver,
+    at_destination: &RecordingObserver,
     settings: fn(Source) -> Source,
 ) {
     let (memory, there, running) = (filled(), Memory::new(PAGES.0, PAGES.1), Running::default());
@@ -98,8 +98,8 @@ fn migrate(
 #[test]
 fn all_figures_of_the_source_move_within_the_first_round() {
     within_a_minute(|| {
-        let at_source = Hears::until(|heard| {
-            let all = heard.progress.lock().unwrap();
+        let at_source = RecordingObserver::until(|observed| {
+            let all = observed.progress.lock().unwrap();
             let first: Vec<_> =
                 all.iter().filter(|progress| progress.round == 1 && progress.dirty_rate > 0.0).collect();
             let moved = |figure: fn(&Progress) -> f64| {
@@ -108,7 +108,7 @@ fn all_figures_of_the_source_move_within_the_first_round() {
             };
             moved(|progress| progress.remaining_bytes as f64) && moved(|progress| progress.predicted_downtime_ms)
         });
-        let at_destination = Hears::until(|_| false);
+        let at_destination = RecordingObserver::until(|_| false);
         migrate(8 << 20, BUSY, &at_source, &at_destination, |source| source);
 
         let all = at_source.progress.lock().unwrap();
@@ -122,11 +122,11 @@ fn all_figures_of_the_source_move_within_the_first_round() {
 }
 
 #[test]
-fn a_destination_reports_what_it_has_placed_of_what_was_announced() {
+fn a_destination_reports_how_much_of_the_announced_memory_it_has_placed() {
     within_a_minute(|| {
-        let at_source = Hears::until(|_| false);
-        let at_destination = Hears::until(|heard| {
-            let all = heard.received.lock().unwrap();
+        let at_source = RecordingObserver::until(|_| false);
+        let at_destination = RecordingObserver::until(|observed| {
+            let all = observed.received.lock().unwrap();
             all.windows(2).filter(|pair| pair[0].placed_bytes < pair[1].placed_bytes).count() >= 3
         });
         // Uncompressed, its first round takes 16 s, and the fourth report comes within the first few.
@@ -144,30 +144,30 @@ fn a_destination_reports_what_it_has_placed_of_what_was_announced() {
     });
 }
 
-/// So much is written that no round fits.
+/// Writes so much that no round fits.
 const TOO_BUSY: Workload = Workload { writers: 2, span: 6_000, seed: 11, burst: 0 };
 
 #[test]
-fn rounds_that_never_fit_are_noted_once_with_what_would_end_them() {
+fn rounds_that_never_converge_are_noted_once_with_a_remedy() {
     within_a_minute(|| {
-        let at_source = Hears::until(|heard| {
-            heard.notes.lock().unwrap().iter().any(|note| note.contains("does not converge"))
-                && heard.progress.lock().unwrap().last().is_some_and(|progress| progress.round >= 6)
+        let at_source = RecordingObserver::until(|observed| {
+            observed.notes.lock().unwrap().iter().any(|note| note.contains("does not converge"))
+                && observed.progress.lock().unwrap().last().is_some_and(|progress| progress.round >= 6)
         });
-        let at_destination = Hears::until(|_| false);
+        let at_destination = RecordingObserver::until(|_| false);
         migrate(64 << 20, TOO_BUSY, &at_source, &at_destination, |source| {
             source.downtime(Duration::from_millis(20)).when_not_converging(NotConverging::GoOn)
         });
 
         let notes = at_source.notes.lock().unwrap();
-        let told: Vec<_> = notes.iter().filter(|note| note.contains("does not converge")).collect();
-        let [note] = &told[..] else { panic!("{told:?}") };
+        let noted: Vec<_> = notes.iter().filter(|note| note.contains("does not converge")).collect();
+        let [note] = &noted[..] else { panic!("{noted:?}") };
         assert!(note.contains("where 20 ms are wanted; a target downtime of "), "{note}");
         assert!(note.ends_with("the rounds go on until that changes or the migration is cancelled"), "{note}");
     });
 }
 
-/// Counts how often it is collected.
+/// A dirty log that counts its collections.
 struct Counting(ReportedLog, Arc<AtomicU64>);
 
 impl DirtyLog for Counting {
@@ -185,9 +185,9 @@ impl DirtyLog for Counting {
     }
 }
 
-/// Pages before and behind those whose turn it is: the destination's monitor compares all of memory.
+/// Writes pages before and behind those being sent: the destination's monitor compares all of the memory.
 #[test]
-fn what_is_written_while_a_long_round_is_under_way_arrives() {
+fn pages_written_during_a_long_round_arrive() {
     within_a_minute(|| {
         let all = Workload { writers: 2, span: u64::MAX, seed: 3, burst: 64 };
         let (memory, there, running) = (filled(), Memory::new(PAGES.0, PAGES.1), Running::default());
@@ -197,7 +197,7 @@ fn what_is_written_while_a_long_round_is_under_way_arrives() {
         let listening = Destination::new(there.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
         let address = listening.address().clone();
         let collected = Arc::new(AtomicU64::new(0));
-        // Whatever is left after the first round fits.
+        // All pages that are left after the first round fit.
         let source = Source::new(memory.ram(), Box::new(Counting(log, Arc::clone(&collected))))
             .method(MethodChoice::default())
             .bandwidth(Some(24 << 20))
@@ -209,7 +209,7 @@ fn what_is_written_while_a_long_round_is_under_way_arrives() {
             sent.unwrap()
         });
         assert!(!running.ever_twice() && !from.runs() && to.runs());
-        // After the round and after the stop alone it would be twice.
+        // Only after the round and after the pause, it would be twice.
         let collected = collected.load(Ordering::Relaxed);
         assert!(sent.rounds == 1 && collected >= 4, "{} rounds, collected {collected} times", sent.rounds);
     });

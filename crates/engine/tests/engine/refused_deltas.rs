@@ -1,5 +1,6 @@
-//! Deltas at a source that cannot read its pages again: only of the blocks that the destination takes them of, and what is refused is
-//! sent again from what the channel has of it until it is acknowledged, kept for deltas or not.
+//! Deltas at a source that cannot read its pages again: deltas are sent only of the blocks for which the destination
+//! accepts them. Refused pages are retransmitted from the channel's copies, which it keeps until they are acknowledged,
+//! whether they are cached for deltas or not.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -14,9 +15,10 @@ use sterna_codec::{Engines, MethodChoice};
 use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
 use sterna_engine::entry::{Entry, Pipeline};
+use sterna_engine::item::Item;
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
-use sterna_engine::send::{Compression, DeltaBlocks, Item, MAX_REFUSED, SendChannel, SendContext};
+use sterna_engine::receive::{ChannelSink, PacketRules, PageSink, ReceiveCounters, SinkError, receive_packets};
+use sterna_engine::send::{Compression, DeltaBlocks, DeltaSetting, MAX_REFUSED, Refusals, SendChannel, SendContext};
 use sterna_engine::window::Window;
 use sterna_memory::delta::apply;
 use sterna_wire::checksum::crc32c;
@@ -25,47 +27,45 @@ use sterna_wire::packet::{
     Ack, BlockShape, PACKET_HEADER_LENGTH, PacketHeader, PacketKind, PageRequest, Refusal, Run, RunKind,
 };
 
-/// Of each of two blocks.
+/// Pages of each of two blocks.
 const PAGES: u64 = 48;
-/// Of the first only deltas are taken.
-const TAKEN: u16 = 0;
+/// The only block of which deltas are accepted.
+const DELTA_BLOCK: u16 = 0;
 const PACKET: usize = 8 * PAGE;
 const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
 
 /// One channel of a source, and its alarm.
 struct Source {
     pipeline: Arc<Pipeline>,
-    blocks: Arc<DeltaBlocks>,
+    refusals: Arc<Refusals>,
     abort: Arc<Abort>,
 }
 
 impl Source {
-    /// That may keep `cache` bytes; gives the destination's end too.
+    /// Makes a source that may cache `cache` bytes. Returns the destination's end too.
     fn new(cache: u64) -> (Self, TcpStream) {
         let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::from_millis(300)));
         let (abort, blocks) = (Arc::new(Abort::default()), Arc::new(DeltaBlocks::default()));
         let shape = BlockShape { pages: PAGES, page_size: PAGE as u32 };
         let kept = blocks.set(vec![shape, shape], &[TAKEN, 77], cache, 1);
         assert_eq!(kept, cache.min(PAGES * PAGE as u64), "no more than the block has of which deltas are taken");
+        let refusals = Arc::new(Refusals::of_kept_pages(Arc::clone(&blocks)));
         let context = SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::clone(&window),
-            pacer: Arc::new(Pacer::new(None)),
-            abort: Arc::clone(&abort),
-            compression: Compression::new(MethodChoice::parse("lz4", None).unwrap(), Engines::default(), 1, None),
-            rules: RULES,
-            accelerator: None,
-            again: None,
-            delta_cache: 0,
-            delta_blocks: Some(Arc::clone(&blocks)),
-            devices: None,
+            refusals: Some(Arc::clone(&refusals)),
+            deltas: DeltaSetting::SomeBlocks(blocks),
+            ..SendContext::new(
+                Arc::clone(&window),
+                Arc::new(Pacer::new(None)),
+                Arc::clone(&abort),
+                Compression::new(MethodChoice::parse("lz4", None).unwrap(), Engines::default(), 1, None),
+                RULES,
+            )
         };
         let (near, far) = sockets();
         let (writer, reader) = halves(near);
         let channels = vec![SendChannel::start("ram-0", writer, reader, context).unwrap()];
         let pool = BatchPool::new(8, PACKET);
-        (Self { pipeline: Arc::new(Pipeline { channels, pool, window, page_size: PAGE }), blocks, abort }, far)
+        (Self { pipeline: Arc::new(Pipeline { channels, pool, window, page_size: PAGE }), refusals, abort }, far)
     }
 
     fn send(&self, pages: &[((u16, u64), Vec<u8>)]) {
@@ -87,10 +87,10 @@ impl Source {
     }
 }
 
-/// What pages hold, by block and number.
+/// The content of pages, by block and number.
 type Pages = HashMap<(u16, u64), Vec<u8>>;
 
-/// A destination that finds fault with what `plan` says, by the number of packets with deltas so far.
+/// A destination that refuses packets according to `faults`, by the number of packets with deltas so far.
 #[derive(Clone, Default)]
 struct Destination {
     pages: Arc<Mutex<Pages>>,
@@ -99,7 +99,7 @@ struct Destination {
     refused: Arc<Mutex<u32>>,
 }
 
-impl Sink for Destination {
+impl PageSink for Destination {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(vec![BlockShape { pages: PAGES, page_size: PAGE as u32 }; 2].into())
     }
@@ -117,7 +117,7 @@ impl Sink for Destination {
     }
 
     fn deltas(&mut self, block: u16, runs: &[Run], mut deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
-        assert_eq!(block, TAKEN, "deltas of a block of which none are taken");
+        assert_eq!(block, DELTA_BLOCK, "deltas of a block of which none are accepted");
         self.seen += 1;
         let fault = self.faults.get(self.seen - 1).copied().unwrap_or(false);
         let mut pages = self.pages.lock().unwrap();
@@ -144,7 +144,7 @@ impl Sink for Destination {
     }
 }
 
-/// What is done to the pages of a round.
+/// A change to the pages of a round.
 #[derive(Clone, Copy, Debug)]
 enum Change {
     Zero,
@@ -156,8 +156,8 @@ fn change() -> impl Strategy<Value = Change> {
     prop_oneof![1 => Just(Change::Zero), 2 => Just(Change::Word), 5 => Just(Change::All)]
 }
 
-/// Carries a RAM channel's packets, and flips a bit of the content of those that `faults` says, no more than may be refused; counts
-/// them.
+/// Relays a RAM channel's packets, and flips a bit in the content of those that `faults` selects, up to the limit of
+/// refusals. Returns their number.
 fn damage(mut near: TcpStream, mut far: TcpStream, faults: &[bool], damaged: &Mutex<u32>) -> std::io::Result<()> {
     for number in 0.. {
         let mut header = [0; PACKET_HEADER_LENGTH];
@@ -180,9 +180,10 @@ fn damage(mut near: TcpStream, mut far: TcpStream, faults: &[bool], damaged: &Mu
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// However little of it is kept: the guest rewrites its pages until its regions rest, and the cache holds eight pages, or none.
+    /// This holds for any cache size: the guest rewrites its pages until its regions are no longer cached, and the
+    /// cache has room for eight pages, or none.
     #[test]
-    fn what_is_damaged_on_its_way_comes_again_whether_it_was_kept_or_not(
+    fn damaged_pages_are_retransmitted_whether_they_were_cached_or_not(
         rounds in prop::collection::vec((change(), prop::collection::btree_set(0..PAGES, 1..60)), 2..24),
         faults in prop::collection::vec(prop::bool::weighted(0.2), 0..200),
         cache in prop_oneof![Just(0u64), Just(8 * PAGE as u64), Just(1 << 30)],
@@ -193,11 +194,11 @@ proptest! {
             let damaged = Arc::new(Mutex::new(0));
             let struck = Arc::clone(&damaged);
             let mut back = (damaging.try_clone().unwrap(), far.try_clone().unwrap());
-            // These end when the source's channel is dropped.
+            // The threads end when the source's channel is dropped.
             std::thread::spawn(move || damage(far, damaging, &faults, &struck));
             std::thread::spawn(move || std::io::copy(&mut back.0, &mut back.1));
             let destination = Destination::default();
-            let mut sink = destination.clone();
+            let mut sink = ChannelSink::new().with_pages(destination.clone());
             std::thread::spawn(move || {
                 let (mut writer, mut reader) = halves(there);
                 let _ = receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default());
@@ -205,7 +206,7 @@ proptest! {
             let mut memory = HashMap::new();
             for (round, (change, touched)) in rounds.into_iter().enumerate() {
                 let pages: Vec<_> = touched.into_iter().map(|page| {
-                    let content: &mut Vec<u8> = memory.entry((TAKEN, page)).or_insert_with(|| vec![1; PAGE]);
+                    let content: &mut Vec<u8> = memory.entry((DELTA_BLOCK, page)).or_insert_with(|| vec![1; PAGE]);
                     match change {
                         Change::Zero => content.fill(0),
                         Change::Word => content[round * 8] = content[round * 8].wrapping_add(2) | 1,
@@ -213,20 +214,20 @@ proptest! {
                             *byte = byte.wrapping_mul(5).wrapping_add((at + round) as u8) | 1;
                         }),
                     }
-                    ((TAKEN, page), content.clone())
+                    ((DELTA_BLOCK, page), content.clone())
                 }).collect();
                 source.send(&pages);
             }
             source.channel().drained().unwrap();
             let (refused, damaged) = (*destination.refused.lock().unwrap(), *damaged.lock().unwrap());
             assert!(*destination.pages.lock().unwrap() == memory, "after {refused} refusals");
-            assert_eq!((refused, source.blocks.packets()), (damaged, damaged));
+            assert_eq!((refused, source.refusals.packets()), (damaged, damaged));
             assert!(source.abort.reason().is_none());
         });
     }
 
     #[test]
-    fn what_is_refused_comes_again_before_the_channel_has_drained(
+    fn refused_pages_are_retransmitted_before_the_channel_has_drained(
         rounds in prop::collection::vec(prop::collection::btree_set((0u16..2, 0..PAGES), 1..60), 2..12),
         faults in prop::collection::vec(prop::bool::weighted(0.3), 0..40),
     ) {
@@ -234,10 +235,10 @@ proptest! {
         within_a_minute(move || {
             let (source, far) = Source::new(1 << 30);
             let destination = Destination { faults, ..Destination::default() };
-            let mut sink = destination.clone();
+            let mut sink = ChannelSink::new().with_pages(destination.clone());
             std::thread::spawn(move || {
                 let (mut writer, mut reader) = halves(far);
-                // It ends when the source's channel is dropped.
+                // The thread ends when the source's channel is dropped.
                 let _ = receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default());
             });
             let mut memory = HashMap::new();
@@ -253,17 +254,17 @@ proptest! {
             source.channel().drained().unwrap();
             let refused = *destination.refused.lock().unwrap();
             assert!(*destination.pages.lock().unwrap() == memory, "after {refused} refusals");
-            assert!(refused <= expected && source.blocks.packets() == refused);
+            assert!(refused <= expected && source.refusals.packets() == refused);
             assert!(source.abort.reason().is_none());
         });
     }
 }
 
 #[test]
-fn pages_go_as_deltas_only_where_they_are_taken() {
+fn pages_are_sent_as_deltas_only_for_blocks_that_accept_them() {
     within_a_minute(|| {
         let (source, far) = Source::new(1 << 30);
-        let mut sink = Destination::default();
+        let mut sink = ChannelSink::new().with_pages(Destination::default());
         std::thread::spawn(move || {
             let (mut writer, mut reader) = halves(far);
             let _ = receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default());
@@ -280,7 +281,7 @@ fn pages_go_as_deltas_only_where_they_are_taken() {
     });
 }
 
-/// Takes one packet.
+/// Reads one packet.
 fn packet(far: &mut TcpStream) -> PacketHeader {
     let mut header = [0; PACKET_HEADER_LENGTH];
     far.read_exact(&mut header).unwrap();
@@ -294,23 +295,24 @@ fn refusal(sequence: u64, request: PageRequest) -> Vec<u8> {
         .concat()
 }
 
-/// Why the source gave up after `answer` to its first packet, page 3 of block 0.
+/// Returns the source's reason to abort after `answer` to its first packet, page 3 of block 0.
 fn after(answer: &[u8]) -> String {
     let (source, mut far) = Source::new(1 << 20);
     source.send(&[((0, 3), vec![7; PAGE])]);
     packet(&mut far);
     far.write_all(answer).unwrap();
-    // Where it has to send something again it fails, and the channel ends.
+    // A retransmission fails, and the channel ends.
     let drained = source.channel().drained();
-    assert!(drained.is_err(), "it gives up");
+    assert!(drained.is_err(), "the source aborts");
     source.abort.reason().unwrap()
 }
 
 #[test]
-fn what_is_no_refusal_ends_the_migration() {
+fn an_invalid_refusal_ends_the_migration() {
     within_a_minute(|| {
         let page = PageRequest { block: 0, first: 3, count: 1 };
-        // Pages that were in no packet, more than were in it, or of a block of which nothing is held; outside of RAM, and a packet that was not sent.
+        // Pages that were in no packet, more pages than were in it, or of a block without copies; outside of RAM, and a
+        // packet that was not sent.
         let reason = after(&refusal(1, PageRequest { first: 4, ..page }));
         assert!(reason.contains("page 4 of RAM block 0, which was not in the packet"), "{reason}");
         let reason = after(&refusal(1, PageRequest { count: 2, ..page }));
@@ -330,7 +332,7 @@ fn what_is_no_refusal_ends_the_migration() {
 }
 
 #[test]
-fn a_destination_that_refuses_for_ever_is_given_up() {
+fn a_destination_that_refuses_for_ever_ends_the_migration() {
     for cache in [0, 1 << 20] {
         within_a_minute(move || refused_for_ever(cache));
     }
@@ -343,7 +345,7 @@ fn refused_for_ever(cache: u64) {
         for sequence in 1.. {
             let header = packet(&mut far);
             assert_eq!((header.kind, header.sequence), (PacketKind::Pages, sequence));
-            // Compressed at first, then as it is.
+            // Compressed at first, then uncompressed.
             assert_eq!(header.method == 0, sequence > 1);
             far.write_all(&refusal(sequence, PageRequest { block: 0, first: 3, count: 1 })).unwrap();
             if sequence > u64::from(MAX_REFUSED) {
@@ -355,5 +357,5 @@ fn refused_for_ever(cache: u64) {
     assert!(source.channel().drained().is_err());
     assert!(source.abort.reason().unwrap().contains("has refused more than 64 packets"));
     refusing.join().unwrap();
-    let _ = source.channel().send(Item::Again);
+    let _ = source.channel().send(Item::Retransmit);
 }

@@ -1,4 +1,5 @@
-//! Devices that write guest RAM past the dirty log: the monitor lets them end between the log and the reading of pages.
+//! Devices that write guest RAM without the dirty log's notice: the monitor waits for them between the collection of
+//! the log and the reading of pages.
 
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,12 +20,12 @@ use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
-/// Pages that the device writes at a time: more than the downtime has room for, so that there is another round.
+/// Pages that the device writes at a time: more than fit the downtime, so that there is another round.
 const AT_ONCE: u64 = 200;
-/// How often it begins.
+/// How often the device begins.
 const TIMES: u64 = 5;
 
-/// A device with direct access to memory, as a disk that is read by `O_DIRECT`.
+/// A device with direct access to memory, like a disk that is read by `O_DIRECT`.
 struct Disk {
     memory: Arc<Memory>,
     begun: AtomicU64,
@@ -33,7 +34,7 @@ struct Disk {
 }
 
 impl Disk {
-    /// Pins pages: that takes a page fault, by which the dirty log knows them. Returns them.
+    /// Pins pages and returns them. Pinning causes a page fault, by which the dirty log records them.
     fn begin(&self) -> std::ops::Range<u64> {
         let number = self.begun.fetch_add(1, Ordering::Relaxed);
         if number >= TIMES {
@@ -44,7 +45,7 @@ impl Disk {
         pages
     }
 
-    /// Writes the pages that it has pinned, which takes no page fault.
+    /// Writes the pinned pages, which causes no page fault.
     fn end(&self) {
         for page in self.pinned.lock().unwrap().drain(..) {
             self.memory.words(0)[page as usize * PAGE / 8].store(page + 1, Ordering::Relaxed);
@@ -52,8 +53,8 @@ impl Disk {
     }
 }
 
-/// The dirty log by write protection of a monitor with such a device, at its worst moment: the device pins pages just before each
-/// collecting, and is not through with them.
+/// The dirty log by write protection of a monitor with such a device, in the worst case: the device pins pages just
+/// before each collection, and writes them later.
 struct PinnedBefore(ReportedLog, Arc<Disk>);
 
 impl DirtyLog for PinnedBefore {
@@ -124,7 +125,7 @@ impl DestinationVmm for Other<'_> {
     }
 }
 
-/// Moves a guest whose device is busy. The destination compares the memory with the source's.
+/// Moves a guest whose device is busy. The destination compares its memory with the source's.
 fn moved(settles: Result<bool, &'static str>) -> Result<Report, MigrationError> {
     let running = Running::default();
     let idle = Workload { writers: 0, span: 1, seed: 1, burst: 1 };
@@ -144,7 +145,7 @@ fn moved(settles: Result<bool, &'static str>) -> Result<Report, MigrationError> 
             .bandwidth(Some(20 << 20))
             .downtime(Duration::from_millis(1))
             .run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
-        // Its own error says the same.
+        // The destination reports the same error.
         let _ = receiving.join().unwrap();
         sent
     });
@@ -153,7 +154,7 @@ fn moved(settles: Result<bool, &'static str>) -> Result<Report, MigrationError> 
 }
 
 #[test]
-fn what_a_device_writes_after_the_log_was_collected_arrives() {
+fn pages_that_a_device_writes_after_the_log_was_collected_arrive() {
     within_a_minute(|| {
         let report = moved(Ok(true)).unwrap();
         assert!(report.rounds > TIMES, "{report:?}");
@@ -161,7 +162,7 @@ fn what_a_device_writes_after_the_log_was_collected_arrives() {
 }
 
 #[test]
-fn without_waiting_for_the_device_what_it_writes_is_lost() {
+fn without_waiting_for_the_device_its_writes_are_lost() {
     within_a_minute(|| {
         let error = moved(Ok(false)).unwrap_err();
         assert!(error.reason.contains("the memory is not what the source had"), "{}", error.reason);
@@ -170,7 +171,7 @@ fn without_waiting_for_the_device_what_it_writes_is_lost() {
 }
 
 #[test]
-fn where_the_device_does_not_settle_the_guest_runs_on() {
+fn if_the_device_does_not_settle_the_guest_continues() {
     within_a_minute(|| {
         let error = moved(Err("the disk hangs")).unwrap_err();
         assert!(error.reason.contains("does not settle: the disk hangs"), "{}", error.reason);

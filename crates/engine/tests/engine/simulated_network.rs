@@ -16,20 +16,20 @@ use sterna_wire::identity::{MigrationId, MigrationKey};
 
 /// Long enough that a correct test never reaches it, short enough that a hanging one ends.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Long enough for what must not arrive.
+/// Long enough to see that nothing arrives.
 const A_MOMENT: Duration = Duration::from_millis(20);
-/// What has travelled in both directions once a channel is open.
+/// Bytes that were transferred in each direction once a channel is open.
 const OPENED: [u64; 2] = [CHANNEL_HEADER_LENGTH as u64, REPLY_PREFIX_LENGTH as u64];
 
-/// A port that is listened on.
-struct Door {
+/// A port with a listener.
+struct ListeningPort {
     port: Port,
     incoming: Incoming,
 }
 
 type Halves = (Writer, Reader);
 
-impl Door {
+impl ListeningPort {
     fn open(network: &Network, name: &str) -> Self {
         let port = network.port(name);
         let limits = Limits { silence: PATIENCE, ..Limits::default() };
@@ -37,7 +37,7 @@ impl Door {
         Self { port, incoming }
     }
 
-    /// A channel: the halves that connected, the halves that were connected to.
+    /// Returns the halves of a channel: the connecting side's and the listening side's.
     fn channel(&self) -> Result<(Halves, Halves), TransportError> {
         self.channel_within(&Limits { silence: PATIENCE, ..Limits::default() })
     }
@@ -58,18 +58,18 @@ fn pattern(length: usize) -> Vec<u8> {
     (0..length).map(|at| (at as u8).wrapping_mul(31) ^ (at >> 8) as u8).collect()
 }
 
-/// Reads to the end; what arrived, and the error if it was none of a clean end.
+/// Reads to the end. Returns the bytes, and the error unless the end was clean.
 fn drain(reader: &mut Reader) -> (Vec<u8>, Option<ErrorKind>) {
     let mut arrived = Vec::new();
     let end = reader.read_to_end(&mut arrived).err().map(|error| error.kind());
-    assert_ne!(end, Some(ErrorKind::TimedOut), "it does not end");
+    assert_ne!(end, Some(ErrorKind::TimedOut), "the connection does not end");
     (arrived, end)
 }
 
-/// Whether an end has noticed a cut: as with TCP by a reset, or by an end before the end.
+/// Returns whether an end has noticed a cut: as with TCP, by a reset or by an early end.
 fn is_cut((writer, reader): &mut Halves) -> bool {
     let read = drain(reader);
-    assert!(read.0.is_empty(), "what is on its way is lost");
+    assert!(read.0.is_empty(), "bytes in transit are lost");
     let reset = matches!(read.1, None | Some(ErrorKind::ConnectionReset));
     reset && matches!(writer.write_all(b"x").unwrap_err().kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe)
 }
@@ -87,12 +87,12 @@ fn works((near, far): &mut (Halves, Halves)) -> bool {
 fn a_planned_cut_comes_after_exactly_so_many_bytes_in_its_direction() {
     for direction in [Direction::Forth, Direction::Back] {
         let network = Network::new(announced_seed());
-        let door = Door::open(&network, "a");
+        let listening = ListeningPort::open(&network, "a");
         let after = OPENED[direction as usize] + 100_000;
         network.faults(Faults::new().cut(Which::all().number(1), direction, after));
-        let mut before = door.channel().unwrap();
-        let (mut near, mut far) = door.channel().unwrap();
-        let mut later = door.channel().unwrap();
+        let mut before = listening.channel().unwrap();
+        let (mut near, mut far) = listening.channel().unwrap();
+        let mut later = listening.channel().unwrap();
 
         let content = pattern(150_000);
         let (writing, reading) = match direction {
@@ -100,7 +100,7 @@ fn a_planned_cut_comes_after_exactly_so_many_bytes_in_its_direction() {
             Direction::Back => (&mut far, &mut near),
         };
         writing.0.write_all(&content).unwrap();
-        reading.0.write_all(b"lost on its way").unwrap();
+        reading.0.write_all(b"lost in transit").unwrap();
         let (arrived, _) = drain(&mut reading.1);
         assert!(arrived == content[..100_000], "{} bytes", arrived.len());
         assert!(is_cut(writing) && is_cut(reading));
@@ -111,22 +111,22 @@ fn a_planned_cut_comes_after_exactly_so_many_bytes_in_its_direction() {
 #[test]
 fn a_connection_cut_at_once_is_made_and_then_broken() {
     let network = Network::new(announced_seed());
-    let door = Door::open(&network, "a");
+    let listening = ListeningPort::open(&network, "a");
     network.faults(Faults::new().cut(Which::all(), Direction::Back, 0));
-    let connection = Connection::connect(&door.port, &Security::Insecure).unwrap();
+    let connection = Connection::connect(&listening.port, &Security::Insecure).unwrap();
     assert!(is_cut(&mut connection.split()));
 }
 
 #[test]
-fn where_a_cut_within_a_range_falls_follows_from_the_announced_seed() {
+fn the_seed_determines_where_in_a_range_a_connection_is_cut() {
     let arrived = |seed: u64| {
         let network = Network::new(seed);
-        let door = Door::open(&network, "a");
+        let listening = ListeningPort::open(&network, "a");
         let opened = OPENED[0];
         network.faults(Faults::new().cut(Which::all(), Direction::Forth, opened + 10..opened + 100_000));
         (0..3)
             .map(|_| {
-                let ((mut writer, _back), (_forth, mut reader)) = door.channel().unwrap();
+                let ((mut writer, _back), (_forth, mut reader)) = listening.channel().unwrap();
                 writer.write_all(&pattern(120_000)).unwrap();
                 let (arrived, _) = drain(&mut reader);
                 assert!((10..100_000).contains(&arrived.len()), "{}", arrived.len());
@@ -142,12 +142,12 @@ fn where_a_cut_within_a_range_falls_follows_from_the_announced_seed() {
 }
 
 #[test]
-fn what_arrives_together_follows_from_the_seed_and_pieces_of_all_sizes_come() {
+fn the_seed_determines_the_sizes_of_pieces_and_all_sizes_occur() {
     let pieces = |seed: u64| {
         let network = Network::new(seed);
-        let door = Door::open(&network, "a");
-        let ((mut writer, _back), (_forth, mut reader)) = door.channel().unwrap();
-        // All of it lies there before the first read.
+        let listening = ListeningPort::open(&network, "a");
+        let ((mut writer, _back), (_forth, mut reader)) = listening.channel().unwrap();
+        // All of it has arrived before the first read.
         writer.write_all(&pattern(DEFAULT_CAPACITY)).unwrap();
         drop(writer);
         let (mut pieces, mut buffer) = (Vec::new(), vec![0; 4096]);
@@ -167,10 +167,10 @@ fn what_arrives_together_follows_from_the_seed_and_pieces_of_all_sizes_come() {
 #[test]
 fn a_refused_connection_counts_and_the_next_one_is_made() {
     let network = Network::new(announced_seed());
-    let (first, second) = (Door::open(&network, "a"), Door::open(&network, "b"));
+    let (first, second) = (ListeningPort::open(&network, "a"), ListeningPort::open(&network, "b"));
     network.faults(Faults::new().refuse(Which::to(&second.port).number(1)));
-    for door in [&first, &second, &first] {
-        assert!(works(&mut door.channel().unwrap()));
+    for listening in [&first, &second, &first] {
+        assert!(works(&mut listening.channel().unwrap()));
     }
     let refused = second.channel().unwrap_err();
     let TransportError::Connect { address, source } = refused else { panic!("{refused}") };
@@ -178,16 +178,16 @@ fn a_refused_connection_counts_and_the_next_one_is_made() {
     assert!(works(&mut second.channel().unwrap()));
     assert_eq!(network.connections(), 5);
 
-    // Where nobody listens there is no connection to be counted.
+    // A port without a listener counts no connection.
     let nowhere = network.port("c");
     Connection::connect(&nowhere, &Security::Insecure).unwrap_err();
     assert_eq!(network.connections(), 5);
 }
 
 #[test]
-fn cutting_now_breaks_what_exists_loses_what_is_on_its_way_and_wakes_who_waits() {
+fn cutting_now_breaks_connections_loses_bytes_in_transit_and_wakes_waiting_threads() {
     let network = Network::new(announced_seed());
-    let (first, second) = (Door::open(&network, "a"), Door::open(&network, "b"));
+    let (first, second) = (ListeningPort::open(&network, "a"), ListeningPort::open(&network, "b"));
     let ((mut near, mut far), mut other) = (first.channel().unwrap(), second.channel().unwrap());
     near.0.write_all(b"lost").unwrap();
     network.cut(&Which::to(&first.port));
@@ -212,12 +212,12 @@ fn cutting_now_breaks_what_exists_loses_what_is_on_its_way_and_wakes_who_waits()
 }
 
 #[test]
-fn what_is_stalled_arrives_when_it_is_resumed_and_the_sender_waits_for_room() {
+fn stalled_bytes_arrive_after_resume_and_the_sender_waits_for_room() {
     let capacity = 5000;
     let network = Network::with_capacity(announced_seed(), capacity);
-    let door = Door::open(&network, "a");
+    let listening = ListeningPort::open(&network, "a");
     network.faults(Faults::new().stall(Which::all(), Direction::Forth, OPENED[0] + 1000));
-    let ((mut writer, mut back), (mut forth, mut reader)) = door.channel().unwrap();
+    let ((mut writer, mut back), (mut forth, mut reader)) = listening.channel().unwrap();
     let content = pattern(20_000);
     std::thread::scope(|scope| {
         let (progress, written) = std::sync::mpsc::channel();
@@ -225,7 +225,7 @@ fn what_is_stalled_arrives_when_it_is_resumed_and_the_sender_waits_for_room() {
         scope.spawn(move || {
             for piece in content.chunks(1000) {
                 writer.write_all(piece).unwrap();
-                // Asked for only as long as it is stalled.
+                // Checked only while the direction is stalled.
                 let _ = progress.send(piece.len());
             }
         });
@@ -252,8 +252,8 @@ fn what_is_stalled_arrives_when_it_is_resumed_and_the_sender_waits_for_room() {
 fn neither_an_end_nor_a_reset_passes_a_stalled_direction() {
     for unread in [false, true] {
         let network = Network::new(announced_seed());
-        let door = Door::open(&network, "a");
-        let ((mut writer, mut reader), mut far) = door.channel().unwrap();
+        let listening = ListeningPort::open(&network, "a");
+        let ((mut writer, mut reader), mut far) = listening.channel().unwrap();
         if unread {
             writer.write_all(b"unread").unwrap();
         }
@@ -273,12 +273,12 @@ fn neither_an_end_nor_a_reset_passes_a_stalled_direction() {
 }
 
 #[test]
-fn a_stalled_peer_is_given_up_by_the_limits_as_over_tcp() {
+fn a_stalled_peer_is_disconnected_at_the_limits_as_over_tcp() {
     let capacity = 1000;
     let network = Network::with_capacity(announced_seed(), capacity);
-    let door = Door::open(&network, "a");
+    let listening = ListeningPort::open(&network, "a");
     let limits = Limits { silence: A_MOMENT, ..Limits::default() };
-    let ((mut writer, mut reader), _far) = door.channel_within(&limits).unwrap();
+    let ((mut writer, mut reader), _far) = listening.channel_within(&limits).unwrap();
     network.stall(&Which::all(), Direction::Forth);
     writer.write_all(&vec![0; capacity]).unwrap();
     assert_eq!(writer.write_all(b"x").unwrap_err().kind(), ErrorKind::TimedOut);
@@ -287,33 +287,33 @@ fn a_stalled_peer_is_given_up_by_the_limits_as_over_tcp() {
     // A listener whose answers do not arrive.
     network.faults(Faults::new().stall(Which::all(), Direction::Back, 0));
     let limits = Limits { handshake: A_MOMENT, ..Limits::default() };
-    let error = door.channel_within(&limits).unwrap_err();
+    let error = listening.channel_within(&limits).unwrap_err();
     assert!(matches!(error, TransportError::TooSlow { .. }), "{error}");
 }
 
 #[test]
-fn healing_ends_all_that_is_planned_and_all_that_stands_still() {
+fn healing_removes_all_planned_faults_and_all_stalls() {
     let network = Network::new(announced_seed());
-    let door = Door::open(&network, "a");
+    let listening = ListeningPort::open(&network, "a");
     let plan = Faults::new().cut(Which::all(), Direction::Forth, OPENED[0] + 10).refuse(Which::all().number(1));
     network.faults(plan.stall(Which::all(), Direction::Back, OPENED[1]));
-    let mut existing = door.channel().unwrap();
+    let mut existing = listening.channel().unwrap();
     network.heal();
     for _ in 0..20 {
         assert!(works(&mut existing));
     }
-    assert!(works(&mut door.channel().unwrap()), "nothing is refused");
+    assert!(works(&mut listening.channel().unwrap()), "nothing is refused");
 
-    let mut cut = door.channel().unwrap();
+    let mut cut = listening.channel().unwrap();
     network.cut(&Which::all().number(2));
     network.heal();
     assert!(is_cut(&mut cut.0), "what was cut stays cut");
 }
 
 #[test]
-fn networks_and_ports_are_apart_from_each_other() {
+fn networks_and_ports_are_independent() {
     let (one, two) = (Network::new(announced_seed()), Network::new(1));
-    let (here, there) = (Door::open(&one, "a"), Door::open(&two, "a"));
+    let (here, there) = (ListeningPort::open(&one, "a"), ListeningPort::open(&two, "a"));
     let (mut near, mut far) = (here.channel().unwrap(), there.channel().unwrap());
     one.cut_all();
     assert!(is_cut(&mut near.0) && works(&mut far));
@@ -323,7 +323,7 @@ fn networks_and_ports_are_apart_from_each_other() {
 }
 
 #[test]
-fn a_connection_that_nobody_accepted_is_reset_when_its_listener_goes() {
+fn a_connection_that_was_not_accepted_is_reset_when_its_listener_is_dropped() {
     let network = Network::new(announced_seed());
     let port = network.port("a");
     let listener = Listener::bind(&port).unwrap();

@@ -1,5 +1,5 @@
-//! The structures beside a descriptor: what the *analytics engine configuration and state* (AECS) and the histogram of a statistics
-//! pass look like in memory (IAA sections 3.2, 3.4.1 and 6.4).
+//! The structures beside a descriptor: the layout in memory of the *analytics engine configuration and state* (AECS)
+//! and of the histogram of a statistics pass (IAA sections 3.2, 3.4.1 and 6.4).
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -12,7 +12,7 @@ pub const DECOMPRESS_AECS_BYTES: usize = 5376;
 /// Bytes of the histogram that a statistics pass writes (table 3-4): 318 counts of 32 bits.
 pub const HISTOGRAM_BYTES: usize = 1272;
 
-/// Where the fields of a compression's AECS lie (table 6-20).
+/// Offsets of the fields of a compression's AECS (table 6-20).
 mod at {
     pub(super) const CRC: usize = 0x000;
     pub(super) const ACCUMULATED_BITS: usize = 0x01c;
@@ -23,7 +23,7 @@ mod at {
 /// Bytes of the output accumulator: 2048 bits.
 const ACCUMULATOR_BYTES: usize = 256;
 
-/// Why codes could not be put into an AECS.
+/// Why codes cannot be written to an AECS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TableError {
@@ -45,27 +45,28 @@ const _: () = assert!(at::DISTANCE_CODES == at::LITERAL_CODES + 4 * LITERAL_LENG
 const _: () = assert!(COMPRESS_AECS_BYTES == at::DISTANCE_CODES + 4 * DISTANCES + 8);
 
 impl CompressAecs {
-    /// The fixed codes. `last` marks the block as the stream's final one, which a stream of one block is.
+    /// Returns an AECS with the fixed codes. `last` marks the block as the stream's final one; set it for a stream of
+    /// one block.
     pub fn fixed(last: bool) -> Self {
         let mut aecs = Self { bytes: [0; COMPRESS_AECS_BYTES] };
         aecs.set(&Codes::fixed(), last).expect("the header of a fixed block has three bits");
         aecs
     }
 
-    /// Codes made for what a statistics pass counted.
+    /// Returns an AECS with codes made for the counts of a statistics pass.
     pub fn dynamic(histogram: &Histogram, last: bool) -> Result<Self, TableError> {
         let mut aecs = Self { bytes: [0; COMPRESS_AECS_BYTES] };
         aecs.set_dynamic(histogram, last)?;
         Ok(aecs)
     }
 
-    /// [`dynamic`](Self::dynamic) in place.
+    /// Writes the codes of [`dynamic`](Self::dynamic) in place.
     pub fn set_dynamic(&mut self, histogram: &Histogram, last: bool) -> Result<(), TableError> {
         let (literals, distances) = histogram.counts();
         self.set(&Codes::for_counts(&literals, &distances), last)
     }
 
-    /// Puts codes and the header of their block in; checksums start from zero. After an error the contents are of no use.
+    /// Writes codes and the header of their block; checksums start from zero. After an error the contents are unusable.
     pub fn set(&mut self, codes: &Codes, last: bool) -> Result<(), TableError> {
         self.bytes.fill(0);
         let mut bits = Bits::new(&mut self.bytes[at::ACCUMULATOR..at::LITERAL_CODES]);
@@ -85,12 +86,12 @@ impl CompressAecs {
         Ok(())
     }
 
-    /// The checksum the device starts from: 0, or that of the data before.
+    /// Sets the checksum from which the device starts: 0, or that of the preceding data.
     pub fn seed_crc(&mut self, crc: u32) {
         self.put(at::CRC, crc);
     }
 
-    /// The bytes, as the device reads them.
+    /// Returns the bytes that the device reads.
     pub fn as_bytes(&self) -> &[u8; COMPRESS_AECS_BYTES] {
         &self.bytes
     }
@@ -106,13 +107,14 @@ impl std::fmt::Debug for CompressAecs {
     }
 }
 
-/// A Huffman code as the device wants it: the code, first bit highest, in bits 14:0, its length in bits 18:15 (table 6-21).
+/// Returns a Huffman code in the device's form: the code, first bit highest, in bits 14:0, its length in bits 18:15
+/// (table 6-21).
 fn entry(code: u16, length: u8) -> u32 {
     u32::from(code) | u32::from(length) << 15
 }
 
-/// Room for two: where a descriptor names an AECS, the memory behind it counts as well, one half for reading and one for writing
-/// (section 3.2). This crate's compressions only read the first.
+/// Memory for two AECS: a descriptor that names an AECS also covers the memory behind it, one half for reading and one
+/// for writing (section 3.2). This crate's compressions only read the first half.
 #[derive(Clone, Debug)]
 #[repr(C, align(64))]
 pub struct CompressAecsPair {
@@ -124,18 +126,19 @@ pub struct CompressAecsPair {
 const _: () = assert!(size_of::<CompressAecsPair>() == 2 * COMPRESS_AECS_BYTES);
 
 impl CompressAecsPair {
-    /// With this AECS in the half that is read.
+    /// Returns a pair with this AECS in the half that is read.
     pub fn new(read: CompressAecs) -> Self {
         Self { read, written: CompressAecs { bytes: [0; COMPRESS_AECS_BYTES] } }
     }
 
-    /// The address for [`Descriptor::compress`](super::Descriptor::compress).
+    /// Returns the address for [`Descriptor::compress`](super::Descriptor::compress).
     pub fn address(&self) -> u64 {
         std::ptr::from_ref(self).expose_provenance() as u64
     }
 }
 
-/// The state of a decompression that ran out of room. The device's own: software only keeps it.
+/// The state of a decompression whose output did not fit. Its content is private to the device; software only stores
+/// it.
 #[derive(Debug)]
 #[repr(C, align(32))]
 pub struct DecompressAecs {
@@ -160,18 +163,18 @@ pub struct DecompressAecsPair {
 const _: () = assert!(size_of::<DecompressAecsPair>() == 2 * DECOMPRESS_AECS_BYTES);
 
 impl DecompressAecsPair {
-    /// Zeroed.
+    /// Returns a zeroed pair.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The address for [`Descriptor::keeping_state`](super::Descriptor::keeping_state).
+    /// Returns the address for [`Descriptor::keeping_state`](super::Descriptor::keeping_state).
     pub fn address(&self) -> u64 {
         std::ptr::from_ref(self).expose_provenance() as u64
     }
 }
 
-/// How often each token would be written: the output of a statistics pass. Counts saturate at 2^19 - 1.
+/// The output of a statistics pass: how often each token would be written. Counts saturate at 2^19 - 1.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct Histogram {
@@ -183,23 +186,24 @@ const FIRST_DISTANCE: usize = LITERAL_LENGTHS + 2;
 const _: () = assert!(FIRST_DISTANCE * 4 == 1152 && HISTOGRAM_BYTES == 4 * (FIRST_DISTANCE + DISTANCES));
 
 impl Histogram {
-    /// All counts zero.
+    /// Returns a histogram whose counts are zero.
     pub fn new() -> Self {
         Self { counts: [const { AtomicU32::new(0) }; HISTOGRAM_BYTES / 4] }
     }
 
-    /// The address for [`Descriptor::statistics`](super::Descriptor::statistics).
+    /// Returns the address for [`Descriptor::statistics`](super::Descriptor::statistics).
     pub fn address(&self) -> u64 {
         std::ptr::from_ref(self).expose_provenance() as u64
     }
 
-    /// Counts of literals and lengths, and of distances. To be read after the record of the pass was seen.
+    /// Returns the counts of literals and lengths, and of distances. Call this after the completion record of the pass
+    /// was seen.
     pub fn counts(&self) -> ([u32; LITERAL_LENGTHS], [u32; DISTANCES]) {
         let count = |index: usize| self.counts[index].load(Ordering::Relaxed);
         (std::array::from_fn(count), std::array::from_fn(|symbol| count(FIRST_DISTANCE + symbol)))
     }
 
-    /// Sets the counts: for codes made from other statistics than a device's.
+    /// Sets the counts, for codes made from statistics that no device has gathered.
     pub fn set(&self, literals: &[u32; LITERAL_LENGTHS], distances: &[u32; DISTANCES]) {
         let at = |index: usize, count: u32| self.counts[index].store(count, Ordering::Relaxed);
         literals.iter().enumerate().for_each(|(symbol, count)| at(symbol, *count));

@@ -1,18 +1,18 @@
-//! Deflate's codes and block headers (RFC 1951): what software must make for the device.
+//! Deflate's codes and block headers (RFC 1951), which software must make for the device.
 
 use super::huffman::{MAX_SYMBOLS, canonical_codes, code_lengths};
 
-/// Literal and length symbols that can occur.
+/// Number of literal and length symbols that can occur.
 pub(super) const LITERAL_LENGTHS: usize = 286;
-/// Distance symbols that can occur.
+/// Number of distance symbols that can occur.
 pub(super) const DISTANCES: usize = 30;
 /// The symbol that ends a block.
 pub(super) const END_OF_BLOCK: usize = 256;
 
-/// Longest code of literals, lengths and distances.
-const LONGEST: u8 = 15;
-/// Longest code of code lengths.
-const MAX_OF_LENGTHS: u8 = 7;
+/// Maximum length of the codes of literals, lengths and distances, in bits.
+const MAX_CODE_BITS: u8 = 15;
+/// Maximum length of the codes of code lengths, in bits.
+const MAX_LENGTH_CODE_BITS: u8 = 7;
 /// Order in which the lengths of the code-length codes are written (section 3.2.7).
 const ORDER_OF_LENGTHS: [usize; 19] = [16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15];
 
@@ -27,7 +27,7 @@ pub struct Codes {
 }
 
 impl Codes {
-    /// The fixed codes (section 3.2.6).
+    /// Returns the fixed codes (section 3.2.6).
     pub fn fixed() -> Self {
         let mut codes = Self::empty(true);
         for (symbol, length) in codes.literal_lengths.iter_mut().enumerate() {
@@ -42,42 +42,42 @@ impl Codes {
         codes.assign()
     }
 
-    /// Codes for tokens that occur as often as `literals` (286 counts) and `distances` (30 counts) say. The end of the block is
-    /// counted once at least. Both codes get at least two symbols, so that they are complete: some inflaters accept
-    /// nothing else.
+    /// Returns codes for tokens with these frequencies: `literals` (286 counts) and `distances` (30 counts). The end of
+    /// the block counts at least once. Both codes get at least two symbols, so that they are complete: some inflaters
+    /// accept only complete codes.
     pub fn for_counts(literals: &[u32; LITERAL_LENGTHS], distances: &[u32; DISTANCES]) -> Self {
         let mut codes = Self::empty(false);
         let mut counts = *literals;
         counts[END_OF_BLOCK] = counts[END_OF_BLOCK].max(1);
         at_least_two(&mut counts);
-        code_lengths(&counts, LONGEST, &mut codes.literal_lengths[..LITERAL_LENGTHS]);
+        code_lengths(&counts, MAX_CODE_BITS, &mut codes.literal_lengths[..LITERAL_LENGTHS]);
         let mut counts = *distances;
         at_least_two(&mut counts);
-        code_lengths(&counts, LONGEST, &mut codes.distance_lengths);
+        code_lengths(&counts, MAX_CODE_BITS, &mut codes.distance_lengths);
         codes.assign()
     }
 
-    /// Length in bits of a literal's, a length's or the end of block's code; 0 if it has none.
+    /// Returns the length in bits of the code of a literal, a length or the end of the block; 0 if it has no code.
     pub fn literal_bits(&self, symbol: usize) -> u8 {
         self.literal_lengths[symbol]
     }
 
-    /// Length in bits of a distance's code; 0 if it has none.
+    /// Returns the length in bits of a distance's code; 0 if it has no code.
     pub fn distance_bits(&self, symbol: usize) -> u8 {
         self.distance_lengths[symbol]
     }
 
-    /// The code of a literal, a length or the end of the block, first bit highest.
+    /// Returns the code of a literal, a length or the end of the block, first bit highest.
     pub fn literal_code(&self, symbol: usize) -> u16 {
         self.literal_codes[symbol]
     }
 
-    /// The code of a distance, first bit highest.
+    /// Returns the code of a distance, first bit highest.
     pub fn distance_code(&self, symbol: usize) -> u16 {
         self.distance_codes[symbol]
     }
 
-    /// Writes the header of a block with these codes. False if it does not fit.
+    /// Writes the header of a block with these codes. Returns `false` if it does not fit.
     pub(super) fn write_header(&self, last: bool, bits: &mut Bits<'_>) -> bool {
         bits.put(u32::from(last), 1);
         if self.fixed {
@@ -89,8 +89,9 @@ impl Codes {
         bits.fits
     }
 
-    /// Section 3.2.7. The two sequences are run-length coded apart, as zlib does: no run goes from one into the other, which the
-    /// format would allow and IAA's error codes 06 and 07 make doubtful.
+    /// Writes the code lengths (section 3.2.7). The two sequences are run-length coded separately, as zlib does. The
+    /// format would allow a run from one into the other, but IAA's error codes 06 and 07 make it doubtful that devices
+    /// do.
     fn write_lengths(&self, bits: &mut Bits<'_>) {
         let literals = trimmed(&self.literal_lengths[..LITERAL_LENGTHS], 257);
         let distances = trimmed(&self.distance_lengths, 1);
@@ -102,7 +103,7 @@ impl Codes {
         runs.iter().for_each(|run| counts[usize::from(run.symbol)] += 1);
         at_least_two(&mut counts);
         let (mut lengths, mut codes) = ([0; 19], [0; 19]);
-        code_lengths(&counts, MAX_OF_LENGTHS, &mut lengths);
+        code_lengths(&counts, MAX_LENGTH_CODE_BITS, &mut lengths);
         canonical_codes(&lengths, &mut codes);
 
         let shown =
@@ -149,13 +150,13 @@ fn at_least_two(counts: &mut [u32]) {
     counts.iter_mut().filter(|count| **count == 0).take(2_usize.saturating_sub(used)).for_each(|count| *count = 1);
 }
 
-/// Without the zeros at the end, but no shorter than `least`.
+/// Returns the slice without the zeros at the end, but with at least `least` elements.
 fn trimmed(lengths: &[u8], least: usize) -> &[u8] {
     let used = lengths.iter().rposition(|length| *length > 0).map_or(0, |last| last + 1);
     &lengths[..used.max(least)]
 }
 
-/// A code length, or a run of them (symbols 16 to 18, with how much longer than its least the run is).
+/// A code length, or a run of them (symbols 16 to 18, with the run's length beyond its minimum).
 #[derive(Clone, Copy)]
 struct Run {
     symbol: u8,
@@ -222,7 +223,7 @@ pub(super) struct Bits<'a> {
 }
 
 impl<'a> Bits<'a> {
-    /// On zeroed bytes.
+    /// Writes to `bytes`, which must be zeroed.
     pub(super) fn new(bytes: &'a mut [u8]) -> Self {
         Self { bytes, used: 0, fits: true }
     }
@@ -231,7 +232,7 @@ impl<'a> Bits<'a> {
         self.used
     }
 
-    /// The low `count` bits of `value`.
+    /// Writes the low `count` bits of `value`.
     fn put(&mut self, value: u32, count: u32) {
         for bit in 0..count {
             let Some(byte) = self.bytes.get_mut(self.used / 8) else {
@@ -243,7 +244,7 @@ impl<'a> Bits<'a> {
         }
     }
 
-    /// A Huffman code: its first bit is its highest.
+    /// Writes a Huffman code, whose first bit is its highest.
     fn put_code(&mut self, code: u16, length: u8) {
         if length > 0 {
             self.put(u32::from(code.reverse_bits() >> (16 - length)), length.into());

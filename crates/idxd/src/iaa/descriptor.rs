@@ -1,4 +1,4 @@
-//! The 64 bytes that tell an IAA device what to do (IAA sections 6.1 and 6.3).
+//! The 64-byte descriptors of an IAA device (IAA sections 6.1 and 6.3).
 
 use std::fmt;
 
@@ -6,14 +6,14 @@ use super::aecs::{COMPRESS_AECS_BYTES, DECOMPRESS_AECS_BYTES, HISTOGRAM_BYTES};
 use crate::descriptor::{DESCRIPTOR_BYTES, Descriptor as Raw};
 use crate::flags::flag as common;
 
-/// Operation codes (table 6-2) that this crate builds descriptors for.
+/// Operation codes (table 6-2) for which this crate builds descriptors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Operation {
     /// Does nothing but complete.
     Noop = 0x00,
-    /// Completes when what was submitted before it to the same queue has.
+    /// Completes when all earlier submissions to the same queue have completed.
     Drain = 0x02,
     /// Inflates.
     Decompress = 0x42,
@@ -23,7 +23,7 @@ pub enum Operation {
     Crc64 = 0x44,
 }
 
-/// Flags that IAA has beyond those of DSA.
+/// The flags of IAA that DSA does not have.
 pub mod flag {
     /// Operation flags: source 2 is read as AECS (value 1 of the field in bits 17:16).
     pub const READ_AECS: u32 = 1 << 16;
@@ -43,13 +43,13 @@ pub mod flag {
     /// Compression: append an end of block (value 1 of bits 3:2).
     pub const APPEND_END_OF_BLOCK: u16 = 1 << 2;
 
-    /// Decompression: must be set for it.
+    /// Decompression: must be set.
     pub const ENABLE_DECOMPRESSION: u16 = 1 << 0;
     /// Decompression: stop at an end of block.
     pub const STOP_ON_END_OF_BLOCK: u16 = 1 << 2;
-    /// Decompression: it is an error if the last token is no end of block.
+    /// Decompression: it is an error if the last token is not an end of block.
     pub const CHECK_END_OF_BLOCK: u16 = 1 << 3;
-    /// Decompression: only the end of the final block is meant in both.
+    /// Decompression: the two flags above refer only to the end of the final block.
     pub const FINAL_END_OF_BLOCK: u16 = 1 << 4;
     /// Decompression: compute checksums, write nothing.
     pub const SUPPRESS_OUTPUT: u16 = 1 << 9;
@@ -60,11 +60,11 @@ pub mod flag {
     pub const CRC64_BIT_0_FIRST: u16 = 1 << 15;
 }
 
-/// Bytes that an output needs beyond its input so that data which does not shrink fits as stored blocks all the same: the
-/// header bits and 4 bytes per 65 535, for jobs of up to 1 MiB.
+/// Bytes that an output needs beyond its input so that incompressible data fits as stored blocks: the header bits and 4
+/// bytes per 65 535, for jobs of up to 1 MiB.
 pub const STORED_SLACK: usize = 128;
 
-/// How the bits of a byte go into a CRC64 (section 3.10.3).
+/// The order in which the bits of a byte enter a CRC64 (section 3.10.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BitOrder {
     /// Bit 7 of a byte is the most significant ("normal").
@@ -73,13 +73,13 @@ pub enum BitOrder {
     Bit0First,
 }
 
-/// An IAA descriptor. The same 64 bytes as a DSA one to a queue, with other meanings in them: [`raw`](Self::raw) is what
-/// [`WorkQueue::submit`](crate::WorkQueue::submit) takes.
+/// An IAA descriptor. A queue accepts the same 64 bytes as for DSA, but their meaning differs: pass [`raw`](Self::raw)
+/// to [`WorkQueue::submit`](crate::WorkQueue::submit).
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Descriptor(Raw);
 
-/// Where the fields lie that differ from DSA's.
+/// Offsets of the fields that differ from DSA's.
 mod at {
     pub(super) const OPERATION: usize = 7;
     pub(super) const RECORD: usize = 8;
@@ -93,7 +93,7 @@ mod at {
     pub(super) const POLYNOMIAL: usize = 56;
 }
 
-/// All operations but no-op and drain must have a record (table 6-3, bits 2 and 3).
+/// All operations except no-op and drain must have a record (table 6-3, bits 2 and 3).
 const RESULT_FLAGS: u32 = common::RECORD_ADDRESS_VALID | common::REQUEST_RECORD;
 
 impl Descriptor {
@@ -102,7 +102,8 @@ impl Descriptor {
         Self::new(Operation::Noop, 0)
     }
 
-    /// Completes when everything this process submitted to the same queue before has. It must have a record.
+    /// Completes when all earlier submissions of this process to the same queue have completed. The descriptor must
+    /// have a record.
     pub fn drain() -> Self {
         Self::new(Operation::Drain, 0)
     }
@@ -116,7 +117,8 @@ impl Descriptor {
             .operation_flags(flag::FLUSH_OUTPUT | flag::APPEND_END_OF_BLOCK)
     }
 
-    /// Counts the tokens that compressing `bytes` bytes would write, into the [`Histogram`](super::Histogram) at `histogram`.
+    /// Counts the tokens that compressing `bytes` bytes would write, into the [`Histogram`](super::Histogram) at
+    /// `histogram`.
     pub fn statistics(source: u64, bytes: u32, histogram: u64) -> Self {
         Self::new(Operation::Compress, RESULT_FLAGS)
             .data(source, bytes, histogram, HISTOGRAM_BYTES as u32)
@@ -130,16 +132,16 @@ impl Descriptor {
             .operation_flags(INFLATE_FLAGS)
     }
 
-    /// Decompresses without writing anything, to compare the checksum in the record with that of the compression: the check the
-    /// vendor recommends after each compression.
+    /// Decompresses without writing any output, to compare the checksum in the record with that of the compression:
+    /// Intel recommends this check after each compression.
     pub fn verify(source: u64, bytes: u32) -> Self {
         Self::new(Operation::Decompress, RESULT_FLAGS)
             .data(source, bytes, 0, 0)
             .operation_flags(INFLATE_FLAGS | flag::SUPPRESS_OUTPUT)
     }
 
-    /// A CRC of the given polynomial, which stands in the *high* bits, without its leading one: 0x1edc6f41 << 32 is
-    /// CRC-32C. `invert` starts from all ones and inverts the result.
+    /// Computes a CRC with the given polynomial, which is in the *high* bits, without its leading one: 0x1edc6f41 << 32
+    /// is CRC-32C. `invert` starts from all ones and inverts the result.
     pub fn crc64(source: u64, bytes: u32, polynomial: u64, order: BitOrder, invert: bool) -> Self {
         let order = if order == BitOrder::Bit0First { flag::CRC64_BIT_0_FIRST } else { 0 };
         let invert = if invert { flag::CRC64_INVERT } else { 0 };
@@ -158,15 +160,15 @@ impl Descriptor {
         Self(self.0.put(at::RECORD, address.to_le_bytes()).with_flags(RESULT_FLAGS))
     }
 
-    /// Waits for page faults to be resolved. Legal only on queues with block-on-fault enabled; no-op and drain are returned
-    /// unchanged.
+    /// Makes the device wait for page faults to be resolved. Legal only on queues with block-on-fault enabled; no-op
+    /// and drain are returned unchanged.
     #[must_use]
     pub fn blocking_on_fault(self) -> Self {
         if self.works() { Self(self.0.with_flags(common::BLOCK_ON_FAULT)) } else { self }
     }
 
-    /// Hints that the output should go to the cache. Legal only where the device's capabilities have cache control; what
-    /// writes no output is returned unchanged.
+    /// Hints that the output should go to the cache. Legal only if the device's capabilities include cache control;
+    /// operations without output are returned unchanged.
     #[must_use]
     pub fn to_cache(self) -> Self {
         let writes = matches!(self.operation_code(), 0x42 | 0x43);
@@ -180,9 +182,9 @@ impl Descriptor {
         if has { Self(self.0.with_flags(flag::CRC32C)) } else { self }
     }
 
-    /// Of a decompression: keeps its state in the [`DecompressAecsPair`](super::DecompressAecsPair) at `pair` if the output does
-    /// not fit (status [`OutputOverflow`](crate::Status::OutputOverflow)), so that [`continued`](Self::continued) can go on. Others are
-    /// returned unchanged.
+    /// Makes a decompression keep its state in the [`DecompressAecsPair`](super::DecompressAecsPair) at `pair` if the
+    /// output does not fit (status [`OutputOverflow`](crate::Status::OutputOverflow)), so that
+    /// [`continued`](Self::continued) can continue. Other operations are returned unchanged.
     #[must_use]
     pub fn keeping_state(self, pair: u64) -> Self {
         if self.operation_code() != Operation::Decompress as u8 {
@@ -191,15 +193,16 @@ impl Descriptor {
         self.second(pair, DECOMPRESS_AECS_BYTES as u32).with_flags(flag::WRITE_AECS_ON_OVERFLOW)
     }
 
-    /// Of a decompression whose output did not fit and that [kept its state](Self::keeping_state): the rest, into another
-    /// buffer. `consumed` is the record's bytes completed. `None` if that cannot be.
+    /// Returns the descriptor for the rest of a decompression whose output did not fit and that [kept its
+    /// state](Self::keeping_state), into another buffer. `consumed` is the record's bytes completed. `None` if this is
+    /// not such a decompression, or `consumed` is impossible.
     pub fn continued(self, consumed: u32, destination: u64, capacity: u32) -> Option<Self> {
         let left = self.bytes().checked_sub(consumed)?;
         let keeps = self.0.flags() & flag::WRITE_AECS_ON_OVERFLOW != 0;
         if self.operation_code() != Operation::Decompress as u8 || !keeps {
             return None;
         }
-        // What was written to one half is read from it, and the other half is written next (section 3.2).
+        // The device reads the half that it has written, and writes the other half next (section 3.2).
         let toggled = (self.0.flags() ^ flag::TOGGLE_AECS) & flag::TOGGLE_AECS;
         let base = self.0.flags() & !(flag::TOGGLE_AECS | flag::READ_AECS);
         let moved = self.data(self.0.source().wrapping_add(consumed.into()), left, destination, capacity);
@@ -207,17 +210,17 @@ impl Descriptor {
         Some(Self(moved.0.put(crate::descriptor::offset::FLAGS, [a, b, c])))
     }
 
-    /// The descriptor as a queue takes it.
+    /// Returns the descriptor in the form that a queue accepts.
     pub fn raw(&self) -> &Raw {
         &self.0
     }
 
-    /// The 64 bytes.
+    /// Returns the 64 bytes.
     pub fn as_bytes(&self) -> &[u8; DESCRIPTOR_BYTES] {
         self.0.as_bytes()
     }
 
-    /// Bytes of source 1.
+    /// Returns the number of bytes of source 1.
     pub fn bytes(&self) -> u32 {
         self.0.bytes()
     }
@@ -226,7 +229,7 @@ impl Descriptor {
         self.0.operation_code()
     }
 
-    /// Whether it touches data.
+    /// Returns whether the operation accesses data.
     fn works(&self) -> bool {
         self.operation_code() >= 0x40
     }
@@ -260,7 +263,7 @@ impl Descriptor {
     }
 }
 
-/// Decompression of a whole stream, ending with the end of its final block.
+/// The flags for decompressing a whole stream, up to the end of its final block.
 const INFLATE_FLAGS: u16 = flag::ENABLE_DECOMPRESSION
     | flag::FLUSH_OUTPUT
     | flag::STOP_ON_END_OF_BLOCK

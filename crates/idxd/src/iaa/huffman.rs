@@ -1,10 +1,10 @@
 //! Huffman codes of limited length.
 
-/// Most symbols of an alphabet here: literals and lengths, with the two that never occur.
+/// Maximum number of symbols of an alphabet: literals and lengths, with the two that never occur.
 pub(super) const MAX_SYMBOLS: usize = 288;
 
-/// Gives each symbol with a count a code length of at most `limit`, so that the code is complete and (but for the limit)
-/// optimal; symbols without a count get 0. A single symbol gets length 1.
+/// Assigns each symbol with a count a code length of at most `limit`, so that the code is complete and (apart from the
+/// limit) optimal. Symbols without a count get 0. A single symbol gets length 1.
 pub(super) fn code_lengths(counts: &[u32], limit: u8, lengths: &mut [u8]) {
     assert!(counts.len() <= MAX_SYMBOLS && counts.len() == lengths.len() && (1..=15).contains(&limit));
     lengths.fill(0);
@@ -19,7 +19,7 @@ pub(super) fn code_lengths(counts: &[u32], limit: u8, lengths: &mut [u8]) {
         order.iter().for_each(|(_, symbol)| lengths[usize::from(*symbol)] = 1);
         return;
     }
-    // There must be room for all symbols at the limit at all.
+    // All symbols must fit at the maximum length.
     assert!(used <= 1 << limit);
     order.sort_unstable();
 
@@ -38,16 +38,17 @@ pub(super) fn code_lengths(counts: &[u32], limit: u8, lengths: &mut [u8]) {
     }
 }
 
-/// Depths of the leaves of a Huffman tree over weights in ascending order, deepest first: the in-place method of Moffat and
-/// Katajainen (1995), here on an array of its own. The array holds, in turn, weights of inner nodes, indices of their parents, and
-/// depths.
+/// Returns the depths of the leaves of a Huffman tree over weights in ascending order, deepest first: the in-place
+/// method of Moffat and Katajainen (1995), here on a separate array. The array holds, in turn, weights of inner nodes,
+/// indices of their parents, and depths.
 fn depths(order: &[(u32, u16)]) -> impl Iterator<Item = u16> + use<> {
     let n = order.len();
     let mut node = [0_u64; MAX_SYMBOLS];
     for (slot, (count, _)) in node.iter_mut().zip(order) {
         *slot = u64::from(*count);
     }
-    // Pair up the two smallest, among leaves not yet taken (from `leaf`) and inner nodes not yet parents' children (`root`).
+    // Join the two smallest, among leaves without a parent (from `leaf`) and inner nodes without a parent (from
+    // `root`).
     let (mut leaf, mut root) = (0, 0);
     for next in 0..n - 1 {
         let mut weight = 0;
@@ -63,12 +64,12 @@ fn depths(order: &[(u32, u16)]) -> impl Iterator<Item = u16> + use<> {
         }
         node[next] = weight;
     }
-    // Parents to depths, from the root down.
+    // Replace parents by depths, from the root down.
     node[n - 2] = 0;
     for inner in (0..n - 2).rev() {
         node[inner] = node[node[inner] as usize] + 1;
     }
-    // Inner nodes per depth leave the rest of each level to leaves.
+    // The nodes of each level that are not inner nodes are leaves.
     let mut leaves = [0_u16; MAX_SYMBOLS];
     let (mut available, mut depth, mut inner, mut at) = (1_usize, 0_u16, n as isize - 2, n);
     while available > 0 {
@@ -87,21 +88,21 @@ fn depths(order: &[(u32, u16)]) -> impl Iterator<Item = u16> + use<> {
     leaves.into_iter().take(n)
 }
 
-/// Makes a code whose longest lengths were cut to the limit complete again: as long as it claims more than there is, one symbol
-/// leaves the longest length to stand beside one that moves a bit deeper.
+/// Makes a code complete again whose longest lengths were cut to the limit. While the code is oversubscribed, one
+/// symbol moves from the longest length to the level below a shorter symbol, which moves down one level itself.
 fn shorten(per_length: &mut [u32; MAX_SYMBOLS], limit: u8) {
     let limit = usize::from(limit);
     let claimed: u64 = (1..=limit).map(|length| u64::from(per_length[length]) << (limit - length)).sum();
     for _ in 1 << limit..claimed {
         per_length[limit] -= 1;
         let shorter =
-            (1..limit).rev().find(|length| per_length[*length] > 0).expect("there is room for all at the limit");
+            (1..limit).rev().find(|length| per_length[*length] > 0).expect("all symbols fit at the maximum length");
         per_length[shorter] -= 1;
         per_length[shorter + 1] += 2;
     }
 }
 
-/// The canonical code of each symbol (RFC 1951, section 3.2.2), most significant bit first.
+/// Returns the canonical code of each symbol (RFC 1951, section 3.2.2), most significant bit first.
 pub(super) fn canonical_codes(lengths: &[u8], codes: &mut [u16]) {
     let mut per_length = [0_u16; 16];
     lengths.iter().filter(|length| **length > 0).for_each(|length| per_length[usize::from(*length)] += 1);
@@ -132,7 +133,7 @@ mod tests {
         lengths
     }
 
-    /// Kraft's sum in units of the limit: exactly full means complete.
+    /// Returns Kraft's sum in units of the limit: exactly 1 means complete.
     fn kraft(lengths: &[u8], limit: u8) -> u64 {
         lengths.iter().filter(|length| **length > 0).map(|length| 1 << (limit - length)).sum()
     }
@@ -153,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn fibonacci_weights_are_held_to_the_limit() {
+    fn fibonacci_weights_keep_to_the_limit() {
         let mut counts = vec![1_u32, 1];
         while counts.len() < 40 {
             counts.push(counts[counts.len() - 1].saturating_add(counts[counts.len() - 2]));
@@ -200,7 +201,7 @@ mod tests {
             }
         }
 
-        /// Against the definition: repeatedly join the two lightest.
+        /// Compares with the definition: repeatedly join the two lightest nodes.
         #[test]
         fn the_cost_is_that_of_a_huffman_tree(counts in prop::collection::vec(1..1000_u32, 2..60)) {
             let lengths = lengths_of(&counts, 15);

@@ -1,11 +1,12 @@
-//! IAA completion records: 64 bytes, with checksums (IAA section 6.2). Handled as DSA's are, see [`crate::CompletionRecord`].
+//! IAA completion records: 64 bytes, with checksums (IAA section 6.2). Use them as those of DSA, see
+//! [`crate::CompletionRecord`].
 
 use std::sync::atomic::AtomicU64;
 
 use crate::record::{Fault, clear, offset, read, take};
 use crate::status::{CODE_BITS, Status};
 
-/// The 64 bytes an IAA device writes when a descriptor is complete.
+/// The 64 bytes that an IAA device writes when a descriptor is complete.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct CompletionRecord {
@@ -15,22 +16,22 @@ pub struct CompletionRecord {
 const _: () = assert!(size_of::<CompletionRecord>() == 64 && align_of::<CompletionRecord>() == 64);
 
 impl CompletionRecord {
-    /// A cleared record.
+    /// Returns a cleared record.
     pub const fn new() -> Self {
         Self { words: [const { AtomicU64::new(0) }; 8] }
     }
 
-    /// Zeroes the record; must come before each submission that names it.
+    /// Zeroes the record. Call this before each submission that names the record.
     pub fn clear(&self) {
         clear(&self.words);
     }
 
-    /// The address for [`Descriptor::with_record`](super::Descriptor::with_record).
+    /// Returns the address for [`Descriptor::with_record`](super::Descriptor::with_record).
     pub fn address(&self) -> u64 {
         std::ptr::from_ref(self).expose_provenance() as u64
     }
 
-    /// What the device has written, once it has.
+    /// Returns the completion once the device has written it.
     pub fn poll(&self) -> Option<Completion> {
         read(&self.words).as_ref().map(Completion::from_bytes)
     }
@@ -42,28 +43,29 @@ impl Default for CompletionRecord {
     }
 }
 
-/// What became of an IAA descriptor.
+/// The result of an IAA descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// How it ended.
+    /// The status.
     pub status: Status,
-    /// With [`Status::AnalyticsError`]: which.
+    /// The error code of an [`Status::AnalyticsError`].
     pub error: Option<AnalyticsError>,
-    /// Of a decompression that overflowed, the bytes of input consumed; otherwise of no use, since jobs cannot be resumed.
+    /// The bytes of input consumed by a decompression that overflowed; otherwise unused, because jobs cannot be
+    /// resumed.
     pub bytes_completed: u32,
-    /// The access that could not be served, where the status says there was one.
+    /// The access that faulted, if the status reports a fault.
     pub fault: Option<Fault>,
-    /// With a status that speaks of flags: at least one of those that were wrong.
+    /// With a status about flags: at least one of the invalid flags.
     pub invalid_flags: u32,
     /// Bytes written to the destination.
     pub output_bytes: u32,
-    /// Bits written to the last of them, 0 meaning all 8.
+    /// Bits written to the last of these bytes; 0 means all 8.
     pub output_bits: u8,
     /// Exclusive or of the uncompressed data, as 16-bit words.
     pub xor: u16,
-    /// CRC of the uncompressed data: gzip's, or CRC-32C if the descriptor says so.
+    /// CRC of the uncompressed data: gzip's, or CRC-32C if the descriptor requests it.
     pub crc: u32,
-    /// Of a CRC64 operation, its value (bytes 40 to 47).
+    /// The value of a CRC64 operation (bytes 40 to 47).
     pub crc64: u64,
 }
 
@@ -94,12 +96,12 @@ pub struct AnalyticsError(
 );
 
 impl AnalyticsError {
-    /// The code that says a compression's output did not fit its buffer (unrecoverable output overflow).
+    /// The code for a compression whose output did not fit its buffer (unrecoverable output overflow).
     pub const OUTPUT_OVERFLOW: AnalyticsError = AnalyticsError(0x19);
-    /// The code that says a distance goes back further than the device's window.
+    /// The code for a distance that is larger than the device's window.
     pub const BAD_DISTANCE: AnalyticsError = AnalyticsError(0x11);
 
-    /// What the specification calls it.
+    /// Returns the error's description, after the specification.
     pub const fn words(self) -> &'static str {
         match self.0 {
             0x01 => "header too large to save and restore",
@@ -168,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_lie_where_the_specification_has_them() {
+    fn fields_are_at_the_offsets_of_the_specification() {
         let mut record = [0xee_u8; 64];
         record[0] = 0x0a;
         record[1] = 0x11;
@@ -200,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_nothing_until_its_status_is_written() {
+    fn a_record_has_no_completion_until_its_status_is_written() {
         let record = CompletionRecord::new();
         assert_eq!(record.poll(), None);
         assert_eq!(record.address() % 64, 0);

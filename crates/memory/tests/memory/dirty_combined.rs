@@ -1,4 +1,4 @@
-//! The handed-in dirty log, and several logs as one.
+//! The dirty log of reported pages, and several logs as one.
 
 // The guests that write here are x86-64 machine code.
 #![cfg(target_arch = "x86_64")]
@@ -14,7 +14,7 @@ use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 use sterna_memory::dirty::union::UnionLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
-/// A device model: writes, then marks.
+/// A device model, which writes and then reports the page.
 fn device<'a>(memories: &'a [&'a Memory], marker: DirtyMarker, seed: u64) -> Writer<'a> {
     Box::new(move |writers| {
         let mut random = Random(seed);
@@ -29,7 +29,7 @@ fn device<'a>(memories: &'a [&'a Memory], marker: DirtyMarker, seed: u64) -> Wri
 }
 
 #[test]
-fn exactly_what_is_handed_in_is_named() {
+fn exactly_the_reported_pages_are_named() {
     let mut log = ReportedLog::new(&[100, 1000]);
     let marker = log.marker();
     marker.mark(0, 5..9);
@@ -45,7 +45,7 @@ fn exactly_what_is_handed_in_is_named() {
 }
 
 #[test]
-fn of_devices_that_hand_in_no_write_is_lost() {
+fn no_write_of_devices_that_report_is_lost() {
     let memory = [&Memory::small(500), &Memory::small(64)];
     let mut log = ReportedLog::new(&[500, 64]);
     println!("seeds 5EED0004 5EED0005");
@@ -54,7 +54,7 @@ fn of_devices_that_hand_in_no_write_is_lost() {
 }
 
 #[test]
-fn a_union_sees_vcpus_by_kvm_and_a_device_by_what_it_hands_in() {
+fn a_union_names_pages_of_vcpus_by_kvm_and_of_a_device_by_its_reports() {
     let memories = BLOCKS.map(|pages| Memory::small(pages as usize));
     let Some(mut guest) = Guest::new(memories, 1, |_| true) else { return };
     // SAFETY: these are the guest's slots.
@@ -64,7 +64,7 @@ fn a_union_sees_vcpus_by_kvm_and_a_device_by_what_it_hands_in() {
     let mut log = UnionLog::new(vec![Box::new(kvm), Box::new(device_log)]);
     let memories = [&guest.memories[0], &guest.memories[1]];
     let mut threads = Guest::writers(&mut guest.vcpus, None);
-    // The device keeps off the pages with the guest's code and page tables, and off words that the guest writes.
+    // The device does not touch the pages with the guest's code and page tables, nor words that the guest writes.
     threads.push(Box::new(move |writers: &Writers| {
         let mut random = Random(0x5EED_0006);
         while !writers.stopped() {
@@ -82,7 +82,7 @@ fn a_union_sees_vcpus_by_kvm_and_a_device_by_what_it_hands_in() {
     );
 }
 
-/// Writes down what is asked of it, and fails at `start` or `stop` when told to.
+/// A log that records its calls, and fails at the chosen one.
 struct Recorder {
     name: &'static str,
     calls: Arc<Mutex<Vec<String>>>,
@@ -116,7 +116,7 @@ impl DirtyLog for Recorder {
 }
 
 #[test]
-fn a_union_that_cannot_start_stops_what_it_started_and_one_that_cannot_stop_stops_the_rest() {
+fn a_union_that_cannot_start_stops_its_started_logs_and_one_that_cannot_stop_stops_the_rest() {
     let calls = Arc::new(Mutex::new(Vec::new()));
     let union = |fails: [&'static str; 3]| {
         let names = ["a", "b", "c"];

@@ -14,7 +14,7 @@ use sterna_memory::dirty::kvm_ring::{self, KvmRingLog};
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError, KvmSlot};
 
-/// The smallest that KVM allows without and with Intel's page modification log: 256 and 1024 pages.
+/// The smallest rings that KVM allows without and with Intel's page modification log: 256 and 1024 pages.
 const SMALLEST_RINGS: [u32; 2] = [4096, 16384];
 
 fn memories() -> [Memory; 2] {
@@ -30,7 +30,7 @@ fn log_of(guest: &Guest) -> KvmLog {
     unsafe { KvmLog::new(fd_of(&guest.vm), &BLOCKS, guest.slots.clone()).unwrap() }
 }
 
-/// A guest with rings of this many bytes.
+/// Returns a guest with rings of this many bytes.
 fn ring_guest(vcpus: u64, bytes: &mut u32, sizes: &[u32]) -> Option<Guest> {
     Guest::new(memories(), vcpus, |vm: &VmFd| {
         for size in sizes {
@@ -53,18 +53,18 @@ fn ring_guest(vcpus: u64, bytes: &mut u32, sizes: &[u32]) -> Option<Guest> {
 fn ring_log_of(guest: &Guest, bytes: u32) -> KvmRingLog {
     // SAFETY: open as long as the guest is borrowed.
     let vcpus: Vec<_> = guest.vcpus.iter().map(|v| unsafe { BorrowedFd::borrow_raw(v.as_raw_fd()) }).collect();
-    // SAFETY: these are the guest's slots and vCPUs, with rings of this size, that nobody else harvests.
+    // SAFETY: these are the guest's slots and vCPUs, with rings of this size, which no other code harvests.
     unsafe { KvmRingLog::new(fd_of(&guest.vm), &vcpus, bytes, &BLOCKS, guest.slots.clone()).unwrap() }
 }
 
-/// Pages numbered as in guest physical memory that both blocks' answers name, without those that the guest reads for
-/// itself: KVM names a page that it maps at a first read, since it maps it for writing.
+/// Returns the pages that the log names, numbered as in guest physical memory, without those that the guest reads for
+/// itself: KVM names a page that it maps at a first read, because it maps the page for writing.
 fn named(log: &mut dyn DirtyLog) -> BTreeSet<u64> {
     let second = collected(log, 1, BLOCKS[1]).into_iter().map(|page| BLOCKS[0] + page);
     collected(log, 0, BLOCKS[0]).into_iter().filter(|page| *page >= FIRST_FREE).chain(second).collect()
 }
 
-/// Single pages, written by a vCPU between two answers: exactly they are named.
+/// Checks that exactly the single pages are named that a vCPU writes between two collections.
 fn exactly_the_pages_written_are_named(
     guest: &mut Guest,
     log: &mut dyn DirtyLog,
@@ -82,14 +82,14 @@ fn exactly_the_pages_written_are_named(
         guest.write_pages(written.iter().copied(), harvester);
         assert_eq!(named(log), written, "round {round}, seed 5EED0003");
     }
-    // The ends of blocks and slots.
+    // The borders of blocks and slots.
     let ends = BTreeSet::from([FIRST_FREE, 63, 64, 1036, 1037, 1100, 1101, BLOCKS[0] - 1, BLOCKS[0], all - 1]);
     guest.write_pages(ends.iter().copied(), harvester);
     assert_eq!(named(log), ends);
     log.stop().unwrap();
     guest.write_pages(10..20, harvester);
     log.start().unwrap();
-    assert_eq!(named(log), BTreeSet::new(), "what was written while stopped is not noted");
+    assert_eq!(named(log), BTreeSet::new(), "writes while the log is stopped are not recorded");
     guest.write_pages(15..17, harvester);
     assert_eq!(named(log), BTreeSet::from([15, 16]));
     log.stop().unwrap();
@@ -111,7 +111,7 @@ fn the_bitmap_cleared_by_reading_names_exactly_the_pages_written() {
     let Some(mut guest) = plain_guest(1) else { return };
     let mut log = log_of(&guest).cleared_by_reading();
     exactly_the_pages_written_are_named(&mut guest, &mut log, None);
-    // The way is chosen anew by the next log of this VM.
+    // The next log of this VM chooses the method again.
     let mut log = log_of(&guest);
     log.start().unwrap();
     guest.write_pages([1000, 2000], None);
@@ -145,7 +145,7 @@ fn rings_name_exactly_the_pages_written() {
     let mut log = ring_log_of(&guest, bytes);
     let harvester = log.harvester();
     exactly_the_pages_written_are_named(&mut guest, &mut log, Some(&harvester));
-    // 700 pages did not fit the smallest ring: the vCPU thread harvested, and the log had them all the same.
+    // 700 pages did not fit the smallest ring: the vCPU thread harvested, and the log has them nevertheless.
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn by_large_rings_no_write_of_racing_vcpus_is_lost() {
 }
 
 #[test]
-fn a_new_log_goes_on_in_the_ring_where_the_old_one_stopped() {
+fn a_new_log_continues_in_the_ring_where_the_old_one_stopped() {
     let mut bytes = 0;
     let Some(mut guest) = ring_guest(1, &mut bytes, &SMALLEST_RINGS) else { return };
     for turn in 0..6 {
@@ -213,7 +213,7 @@ fn named_or_error(log: &mut KvmLog) -> Result<(), DirtyLogError> {
 }
 
 #[test]
-fn slots_that_do_not_fit_their_blocks_are_refused_in_words() {
+fn slots_that_do_not_fit_their_blocks_are_refused_with_the_reason() {
     let Some(guest) = plain_guest(1) else { return };
     let with = |change: &dyn Fn(&mut [KvmSlot])| {
         let mut slots = guest.slots.clone();
@@ -244,9 +244,9 @@ fn slots_that_do_not_fit_their_blocks_are_refused_in_words() {
     assert!(error.contains("is it a VM file descriptor?"), "{error}");
 }
 
-/// What the monitor itself writes is not in KVM's log, but the process's log sees it beside what vCPUs write.
+/// The monitor's own writes are not in KVM's log, but the process's log contains them beside the vCPUs' writes.
 #[test]
-fn writes_of_the_monitor_are_seen_by_write_protection_and_not_by_kvm() {
+fn writes_of_the_monitor_are_named_by_write_protection_and_not_by_kvm() {
     let Some(mut guest) = plain_guest(1) else { return };
     let mut kvm = log_of(&guest);
     let ranges = guest.memories.iter().map(Memory::addresses).collect();

@@ -1,4 +1,4 @@
-//! The write-protecting dirty log on the memory of another process, which is a real one.
+//! The write-protecting dirty log on the memory of another real process.
 
 use crate::dirty_support;
 
@@ -16,13 +16,13 @@ use sterna_memory::userfault::{MISSING_SHMEM, Userfault};
 
 const FEATURES: u64 = WriteProtectLog::FEATURES;
 
-/// What [`Process`] runs.
+/// The test that [`Process`] runs as a child.
 #[test]
 fn as_a_child() {
     serve();
 }
 
-/// A log that works here, or a printed reason why none does.
+/// Returns a log, or prints why none works here.
 fn log_of(process: &mut Process, blocks: Vec<MappedBlock>) -> Option<WriteProtectLog> {
     let result = Userfault::from_descriptor(process.userfaultfd(), FEATURES)
         .map_err(DirtyLogError::from)
@@ -38,7 +38,7 @@ fn log_of(process: &mut Process, blocks: Vec<MappedBlock>) -> Option<WriteProtec
     }
 }
 
-/// A log of each memory of a new process as a block.
+/// Starts a log of a new process, with each memory as a block.
 fn started(kinds: &str) -> Option<(Process, WriteProtectLog)> {
     let mut process = Process::start(kinds)?;
     let blocks = process.blocks();
@@ -46,7 +46,8 @@ fn started(kinds: &str) -> Option<(Process, WriteProtectLog)> {
     Some((process, log))
 }
 
-/// Rounds of "collect, then copy what was named" while threads of the process write; at the end the copy equals the memory.
+/// Rounds of "collect, then copy what was named" while threads of the process write; at the end the copy equals the
+/// memory.
 fn no_write_is_lost(kinds: &str) {
     let Some((mut process, mut log)) = started(kinds) else { return };
     let blocks = process.blocks();
@@ -115,7 +116,7 @@ fn of_private_file_mappings_no_write_is_lost() {
 }
 
 #[test]
-fn exactly_what_the_other_process_writes_is_named_and_nothing_is_left_after_stop() {
+fn exactly_the_other_processs_writes_are_named_and_nothing_is_left_after_stop() {
     for kind in ["small", "memfd", "private-file", "disk"] {
         let Some((mut process, mut log)) = started(&format!("{kind}:1000 small:10")) else { return };
         process.ask("populate 0");
@@ -143,7 +144,7 @@ fn exactly_what_the_other_process_writes_is_named_and_nothing_is_left_after_stop
 }
 
 #[test]
-fn anonymous_pages_that_the_other_process_gives_back_are_named() {
+fn anonymous_pages_that_the_other_process_frees_are_named() {
     let Some((mut process, mut log)) = started("small:1000") else { return };
     process.ask("populate 0");
     log.start().unwrap();
@@ -155,7 +156,7 @@ fn anonymous_pages_that_the_other_process_gives_back_are_named() {
     assert_eq!(process.ask("protected"), "0");
 }
 
-/// As a vhost-user back end maps guest RAM: the parts below and above 4 GiB each at an address of their own, one twice.
+/// As a vhost-user back end maps guest RAM: the parts below and above 4 GiB at separate addresses, one of them twice.
 #[test]
 fn parts_of_a_block_are_numbered_by_the_block() {
     let Some(mut process) = Process::start("small:40 memfd:60 memfd:60") else { return };
@@ -195,8 +196,8 @@ fn the_union_of_all_processes_that_map_the_memory_is_the_log_of_the_guest() {
 }
 
 #[test]
-fn a_descriptor_is_used_whatever_its_giver_has_done_with_it() {
-    // What Cloud Hypervisor hands over has had its handshake, and watches guest RAM.
+fn a_descriptor_is_usable_in_any_state_in_which_it_was_passed() {
+    // The descriptor that Cloud Hypervisor passes has had its handshake, and watches guest RAM.
     for (features, extra) in
         [(FEATURES, ""), (FEATURES, "watched"), (FEATURES | MISSING_SHMEM, "missing"), (FEATURES | MISSING_SHMEM, "")]
     {
@@ -206,7 +207,7 @@ fn a_descriptor_is_used_whatever_its_giver_has_done_with_it() {
         let mut log = WriteProtectLog::of_process(process.target(), userfault, process.blocks()).unwrap();
         log.start().unwrap();
         process.ask("write 1 17");
-        // It would wait for ever if missing pages were watched still.
+        // The write would wait for ever if missing pages were still watched.
         process.ask("write 0 150");
         assert_eq!(collected(&mut log, 0, 200), [150], "{extra}");
         assert_eq!(collected(&mut log, 1, 300), [17], "{extra}");
@@ -225,9 +226,9 @@ fn a_descriptor_without_the_features_is_refused() {
 }
 
 #[test]
-fn memory_that_the_descriptor_does_not_watch_is_noticed() {
+fn memory_that_the_descriptor_does_not_watch_is_an_error() {
     for kind in ["small", "memfd"] {
-        // A descriptor of another process, which has memory at the same addresses: this one's copy has.
+        // A descriptor of another process with memory at the same addresses.
         let Some(mut process) = Process::start(&format!("{kind}:100")) else { return };
         let Some(mut other) = Process::start(&format!("{kind}:100")) else { return };
         let own = WriteProtectLog::of_process(
@@ -235,7 +236,7 @@ fn memory_that_the_descriptor_does_not_watch_is_noticed() {
             Userfault::from_descriptor(other.userfaultfd(), FEATURES).unwrap(),
             process.blocks(),
         );
-        // Where the other process has nothing at these addresses the registration fails, else the scan.
+        // If the other process has nothing at these addresses, the registration fails; otherwise the scan does.
         let error = own.unwrap().start().unwrap_err();
         assert!(matches!(error, DirtyLogError::NotWatched { .. } | DirtyLogError::Userfault(_)), "{kind}: {error}");
         assert_eq!([process.ask("protected"), other.ask("protected")], ["0", "0"]);
@@ -280,7 +281,7 @@ fn memory_that_another_userfaultfd_watches_or_that_is_not_mapped_is_refused_and_
 }
 
 #[test]
-fn a_process_that_has_ended_is_an_error_in_words_except_to_stop() {
+fn a_process_that_has_ended_is_an_error_with_the_reason_except_for_stop() {
     for how in ["kill", "exec"] {
         for kind in ["small", "memfd"] {
             let Some((mut process, mut log)) = started(&format!("{kind}:100 {kind}:100")) else { return };
@@ -303,7 +304,7 @@ fn a_process_that_has_ended_is_an_error_in_words_except_to_stop() {
     }
 }
 
-/// The child that is the tracker: `PID FD ADDRESS PAGES`.
+/// Makes a child the tracker: `PID FD ADDRESS PAGES`.
 const TRACKER: &str = "STERNA_DIRTY_LOG_TRACKER";
 
 #[test]
@@ -318,7 +319,7 @@ fn as_the_tracker() {
     let mut log = WriteProtectLog::of_process(target.into(), userfault, blocks).unwrap();
     log.start().unwrap();
     println!("\ntracking");
-    // Until the parent kills it, or is gone.
+    // Until the parent kills this process, or has ended.
     std::io::stdin().lines().for_each(drop);
 }
 
@@ -333,7 +334,7 @@ fn a_tracker_that_is_killed_leaves_nothing_in_the_process() {
         process.ask("populate 0");
         let fd = process.ask("userfaultfd");
         let mut tracker = Command::new(std::env::current_exe().unwrap())
-            .args(["as_the_tracker", "--exact", "--nocapture", "--test-threads=1"])
+            .args(["dirty_other_process::as_the_tracker", "--exact", "--nocapture", "--test-threads=1"])
             .env(TRACKER, format!("{} {fd} {} 500", process.pid(), process.addresses(0).start))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -1,4 +1,4 @@
-//! The write-protecting dirty log on memory of every kind, against the memory itself.
+//! The write-protecting dirty log on memory of every kind, compared with the memory itself.
 
 // The guests that write here are x86-64 machine code.
 #![cfg(target_arch = "x86_64")]
@@ -14,7 +14,7 @@ use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
-/// A log that works here, or a printed reason why none does.
+/// Returns a log, or prints why none works here.
 fn log_of(memories: &[&Memory]) -> Option<WriteProtectLog> {
     let mut log = WriteProtectLog::new(memories.iter().map(|memory| memory.addresses()).collect()).unwrap();
     match log.start().and_then(|()| log.stop()) {
@@ -27,8 +27,8 @@ fn log_of(memories: &[&Memory]) -> Option<WriteProtectLog> {
     }
 }
 
-/// A thread that writes: half of the writes to a few hot pages, the rest to one page after the other, `stay` times to each
-/// and then no more, so that a write that is lost stays lost.
+/// Returns a thread that writes: half of the writes to a few hot pages, the rest to one page after the other, `stay`
+/// times to each and then no more, so that a lost write stays lost.
 fn writer<'a>(memories: &'a [&'a Memory], seed: u64, stay: u64) -> Writer<'a> {
     Box::new(move |writers| {
         let (mut random, mut count) = (Random(seed), 0);
@@ -42,7 +42,7 @@ fn writer<'a>(memories: &'a [&'a Memory], seed: u64, stay: u64) -> Writer<'a> {
     })
 }
 
-/// The key test, on memory that is partly populated before.
+/// Runs the key test, on memory that is partly populated before.
 fn no_write_is_lost(memories: &[&Memory]) {
     let Some(mut log) = log_of(memories) else { return };
     for memory in memories {
@@ -53,7 +53,7 @@ fn no_write_is_lost(memories: &[&Memory]) {
     let outcome = rounds_against_writers(&mut log, memories, 150, 300, threads);
     assert!(outcome.named.iter().all(|named| *named >= 1), "{:?}", outcome.named);
     for (block, memory) in memories.iter().enumerate() {
-        assert_eq!(collected(&mut log, block, memory.pages()), [], "nothing was written since");
+        assert_eq!(collected(&mut log, block, memory.pages()), [], "no page was written since");
     }
     log.stop().unwrap();
 }
@@ -95,7 +95,7 @@ fn on_hugetlb_no_write_is_lost() {
 }
 
 #[test]
-fn vcpus_of_a_kvm_guest_are_seen_without_kvms_help() {
+fn writes_of_a_kvm_guests_vcpus_are_named_without_kvms_help() {
     let memories = guest::BLOCKS.map(|pages| Memory::small(pages as usize));
     let Some(mut guest) = Guest::new(memories, 2, |_| true) else { return };
     let memories = [&guest.memories[0], &guest.memories[1]];
@@ -130,7 +130,7 @@ proptest! {
 }
 
 #[test]
-fn a_protected_huge_page_is_named_by_the_small_page_written_and_a_new_one_whole() {
+fn of_a_protected_huge_page_the_written_small_page_is_named_and_a_new_one_completely() {
     let pages = 4 * (HUGE / PAGE_SIZE) as u64;
     let memory = Memory::transparent_huge(pages as usize);
     let Some(mut log) = log_of(&[&memory]) else { return };
@@ -147,7 +147,7 @@ fn a_protected_huge_page_is_named_by_the_small_page_written_and_a_new_one_whole(
 }
 
 #[test]
-fn a_written_hugetlb_page_is_named_whole_and_its_neighbours_are_not() {
+fn a_written_hugetlb_page_is_named_completely_and_its_neighbours_are_not() {
     let Some(memory) = Memory::hugetlb(4 * HUGE / PAGE_SIZE) else {
         return println!("skipped: no huge pages are free, and none can be added");
     };
@@ -164,9 +164,9 @@ fn a_written_hugetlb_page_is_named_whole_and_its_neighbours_are_not() {
     log.stop().unwrap();
 }
 
-/// The scan cannot protect these: finding and protecting are two steps.
+/// The scan cannot protect these pages: finding and protecting are two steps.
 #[test]
-fn a_written_hugetlb_page_of_1_gib_is_named_whole() {
+fn a_written_hugetlb_page_of_1_gib_is_named_completely() {
     let gib = 1_u64 << 18;
     for sharing in [libc::MAP_PRIVATE, libc::MAP_SHARED] {
         let Some(memory) = Memory::hugetlb_1_gib(2 * gib as usize, sharing) else {
@@ -186,9 +186,9 @@ fn a_written_hugetlb_page_of_1_gib_is_named_whole() {
     }
 }
 
-/// What reclaim does to shared memory: the page stays in the file, its page table entry goes.
+/// Like reclaim of shared memory: the page stays in the file, its page table entry is removed.
 #[test]
-fn a_written_shared_page_that_loses_its_page_table_entry_is_named_all_the_same() {
+fn a_written_shared_page_that_loses_its_page_table_entry_is_named_nevertheless() {
     let memory = Memory::memfd(1024);
     let Some(mut log) = log_of(&[&memory]) else { return };
     memory.populate();
@@ -200,9 +200,10 @@ fn a_written_shared_page_that_loses_its_page_table_entry_is_named_all_the_same()
     log.stop().unwrap();
 }
 
-/// Whether they are touched again or not, and once for each time: small pages, and huge ones whose page tables go too.
+/// Whether they are touched again or not, and once each time: small pages, and huge ones whose page tables are freed
+/// too.
 #[test]
-fn anonymous_pages_that_were_given_back_are_named() {
+fn freed_anonymous_pages_are_named() {
     let pages = 6 * (HUGE / PAGE_SIZE) as u64;
     for memory in [Memory::small(pages as usize), Memory::transparent_huge(pages as usize)] {
         let Some(mut log) = log_of(&[&memory]) else { return };
@@ -211,14 +212,14 @@ fn anonymous_pages_that_were_given_back_are_named() {
         assert_eq!(collected(&mut log, 0, pages), []);
         memory.advise(100..200, Advice::LinuxDontNeed).unwrap();
         memory.advise(512..1536, Advice::LinuxDontNeed).unwrap();
-        // Never populated: nothing is given back there.
+        // Never populated: nothing is freed there.
         memory.advise(2100..2200, Advice::LinuxDontNeed).unwrap();
         assert_eq!(memory.word(150, 0).load(Ordering::Relaxed), 0);
         memory.write(160);
         let expected: Vec<u64> = (100..200).chain(512..1536).collect();
         assert_eq!(collected(&mut log, 0, pages), expected);
         assert_eq!(collected(&mut log, 0, pages), []);
-        // Given back again, read again, written after it was given back, written and given back.
+        // Freed again, read again, written after it was freed, written and freed.
         memory.advise(110..115, Advice::LinuxDontNeed).unwrap();
         assert_eq!(memory.word(170, 0).load(Ordering::Relaxed), 0);
         memory.write(600);
@@ -230,9 +231,9 @@ fn anonymous_pages_that_were_given_back_are_named() {
     }
 }
 
-/// A page that was not there at the start, was sent by the first round, and is gone before the first collecting.
+/// A page that was missing at the start, was sent by the first round, and is freed before the first collection.
 #[test]
-fn pages_that_the_first_round_sends_and_that_are_given_back_meanwhile_are_named() {
+fn pages_that_the_first_round_sends_and_that_are_freed_meanwhile_are_named() {
     let memory = Memory::small(1000);
     let Some(mut log) = log_of(&[&memory]) else { return };
     log.start().unwrap();
@@ -241,7 +242,7 @@ fn pages_that_the_first_round_sends_and_that_are_given_back_meanwhile_are_named(
     populated.set(300..301);
     log.found_populated(0, &populated).unwrap();
     memory.advise(300..301, Advice::LinuxDontNeed).unwrap();
-    // Nobody has seen this one.
+    // This page was never sent.
     memory.write(400);
     memory.advise(400..401, Advice::LinuxDontNeed).unwrap();
     assert_eq!(collected(&mut log, 0, 1000), [300]);
@@ -249,7 +250,7 @@ fn pages_that_the_first_round_sends_and_that_are_given_back_meanwhile_are_named(
     assert!(matches!(log.found_populated(0, &populated), Err(DirtyLogError::NotStarted)));
 }
 
-/// In KiB, of this process.
+/// Returns the page tables of this process, in KiB.
 fn page_tables() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmPTE:")).unwrap();
@@ -264,7 +265,7 @@ fn private_memory_that_was_never_touched_gets_no_page_tables() {
     let Some(mut log) = log_of(&[&memory]) else { return };
     log.start().unwrap();
     assert_eq!(collected(&mut log, 0, pages as u64), []);
-    // For all of 16 GiB they are 32 MiB; other tests of this process have some of their own meanwhile.
+    // All of 16 GiB would need 32 MiB; other tests of this process allocate some of their own meanwhile.
     let more = page_tables().saturating_sub(before);
     assert!(more < 16 << 10, "{more} KiB of page tables more");
     log.stop().unwrap();
@@ -305,7 +306,7 @@ fn a_dropped_log_leaves_memory_to_the_next_one() {
 }
 
 #[test]
-fn misuse_and_memory_that_cannot_be_tracked_are_refused_in_words() {
+fn misuse_and_memory_that_cannot_be_tracked_are_refused_with_the_reason() {
     let memory = Memory::small(100);
     let other = Memory::small(64);
     let Some(mut log) = log_of(&[&memory, &other]) else { return };
@@ -318,15 +319,15 @@ fn misuse_and_memory_that_cannot_be_tracked_are_refused_in_words() {
     }
     // A hole in the middle.
     let hole = Memory::small(30);
-    // SAFETY: a part of our own mapping, that nobody uses; unmapping it again when dropped is allowed.
+    // SAFETY: an unused part of our own mapping; unmapping it again on drop is allowed.
     unsafe { rustix::mm::munmap(hole.bytes().add(10 * PAGE_SIZE).cast(), PAGE_SIZE).unwrap() };
     let mut unmapped = WriteProtectLog::new(vec![range.clone(), hole.addresses()]).unwrap();
     let error = unmapped.start().unwrap_err();
     assert!(matches!(error, DirtyLogError::Unmapped { block: 1, .. }), "{error}");
-    // Block 0 was let go.
+    // Block 0 was released.
     log.start().unwrap();
     log.stop().unwrap();
-    // Memory that may not be written needs no log, and the kernel gives none.
+    // Memory that may not be written needs no log, and the kernel refuses one.
     let file = std::fs::File::open("/proc/self/exe").unwrap();
     let read_only = Memory::read_only_file(&file, 4);
     let mut log = WriteProtectLog::new(vec![read_only.addresses()]).unwrap();

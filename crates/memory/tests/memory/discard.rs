@@ -1,4 +1,4 @@
-//! Giving pages back, with the real kernel: what is refused, huge pages, and what the kernel keeps.
+//! Discarding pages with the real kernel: refusals, huge pages, and pages that the kernel keeps.
 
 use crate::missing_support::{HUGE, Kind, Memory, content, open, stamp};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -9,13 +9,13 @@ use sterna_memory::discard::{DiscardError, Discardable};
 use sterna_memory::missing::MissingPages;
 
 #[test]
-fn memory_that_is_not_what_it_was_said_to_be_is_refused() {
+fn memory_that_differs_from_its_declaration_is_refused() {
     let Some(anonymous) = Memory::new(Kind::Anonymous, 16) else { return };
     let Some(memfd) = Memory::new(Kind::Memfd, 16) else { return };
     let other = File::from(memfd_create("other", MemfdFlags::CLOEXEC).unwrap());
     let disk = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = memfd.file.as_ref().unwrap().as_fd();
-    // SAFETY: of the tests' memory, and refused, so nothing is done to it.
+    // SAFETY: the test's memory; the call is refused and does nothing.
     let refused = unsafe {
         [
             Discardable::anonymous(memfd.addresses(), PAGE_SIZE),
@@ -35,9 +35,9 @@ fn memory_that_is_not_what_it_was_said_to_be_is_refused() {
     // SAFETY: as above.
     let error = unsafe { Discardable::file(memfd.addresses(), disk.as_fd(), 0) }.unwrap_err();
     assert!(matches!(error, DiscardError::FileSystem { .. }), "{error}");
-    // A part of a mapping is fine.
+    // A part of a mapping is accepted.
     let part = memfd.address(4)..memfd.address(8);
-    // SAFETY: of the test's memory.
+    // SAFETY: the test's memory.
     let part = unsafe { Discardable::file(part, file, 4 * PAGE_SIZE as u64) }.unwrap();
     (0..16).for_each(|page| memfd.fill(page, 0));
     part.discard(1..2).unwrap();
@@ -57,12 +57,12 @@ fn locked_memory_is_not_discarded_silently() {
     assert_eq!(memory.stamp(3), stamp(3, 0));
 }
 
-/// Makes huge pages of a range now, as khugepaged does in its time (Linux 6.1).
+/// Makes huge pages of a range now, as khugepaged does later (Linux 6.1).
 fn collapse(memory: &Memory) -> std::io::Result<()> {
     memory.advise(0..memory.pages(), 25)
 }
 
-/// Whether a discarded page came back, asked without touching it.
+/// Returns whether a discarded page is still missing, without touching it.
 fn is_missing(memory: &Memory, page: u64) -> bool {
     let mut resident = 1_u8;
     // SAFETY: within our mapping; the call writes one byte.
@@ -80,7 +80,7 @@ fn holes_in_huge_pages_stay_holes_because_huge_pages_are_forbidden_first() {
         let backing = memory.backing();
         backing.discard(700..701).unwrap();
         assert!(is_missing(&memory, 700));
-        // The danger, if this kernel shows it.
+        // The danger, if this kernel has it.
         match collapse(&memory) {
             Ok(()) => assert!(!is_missing(&memory, 700), "{kind:?}: a huge page has no holes"),
             Err(error) => println!("{kind:?}: no huge page was made again: {error}"),
@@ -93,7 +93,7 @@ fn holes_in_huge_pages_stay_holes_because_huge_pages_are_forbidden_first() {
         backing.allow_huge_pages().unwrap();
         assert!((0..pages).all(|page| memory.stamp(page) == if page == 700 { 0 } else { stamp(page, 0) }));
 
-        // And a set does all of that by itself.
+        // A set of missing pages does all of this.
         memory.fill(700, 0);
         let _ = collapse(&memory);
         let Some(userfault) = open(&memory) else { return };
@@ -115,7 +115,7 @@ fn a_page_that_the_kernel_keeps_of_a_pinned_huge_page_is_named() {
     let Some(memory) = Memory::new(Kind::MemfdTransparentHuge, pages) else { return };
     (0..pages).for_each(|page| memory.fill(page, 0));
     if let Err(error) = collapse(&memory) {
-        return println!("skipped: no huge page of shared memory is to be had: {error}");
+        return println!("skipped: no huge page of shared memory is available: {error}");
     }
     // Pages in a pipe are pinned.
     let (_out, into) = rustix::pipe::pipe().unwrap();
@@ -129,7 +129,7 @@ fn a_page_that_the_kernel_keeps_of_a_pinned_huge_page_is_named() {
         Err(error) => {
             assert!(matches!(error, DiscardError::StillThere { page: 700 }), "{error}");
             assert!(!is_missing(&memory, 700));
-            // Unpinned, it goes.
+            // Once it is not pinned any more, the page is discarded.
             drop((_out, into));
             backing.discard(700..710).unwrap();
         }

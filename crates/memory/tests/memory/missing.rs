@@ -1,4 +1,4 @@
-//! Missing pages with the real userfaultfd: memory of every kind, threads that touch and threads that place.
+//! Missing pages with the real userfaultfd: memory of every kind, threads that touch pages and threads that place them.
 
 // The guests that write here are x86-64 machine code.
 #![cfg(target_arch = "x86_64")]
@@ -23,13 +23,13 @@ use sterna_memory::userfault::wait::{FaultBuffer, Stop};
 use sterna_memory::userfault::{Faults, MISSING_SHMEM, Userfault, UserfaultError};
 
 const TOUCHERS: u64 = 3;
-/// Arrivals of the two channels, and of pages that were asked for.
+/// The versions that the two channels and the answers to requests place.
 const VERSIONS: [u64; 3] = [1, 2, 3];
-/// Of what must never be placed.
+/// A version that must never be placed.
 const LATE: u64 = 99;
 
 /// The key test. Threads read and write random pages while two channels place all stale pages in random order, with
-/// much that comes twice or was never stale, and faults are asked for and answered.
+/// many pages that arrive twice or were never stale, and faults are requested and answered.
 fn race(kind: Kind, seed: u64, reconnects: bool) {
     println!("{kind:?}, seed {seed:#x}");
     let units = if kind.is_hugetlb() { 6 } else { 600 };
@@ -47,7 +47,7 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
     (0..units).filter(|at| stale[*at as usize]).for_each(|at| missing.declare_stale(pages(at)).unwrap());
     let stale_pages = stale.iter().filter(|stale| **stale).count() as u64 * unit;
     assert_eq!(missing.stale_count(), stale_pages);
-    assert!(stale_pages > 0, "the seed must make something stale");
+    assert!(stale_pages > 0, "the seed must make some pages stale");
     let enough_asks = (stale_pages / unit).min(2);
 
     let first: Vec<AtomicU64> = (0..units * unit).map(|_| AtomicU64::new(0)).collect();
@@ -58,7 +58,7 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
         arrived.fetch_add(run.end - run.start, Ordering::Relaxed);
         placed.fetch_add(missing.place(run.start, &content(run, version)).unwrap(), Ordering::Relaxed);
     };
-    // What a page must read as, by whoever reads it whenever.
+    // The content that every reader must see at any time.
     let check = |page: u64, value: u64| {
         let at = (page / unit) as usize;
         match (stale[at], sent[at]) {
@@ -111,7 +111,7 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
                 let mut random = Random(seed.rotate_left(11 * channel as u32 + 31) | 1);
                 let (place, stale, missing, asks) = (&place, &stale, &missing, &asks);
                 scope.spawn(move || {
-                    // Not before some faults were answered, so that there are any.
+                    // Only after some faults were answered, so that there are any.
                     while asks.load(Ordering::Relaxed) < enough_asks {
                         std::thread::yield_now();
                     }
@@ -122,7 +122,7 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
                             place(pages(at), LATE);
                             continue;
                         }
-                        // Also runs that reach into what is there already.
+                        // Also runs that overlap pages that are present already.
                         let end = (at + 1 + random.below(4)).min(units);
                         let end = (at..end).find(|at| !stale[*at as usize]).unwrap_or(end);
                         place(at * unit..end * unit, VERSIONS[channel]);
@@ -140,13 +140,13 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
         stop.stop();
     });
     assert!(asks.into_inner() >= enough_asks);
-    assert!(reconnects || asked.iter().all(|times| times.load(Ordering::Relaxed) <= 1), "asked twice: {asked:?}");
+    assert!(reconnects || asked.iter().all(|times| times.load(Ordering::Relaxed) <= 1), "requested twice: {asked:?}");
     assert_eq!(placed.load(Ordering::Relaxed), stale_pages, "each page is placed once");
     assert_eq!(missing.dropped(), arrived.into_inner() - placed.into_inner());
     for page in 0..units * unit {
         let value = memory.stamp(page);
         check(page, value);
-        // Written before and after it came: nothing was lost, so nothing was replaced.
+        // Written before and after its arrival: no write was lost, so the page was not replaced.
         let written = writes[page as usize].load(Ordering::Relaxed) << 48;
         assert_eq!(memory.read(page, WRITTEN), value.wrapping_add(written), "page {page}");
     }
@@ -162,7 +162,7 @@ fn racing_threads_see_the_first_arrival_and_never_zeros_on_memory_of_every_kind(
 }
 
 #[test]
-fn faults_that_are_forgotten_again_and_again_come_again_and_none_hangs() {
+fn faults_that_are_forgotten_repeatedly_occur_again_and_none_hangs() {
     for kind in [Kind::Anonymous, Kind::Memfd, Kind::HugetlbMemfd] {
         for seed in [0x5EED_0011, 0x5EED_0012, 0x5EED_0013, 0x5EED_0014] {
             race(kind, seed, true);
@@ -170,7 +170,7 @@ fn faults_that_are_forgotten_again_and_again_come_again_and_none_hangs() {
     }
 }
 
-/// Memory of one kind, watched, with one unit stale.
+/// Watched memory of one kind, with one stale unit.
 struct OneStale {
     userfault: Arc<Userfault>,
     missing: MissingPages,
@@ -197,7 +197,7 @@ impl OneStale {
 }
 
 #[test]
-fn a_page_is_asked_for_once_by_all_that_miss_it_and_again_after_the_connection_was_lost() {
+fn a_missing_page_is_requested_once_and_again_after_the_connection_was_lost() {
     for kind in Kind::ALL {
         let _watchdog = Watchdog::new("asked once");
         let Some(one) = OneStale::new(kind) else { continue };
@@ -211,7 +211,8 @@ fn a_page_is_asked_for_once_by_all_that_miss_it_and_again_after_the_connection_w
                     scope.spawn(move || assert_eq!(one.memory.read(page, 7), stamp(page, 1)))
                 })
                 .collect();
-            // All four faults of each round: the first asks, the others wait. Both lost and found.
+            // All four faults of each round: the first one requests the page, the others wait. Both after a loss and
+            // without.
             let mut buffer = FaultBuffer::new();
             for _ in 0..3 {
                 let mut answers = Vec::new();
@@ -243,7 +244,7 @@ fn a_page_is_asked_for_once_by_all_that_miss_it_and_again_after_the_connection_w
 }
 
 #[test]
-fn what_is_wrong_with_an_arrival_is_said_and_changes_nothing() {
+fn an_invalid_arrival_is_an_error_and_changes_nothing() {
     for kind in [Kind::Memfd, Kind::HugetlbMemfd, Kind::HugetlbAnonymous] {
         let Some(one) = OneStale::new(kind) else { continue };
         let (first, pages) = (one.run.start, one.memory.pages());
@@ -279,7 +280,7 @@ fn pages_that_are_never_sent_read_as_zero_and_so_do_zero_pages() {
         let _watchdog = Watchdog::new("zero");
         let Some(one) = OneStale::new(kind) else { continue };
         let unit = one.memory.unit();
-        // A page of the block that nobody sent.
+        // A page of the block that was never sent.
         one.missing.backing().discard(2 * unit..3 * unit).unwrap();
         let stop = Stop::new().unwrap();
         std::thread::scope(|scope| {
@@ -295,7 +296,7 @@ fn pages_that_are_never_sent_read_as_zero_and_so_do_zero_pages() {
             }
             assert_eq!(reader.join().unwrap(), (0, 0));
             assert_eq!(answers, [Answer::ZeroFilled]);
-            // Whoever comes late finds it there.
+            // A late reader finds the page present.
             assert_eq!(one.missing.fault(one.memory.address(2 * unit)).unwrap(), Answer::Present);
         });
         assert_eq!(one.missing.place_zero(one.run.clone()).unwrap(), unit);
@@ -303,17 +304,17 @@ fn pages_that_are_never_sent_read_as_zero_and_so_do_zero_pages() {
         assert_eq!((one.memory.stamp(0), one.memory.stamp(unit), one.memory.stamp(2 * unit)), (stamp(0, 0), 0, 0));
         one.memory.fill(unit, 5);
         assert_eq!(one.memory.stamp(unit), stamp(unit, 5), "a zero page can be written");
-        // A fault that was taken before the end and is looked at after it: its thread was woken.
+        // A fault that was received before the end and is processed after it: its thread was woken.
         one.missing.backing().discard(2 * unit..3 * unit).unwrap();
         assert_eq!(one.missing.fault(one.memory.address(2 * unit)).unwrap(), Answer::Present);
     }
 }
 
 #[test]
-fn a_page_that_comes_back_by_itself_is_an_error_and_stays_stale() {
+fn a_stale_page_that_becomes_present_by_itself_is_an_error_and_stays_stale() {
     let Some(one) = OneStale::new(Kind::Memfd) else { return };
     let (page, file) = (one.run.start, one.memory.file.as_ref().unwrap());
-    // Another way to the same memory, as an unwatched mapping would be.
+    // Another access to the same memory, like an unwatched mapping.
     std::os::unix::fs::FileExt::write_all_at(file, &[7; 8], page * PAGE_SIZE as u64).unwrap();
     for _ in 0..2 {
         let error = one.missing.place(page, &one.content(1)).unwrap_err();
@@ -325,7 +326,7 @@ fn a_page_that_comes_back_by_itself_is_an_error_and_stays_stale() {
 }
 
 #[test]
-fn what_was_placed_before_an_error_counts_and_who_waits_for_the_rest_asks_again() {
+fn pages_placed_before_an_error_count_and_threads_that_wait_for_the_rest_request_again() {
     let _watchdog = Watchdog::new("after an error");
     let Some(one) = OneStale::new(Kind::Memfd) else { return };
     one.missing.declare_stale(10..20).unwrap();
@@ -354,7 +355,7 @@ fn what_was_placed_before_an_error_counts_and_who_waits_for_the_rest_asks_again(
 }
 
 #[test]
-fn without_memory_for_a_page_the_error_says_so_and_it_is_asked_for_again() {
+fn without_memory_for_a_page_the_error_reports_it_and_the_page_is_requested_again() {
     let _watchdog = Watchdog::new("no memory");
     let Some(one) = OneStale::new(Kind::HugetlbMemfd) else { return };
     let stop = Stop::new().unwrap();
@@ -371,7 +372,7 @@ fn without_memory_for_a_page_the_error_says_so_and_it_is_asked_for_again() {
             assert!(error.contains("the pool is empty"), "{error}");
             assert_eq!(one.missing.stale_count(), one.memory.unit());
             assert_eq!(next_fault(), Answer::Ask(one.run.clone()));
-            // The same for a page that is zero.
+            // The same for a zero page.
             assert!(matches!(one.missing.place_zero(one.run.clone()), Err(MissingError::NoHugePage { .. })));
             assert_eq!(next_fault(), Answer::Ask(one.run.clone()));
             let free = 2 * one.memory.unit();
@@ -403,7 +404,7 @@ fn a_block_of_several_mappings_is_placed_across_their_borders() {
 }
 
 #[test]
-fn an_unfinished_set_that_is_dropped_keeps_who_waits_from_reading_zeros() {
+fn an_unfinished_set_that_is_dropped_never_lets_waiting_threads_read_zeros() {
     let _watchdog = Watchdog::new("dropped");
     for kind in [Kind::Anonymous, Kind::Memfd, Kind::HugetlbMemfd] {
         let Some(OneStale { userfault, missing, run, memory }) = OneStale::new(kind) else { continue };
@@ -413,8 +414,8 @@ fn an_unfinished_set_that_is_dropped_keeps_who_waits_from_reading_zeros() {
             let mut buffer = FaultBuffer::new();
             assert_eq!(userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap().len(), 1);
             drop(missing);
-            assert_eq!(Arc::strong_count(&userfault), 2, "kept open, by nobody");
-            // Still watched: the reader, woken, finds the page missing again.
+            assert_eq!(Arc::strong_count(&userfault), 2, "kept open without an owner");
+            // Still watched: the reader is woken and finds the page missing again.
             userfault.wake(memory.addresses()).unwrap();
             assert_eq!(userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap().len(), 1);
             // SAFETY: of the test's memory, which atomics access only.
@@ -424,7 +425,7 @@ fn an_unfinished_set_that_is_dropped_keeps_who_waits_from_reading_zeros() {
         });
         userfault.unregister(memory.addresses()).unwrap();
     }
-    // Finished, or with nothing left: the last one to use it closes it.
+    // If it is finished or nothing is left, the last owner closes it.
     let Some(OneStale { userfault, missing, run, memory }) = OneStale::new(Kind::Anonymous) else { return };
     missing.place(run.start, &content(run.clone(), 1)).unwrap();
     missing.backing().discard(10..11).unwrap();
@@ -434,7 +435,7 @@ fn an_unfinished_set_that_is_dropped_keeps_who_waits_from_reading_zeros() {
 }
 
 #[test]
-fn an_abandoned_set_lets_go_of_who_waits() {
+fn an_abandoned_set_releases_waiting_threads() {
     let _watchdog = Watchdog::new("abandoned");
     let Some(OneStale { userfault, missing, run, memory }) = OneStale::new(Kind::Anonymous) else { return };
     let stop = Stop::new().unwrap();
@@ -444,13 +445,13 @@ fn an_abandoned_set_lets_go_of_who_waits() {
         missing.abandon().unwrap();
         assert_eq!(reader.join().unwrap(), 0);
     });
-    // It is not kept open as one with a waiting guest would be.
+    // It is not kept open, unlike one with a waiting guest.
     drop(missing);
     assert_eq!(Arc::strong_count(&userfault), 1);
 }
 
 #[test]
-fn stop_ends_readers_that_wait_and_those_that_come_later_also_when_there_are_faults() {
+fn stop_ends_waiting_and_later_readers_also_when_there_are_faults() {
     let _watchdog = Watchdog::new("stop");
     let Some(one) = OneStale::new(Kind::Anonymous) else { return };
     let stop = Stop::new().unwrap();
@@ -465,7 +466,7 @@ fn stop_ends_readers_that_wait_and_those_that_come_later_also_when_there_are_fau
                 })
             })
             .collect();
-        // Until both sleep in the kernel.
+        // Waits until both sleep in the kernel.
         for id in ids.iter().take(2) {
             let state = format!("/proc/self/task/{}/stat", id.as_raw_nonzero());
             while !std::fs::read_to_string(&state).unwrap().contains(") S ") {
@@ -481,7 +482,7 @@ fn stop_ends_readers_that_wait_and_those_that_come_later_also_when_there_are_fau
         let mut buffer = FaultBuffer::new();
         let faults = one.userfault.wait_faults(&other, &mut buffer).unwrap().unwrap();
         assert_eq!(faults[0].address(), one.memory.address(one.run.start));
-        // The fault is there again, and the stop goes first.
+        // The fault occurs again, but the stop is handled first.
         one.userfault.wake(one.memory.addresses()).unwrap();
         assert!(one.userfault.wait_faults(&stop, &mut buffer).unwrap().is_none());
         assert_eq!(one.userfault.wait_faults(&other, &mut buffer).unwrap().unwrap().len(), 1);
@@ -491,7 +492,7 @@ fn stop_ends_readers_that_wait_and_those_that_come_later_also_when_there_are_fau
 }
 
 #[test]
-fn a_copy_stops_at_a_page_that_is_there_and_says_what_it_did_before() {
+fn a_copy_stops_at_a_present_page_and_reports_its_progress() {
     let Some(memory) = Memory::new(Kind::Memfd, 8) else { return };
     memory.fill(3, 0);
     let Some(userfault) = open(&memory) else { return };
@@ -514,7 +515,7 @@ fn a_copy_stops_at_a_page_that_is_there_and_says_what_it_did_before() {
 }
 
 #[test]
-fn who_waits_for_a_page_that_appears_in_another_way_is_woken_by_the_copy() {
+fn a_thread_that_waits_for_a_page_that_appears_otherwise_is_woken_by_the_copy() {
     let _watchdog = Watchdog::new("appears");
     let Some(memory) = Memory::new(Kind::Memfd, 8) else { return };
     let Some(userfault) = open(&memory) else { return };
@@ -533,7 +534,7 @@ fn who_waits_for_a_page_that_appears_in_another_way_is_woken_by_the_copy() {
 }
 
 #[test]
-fn without_rights_the_error_says_what_to_set_and_old_kernels_are_named() {
+fn without_privileges_the_error_says_what_to_set_and_old_kernels_are_named() {
     let denied = || std::io::Error::from_raw_os_error(libc::EPERM);
     let words = UserfaultError::NotAllowed { device: denied(), call: denied() }.to_string();
     for part in ["/dev/userfaultfd", "CAP_SYS_PTRACE", "vm.unprivileged_userfaultfd=1", "seccomp"] {
@@ -553,7 +554,7 @@ fn without_rights_the_error_says_what_to_set_and_old_kernels_are_named() {
 }
 
 #[test]
-fn a_vcpu_waits_for_a_stale_page_and_goes_on_with_its_content() {
+fn a_vcpu_waits_for_a_stale_page_and_continues_with_its_content() {
     let _watchdog = Watchdog::new("vCPU");
     let memories = guest::BLOCKS.map(|pages| dirty_support::Memory::small(pages as usize));
     let Some(mut guest) = Guest::new(memories, 1, |_| true) else { return };
@@ -585,14 +586,14 @@ fn a_vcpu_waits_for_a_stale_page_and_goes_on_with_its_content() {
     });
     assert_eq!(asks.into_inner(), 4);
     for page in stale {
-        // The guest wrote four bytes, and the rest is the source's.
+        // The guest wrote four bytes; the rest is the source's.
         assert_ne!(guest.memories[0].word(page, 0).load(Ordering::Relaxed), stamp(page, 1));
         let rest = (1..WORDS).all(|word| guest.memories[0].word(page, word).load(Ordering::Relaxed) == stamp(page, 1));
         assert!(rest, "page {page}");
     }
 }
 
-/// Something that happens to a block during post-copy.
+/// An event of a block during post-copy.
 #[derive(Clone, Debug)]
 enum Step {
     Place(Range<u64>, u64),
@@ -631,7 +632,7 @@ proptest! {
         let _watchdog = Watchdog::new("any order");
         let Some(memory) = Memory::new(kind, PAGES) else { return Ok(()) };
         let Some(userfault) = open(&memory) else { return Ok(()) };
-        // What each page reads as: none while it is still at the source. And whether it was told to be asked for.
+        // The content of each page, `None` while it is still at the source; and whether a request for it was returned.
         let mut model: Vec<Option<u64>> = vec![Some(0); PAGES as usize];
         let mut asked = vec![false; PAGES as usize];
         for page in sent.into_iter().flatten() {
@@ -673,7 +674,7 @@ proptest! {
                     *was_asked |= model[page as usize].is_none();
                 }
                 Step::Write(page) => {
-                    // A guest that writes a page that is not at the source, whose fault is answered first.
+                    // A guest that writes a page that is not at the source; its fault is answered first.
                     if model[page as usize].is_some() {
                         missing.fault(memory.address(page)).unwrap();
                         memory.fill(page, 95);

@@ -1,4 +1,4 @@
-//! Missing pages of another process, which is a real one: watched, given back and filled from outside.
+//! Missing pages of another real process: watched, freed and filled from outside.
 
 use crate::dirty_support::process::{Process, copy_of, serve};
 use std::io;
@@ -15,18 +15,18 @@ use sterna_memory::userfault::wait::{FaultBuffer, Stop};
 
 const PAGES: usize = 64;
 
-/// What [`Process`] runs.
+/// The test that [`Process`] runs as a child.
 #[test]
 fn as_a_child() {
     serve();
 }
 
-/// A child that does itself what only it may do.
+/// A child that executes the calls that only it may make.
 #[derive(Debug)]
 struct Child {
     target: Arc<TargetProcess>,
     process: Mutex<Process>,
-    /// The number of its userfaultfd, which stays open there.
+    /// The number of the child's userfaultfd, which stays open there.
     userfault: Mutex<Option<String>>,
     /// The ranges of each advice that was given.
     advised: Mutex<Vec<(Advice, usize)>>,
@@ -34,7 +34,7 @@ struct Child {
 
 impl Child {
     fn start(kind: &str) -> Arc<Self> {
-        let process = Process::start(&format!("{kind}:{PAGES}")).expect("memory of small pages is to be had");
+        let process = Process::start(&format!("{kind}:{PAGES}")).expect("memory of small pages is available");
         let (target, userfault, advised) = (process.target(), Mutex::default(), Mutex::default());
         Arc::new(Self { target, process: Mutex::new(process), userfault, advised })
     }
@@ -43,7 +43,7 @@ impl Child {
         self.process.lock().unwrap().ask(command)
     }
 
-    /// Its memory as a guest's RAM of one block.
+    /// Returns the child's memory as a guest's RAM of one block.
     fn ram(self: &Arc<Self>, kind: &str) -> GuestRam {
         let addresses = self.process.lock().unwrap().addresses(0);
         let (start, bytes) = (addresses.start, addresses.len());
@@ -61,7 +61,7 @@ impl Child {
         GuestRam::new(vec![block]).unwrap().run_by(Arc::clone(self) as Arc<dyn GuestProcess>)
     }
 
-    /// How many of its threads wait for a page, by its own userfaultfd.
+    /// Returns how many of the child's threads wait for a page, by its userfaultfd.
     fn waiting(&self) -> u64 {
         let number = self.userfault.lock().unwrap().clone().unwrap();
         let info = std::fs::read_to_string(format!("/proc/{}/fdinfo/{number}", self.target.pid())).unwrap();
@@ -82,7 +82,7 @@ impl GuestProcess for Child {
     }
 
     fn close_userfault(&self) -> io::Result<()> {
-        let number = self.userfault.lock().unwrap().take().expect("it is closed once");
+        let number = self.userfault.lock().unwrap().take().expect("the descriptor is closed once");
         self.ask(&format!("close {number}"));
         Ok(())
     }
@@ -99,7 +99,7 @@ impl GuestProcess for Child {
     }
 }
 
-/// Content of a page by its first word.
+/// Returns the content of a page by its first word.
 fn page_of(word: u64) -> Vec<u8> {
     let mut content = vec![7; PAGE_SIZE];
     content[..8].copy_from_slice(&word.to_ne_bytes());
@@ -107,11 +107,11 @@ fn page_of(word: u64) -> Vec<u8> {
 }
 
 fn watched(userfault: &Arc<Userfault>, ram: &GuestRam) -> MissingPages {
-    let backing = ram.discardable(&ram.blocks()[0]).unwrap().expect("it can be given back");
+    let backing = ram.discardable(&ram.blocks()[0]).unwrap().expect("the block can be discarded");
     MissingPages::new(backing, Arc::clone(userfault)).unwrap()
 }
 
-/// Takes the next fault of the child, and returns what is to be done about it.
+/// Reads the next fault of the child, and returns the answer to it.
 fn next_fault(userfault: &Userfault, missing: &MissingPages) -> Answer {
     let (stop, mut buffer) = (Stop::new().unwrap(), FaultBuffer::new());
     let faults = userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap();
@@ -120,7 +120,7 @@ fn next_fault(userfault: &Userfault, missing: &MissingPages) -> Answer {
 }
 
 #[test]
-fn a_process_waits_for_its_missing_pages_and_finds_what_comes_from_outside() {
+fn a_process_waits_for_its_missing_pages_and_finds_pages_placed_from_outside() {
     for kind in ["small", "memfd"] {
         let child = Child::start(kind);
         child.ask("populate 0");
@@ -134,18 +134,18 @@ fn a_process_waits_for_its_missing_pages_and_finds_what_comes_from_outside() {
             let advised = child.advised.lock().unwrap();
             assert_eq!(advised[..], [(Advice::NoHugePage, 1), (Advice::DontNeed, 3)], "all ranges at once");
         }
-        // What is not stale is there as it was.
+        // Pages that are not stale are unchanged.
         assert_eq!(child.ask("read 0 0"), "1");
 
         child.process.lock().unwrap().send("read 0 3");
         assert_eq!(next_fault(&userfault, &missing), Answer::Ask(3..4));
         assert_eq!(missing.place(3, &page_of(333)).unwrap(), 1);
         assert_eq!(child.process.lock().unwrap().answer(), "333", "{kind}");
-        // What comes before it is missed costs no fault; zeros are zeros.
+        // Pages that arrive before they are accessed cause no fault; zero pages are zero.
         assert_eq!(missing.place(4, &page_of(444)).unwrap(), 1);
         assert_eq!(missing.place_zero(20..21).unwrap(), 1);
         assert_eq!((child.ask("read 0 4"), child.ask("read 0 20")), ("444".into(), "0".into()));
-        // What never came and is not stale reads as zero.
+        // Pages that never arrived and are not stale read as zero.
         let backing = ram.discardable(&ram.blocks()[0]).unwrap().unwrap();
         backing.discard(30..31).unwrap();
         child.process.lock().unwrap().send("read 0 30");
@@ -161,7 +161,7 @@ fn a_process_waits_for_its_missing_pages_and_finds_what_comes_from_outside() {
 }
 
 #[test]
-fn a_thread_that_waits_goes_on_waiting_when_the_filling_program_is_gone() {
+fn a_waiting_thread_continues_to_wait_when_the_filling_program_is_gone() {
     for kind in ["small", "memfd"] {
         let child = Child::start(kind);
         child.ask("populate 0");
@@ -172,18 +172,19 @@ fn a_thread_that_waits_goes_on_waiting_when_the_filling_program_is_gone() {
         missing.declare_stale(5..7).unwrap();
         child.process.lock().unwrap().send("read 0 5");
         assert_eq!(next_fault(&userfault, &missing), Answer::Ask(5..6));
-        // As the end of this program would: closes what it has of it, without ending the watching.
+        // Like the end of this program: closes its descriptor, without unregistering.
         std::mem::forget(missing);
         let userfault = Arc::into_raw(userfault);
         // SAFETY: made by `into_raw` just now; the copy that was forgotten with `missing` is never used nor dropped.
         unsafe { drop(std::ptr::read(userfault)) };
         assert_eq!(child.waiting(), 1, "{kind}: the page stays missing");
 
-        // By its copy the process can be helped after all: proof that it has waited, and not read zeros.
+        // The process's copy can still be used to fill the page: this proves that the process has waited, and not read
+        // zeros.
         let number = child.userfault.lock().unwrap().clone().unwrap();
         let copy = Userfault::from_descriptor(copy_of(child.target.pid(), number.parse().unwrap()), features).unwrap();
         let addresses = child.process.lock().unwrap().addresses(0);
-        // SAFETY: memory of the child, which accesses it by atomics.
+        // SAFETY: the child's memory, which it accesses by atomics.
         unsafe { copy.copy(addresses.start + 5 * PAGE_SIZE, &page_of(555)).unwrap() };
         assert_eq!(child.process.lock().unwrap().answer(), "555");
         copy.unregister(addresses).unwrap();
@@ -207,7 +208,7 @@ fn a_process_that_has_ended_is_noticed() {
 }
 
 #[test]
-fn huge_pages_of_a_pool_are_refused_in_words() {
+fn huge_pages_of_a_pool_are_refused_with_the_reason() {
     let Some(process) = Process::start("hugetlb:512") else { return };
     let (target, userfault, advised) = (process.target(), Mutex::default(), Mutex::default());
     let addresses = process.addresses(0);

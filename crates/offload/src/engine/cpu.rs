@@ -13,9 +13,9 @@ use sterna_memory::delta::{self, Created};
 use sterna_memory::scan::is_zero_raw;
 
 use crate::deflate::{Deflater, Inflater};
-use crate::engine::Run;
 use crate::operation::Operation;
 use crate::request::{Answer, Request};
+use crate::work::Run;
 
 /// Does the items of `run`.
 pub(crate) fn execute(request: &mut Request, run: Run) {

@@ -7,49 +7,23 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, RwLock};
-use std::time::Duration;
 
 use sterna_idxd::iaa::CompletionRecord as LongRecord;
 use sterna_idxd::{CompletionRecord, Descriptor, SubmitError, WorkQueue};
 use sterna_memory::PAGE_SIZE;
 
 use crate::arena::Slab;
-use crate::channel::Pools;
+use crate::common::Common;
 use crate::engine::queues::Takers;
-use crate::engine::{Kind, dsa, iaa};
-use crate::lease::Leases;
+use crate::kind::Kind;
 use crate::operation::Operation;
 use crate::region::Region;
-use crate::report::Statistics;
 use crate::request::Request;
-use crate::settings::Settings;
 use crate::share::{Grant, Predictor, Share};
 use crate::state::State;
 use crate::sync::lock_std;
 use crate::time::{Bell, Nanos};
 use crate::trace::Trace;
-
-/// The process's offload state that engines use.
-#[derive(Clone, Debug)]
-pub(crate) struct Common {
-    pub(crate) settings: Settings,
-    pub(crate) statistics: Arc<Statistics>,
-    pub(crate) leases: Arc<Leases>,
-    pub(crate) pools: Vec<Arc<Pools>>,
-    pub(crate) closers: Arc<Closers>,
-}
-
-impl Common {
-    pub(crate) fn patience(&self) -> Nanos {
-        // Limited so that the multiplication of deadlines cannot overflow.
-        u64::try_from(self.settings.patience.as_nanos()).unwrap_or(Nanos::MAX).clamp(1, Nanos::MAX / 16)
-    }
-
-    fn pools(&self, node: Option<u32>) -> &Arc<Pools> {
-        let of_node = self.pools.iter().find(|pools| node.is_some() && pools.shape().node == node);
-        of_node.unwrap_or(&self.pools[0])
-    }
-}
 
 /// One queue of a device.
 #[derive(Debug)]
@@ -214,13 +188,14 @@ impl std::fmt::Debug for Device {
 }
 
 impl Device {
-    /// Makes a device of these queues, all of which have been tested.
-    pub(crate) fn new(number: u64, queues: Vec<Arc<WorkQueue>>, common: &Common) -> Arc<Self> {
+    /// Makes a device of these queues, all of which have been tested. `code` returns the device's opcode of an operation, where it has one.
+    pub(crate) fn new(
+        number: u64,
+        queues: Vec<Arc<WorkQueue>>,
+        code: fn(Operation) -> Option<u8>,
+        common: &Common,
+    ) -> Arc<Self> {
         let info = Arc::clone(&queues[0].info().device);
-        let code = match info.kind {
-            sterna_idxd::Kind::Dsa => dsa::code,
-            sterna_idxd::Kind::Iaa => iaa::code,
-        };
         let takers = Operation::ALL.map(|operation| match code(operation) {
             Some(code) => Takers::of(queues.iter().map(|queue| queue.info()), code),
             None => Takers::default(),
@@ -363,7 +338,7 @@ impl Device {
         request.go(State::Free);
         // No part of it is in the device any more, whatever its records show.
         request.work.reset();
-        self.common.pools(request.node()).put(request);
+        self.common.pools.of(request.node()).put(request);
     }
 
     /// Drains and closes its queues. Returns when the device is quiet, or never.
@@ -502,81 +477,5 @@ impl Drop for Device {
             );
             std::mem::forget(quarantine.requests);
         }
-    }
-}
-
-/// Closes devices, on threads of its own or when called.
-#[derive(Debug)]
-pub(crate) struct Closers {
-    threads: bool,
-    jobs: Mutex<Jobs>,
-    ended: Bell,
-}
-
-#[derive(Default)]
-struct Jobs {
-    waiting: Vec<Job>,
-    running: usize,
-}
-
-type Job = Box<dyn FnOnce() + Send>;
-
-impl std::fmt::Debug for Jobs {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} waiting, {} running", self.waiting.len(), self.running)
-    }
-}
-
-impl Closers {
-    pub(crate) fn new(threads: bool) -> Arc<Self> {
-        Arc::new(Self { threads, jobs: Mutex::default(), ended: Bell::default() })
-    }
-
-    fn run(self: &Arc<Self>, job: Job) {
-        if !self.threads {
-            lock_std(&self.jobs).waiting.push(job);
-            return;
-        }
-        lock_std(&self.jobs).running += 1;
-        let closers = Arc::clone(self);
-        let started = std::thread::Builder::new().name("offload-close".into()).spawn(move || {
-            job();
-            lock_std(&closers.jobs).running -= 1;
-            closers.ended.ring();
-        });
-        if let Err(error) = started {
-            // The job is lost and with it the proof: memory that the device may write is kept for ever.
-            tracing::error!(%error, "no thread to close an accelerator with");
-            lock_std(&self.jobs).running -= 1;
-        }
-    }
-
-    /// Closes the devices that wait to be closed, where there are no threads.
-    pub(crate) fn run_waiting(&self) {
-        let waiting = std::mem::take(&mut lock_std(&self.jobs).waiting);
-        waiting.into_iter().for_each(|job| job());
-    }
-
-    /// Waits until all devices are closed, at most `at_most`. Returns whether they are.
-    pub(crate) fn wait(&self, at_most: Duration) -> bool {
-        let end = std::time::Instant::now() + at_most;
-        loop {
-            let heard = self.ended.heard();
-            let left = end.saturating_duration_since(std::time::Instant::now());
-            if lock_std(&self.jobs).running == 0 {
-                return true;
-            }
-            if left.is_zero() {
-                return false;
-            }
-            self.ended.wait(heard, Some(left));
-        }
-    }
-}
-
-impl Drop for Closers {
-    fn drop(&mut self) {
-        // A device is closed by running a job. Dropping the job would close the device without ending its quarantine.
-        std::mem::forget(std::mem::take(&mut lock_std(&self.jobs).waiting));
     }
 }

@@ -3,7 +3,7 @@
 use sterna_idxd::{Completion, Descriptor, Operation as Code, Status};
 
 use crate::engine::parts::{Dialect, Meaning};
-use crate::engine::{Cause, Kind};
+use crate::kind::{Cause, Kind};
 use crate::operation::Operation;
 use crate::request::{Answer, Request};
 
@@ -71,10 +71,14 @@ impl Dialect for Dsa {
     fn read(&self, request: &Request, item: usize, _part: usize, completion: &Completion) -> Meaning {
         meaning(request, item, completion)
     }
+
+    fn member(&self, request: &Request, item: usize, completion: &Completion) -> Meaning {
+        meaning(request, item, completion)
+    }
 }
 
 /// Returns what the record of item `item` means, whether it is a part of its own or a member of a batch.
-pub(crate) fn meaning(request: &Request, item: usize, completion: &Completion) -> Meaning {
+fn meaning(request: &Request, item: usize, completion: &Completion) -> Meaning {
     let Completion { status, result, bytes_completed, .. } = *completion;
     let of = request.items[item];
     match (status, request.operation) {

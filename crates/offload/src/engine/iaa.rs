@@ -7,7 +7,7 @@ use sterna_idxd::iaa::{
 use sterna_idxd::{Completion, Descriptor, Status};
 
 use crate::engine::parts::{Dialect, Meaning};
-use crate::engine::{Cause, Kind};
+use crate::kind::{Cause, Kind};
 use crate::operation::Operation;
 use crate::request::{Answer, Request};
 
@@ -119,5 +119,10 @@ impl Dialect for Iaa {
             (status, _) if status.is_rejected() => Meaning::Rest(Cause::Unsuitable),
             (status, _) => Meaning::Broken(status),
         }
+    }
+
+    /// IAA has no batches, and so no members of one.
+    fn member(&self, _: &Request, _: usize, _: &Completion) -> Meaning {
+        Meaning::Rest(Cause::DeviceError)
     }
 }

@@ -5,179 +5,23 @@
 //! changes.
 
 pub(crate) mod cpu;
+#[cfg(feature = "accel")]
 pub(crate) mod device;
+#[cfg(feature = "accel")]
 pub(crate) mod dsa;
+#[cfg(feature = "accel")]
 pub(crate) mod iaa;
-pub(crate) mod lists;
+#[cfg(feature = "accel")]
 pub(crate) mod parts;
+#[cfg(feature = "accel")]
 pub(crate) mod queues;
 
-use std::fmt::{Debug, Display, Formatter};
+use std::fmt::Debug;
 
-use serde::Serialize;
-
-use crate::channel::Outcome;
-use crate::engine::lists::Lists;
-use crate::engine::parts::Parts;
+use crate::kind::{Cause, Kind};
 use crate::operation::Operation;
-use crate::request::{Request, Shape};
-use crate::share::Grant;
-use crate::time::{NEVER, Nanos};
-
-/// A kind of engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum Kind {
-    /// The CPU, always available.
-    Cpu,
-    /// Intel Data Streaming Accelerator.
-    Dsa,
-    /// Intel In-Memory Analytics Accelerator.
-    Iaa,
-}
-
-impl Kind {
-    /// Returns its name, as in `--accel`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Cpu => "cpu",
-            Self::Dsa => "dsa",
-            Self::Iaa => "iaa",
-        }
-    }
-}
-
-/// Why work that an accelerator could have done was done by the CPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Cause {
-    /// A page was not present for the device.
-    PageFault,
-    /// The queue stayed full.
-    QueueFull,
-    /// The device reported an error.
-    DeviceError,
-    /// The device did not answer.
-    Timeout,
-    /// The device's result was wrong.
-    WrongResult,
-    /// No device was in service.
-    OutOfService,
-    /// The CPU was expected to be faster.
-    Spilled,
-    /// The device does not accept such items.
-    Unsuitable,
-}
-
-impl Display for Cause {
-    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::PageFault => "a page was not there for the device",
-            Self::QueueFull => "the queue stayed full",
-            Self::DeviceError => "the device failed",
-            Self::Timeout => "the device did not answer",
-            Self::WrongResult => "the device was wrong",
-            Self::OutOfService => "no device was in service",
-            Self::Spilled => "the CPU was expected to be sooner",
-            Self::Unsuitable => "the device does not take such items",
-        })
-    }
-}
-
-impl Cause {
-    /// All causes.
-    pub const ALL: [Self; 8] = [
-        Self::PageFault,
-        Self::QueueFull,
-        Self::DeviceError,
-        Self::Timeout,
-        Self::WrongResult,
-        Self::OutOfService,
-        Self::Spilled,
-        Self::Unsuitable,
-    ];
-}
-
-/// Consecutive items.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
-    pub(crate) first: u32,
-    pub(crate) count: u32,
-}
-
-/// An accelerator's part of a request.
-#[derive(Debug)]
-pub(crate) struct Work {
-    lists: Option<Lists>,
-    /// The engine that has it, as an index into the table.
-    pub(crate) engine: usize,
-    /// When to look at it again.
-    pub(crate) due: Nanos,
-    /// Completions of its channel when it was made to wait.
-    pub(crate) seen: u64,
-    /// The items left for the CPU.
-    pub(crate) rest: Vec<Run>,
-    /// The outcome to report.
-    pub(crate) outcome: Outcome,
-    /// The positions of its parts.
-    pub(crate) parts: Parts,
-    /// Members of batches whose records have to be read.
-    pub(crate) review: Vec<Run>,
-    /// The share's permission, while a device has the request.
-    pub(crate) grant: Option<Grant>,
-    /// When a device first got a part of it.
-    pub(crate) begun: Nanos,
-    /// The share expected the CPU to be faster: it is notified how long the CPU took.
-    pub(crate) spilled: bool,
-    /// No device has had any of it: the CPU does all of it, and it is counted as such.
-    pub(crate) by_cpu: bool,
-}
-
-impl Work {
-    pub(crate) fn new(shape: Shape) -> Self {
-        Self {
-            lists: shape.device.then(|| Lists::new(shape)),
-            engine: 0,
-            due: NEVER,
-            seen: 0,
-            rest: Vec::with_capacity(shape.pages),
-            outcome: Outcome::Done,
-            parts: Parts::default(),
-            review: Vec::with_capacity(shape.pages),
-            grant: None,
-            begun: 0,
-            spilled: false,
-            by_cpu: false,
-        }
-    }
-
-    pub(crate) fn reset(&mut self) {
-        self.due = NEVER;
-        self.rest.clear();
-        self.outcome = Outcome::Done;
-        self.parts = Parts::default();
-        self.review.clear();
-        (self.spilled, self.by_cpu) = (false, false);
-        debug_assert!(self.grant.is_none(), "a grant is released when the device is done");
-    }
-
-    /// Takes the descriptors and records, to be leaked.
-    pub(crate) fn take_lists(&mut self) -> Option<Lists> {
-        self.lists.take()
-    }
-
-    /// Returns the descriptors and records.
-    pub(crate) fn lists(&self) -> &Lists {
-        self.lists.as_ref().expect("requests of a process with accelerators have lists")
-    }
-
-    /// Returns how many bytes a device may write, without the buffer.
-    pub(crate) fn bytes(&self) -> usize {
-        self.lists.as_ref().map_or(0, Lists::bytes)
-    }
-}
+use crate::request::Request;
+use crate::time::Nanos;
 
 /// An engine's decision about a new request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

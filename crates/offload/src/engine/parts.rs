@@ -13,16 +13,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use crate::engine::device::Device;
-use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run, Whose};
+use crate::engine::{Begun, Engine, Progress, Whose};
+use crate::kind::{Cause, Kind};
 use crate::operation::Operation;
 use crate::request::{Answer, Item, Request};
 use crate::share::{AdmissionDecision, Ask};
 use crate::state::State;
 use crate::sync::lock_std;
 use crate::time::{NEVER, Nanos};
-
-/// The most parts of one request in a device at once.
-pub(crate) const PARTS: usize = 8;
+use crate::work::{Form, PARTS, Part, Parts, Place, Run};
 
 /// The first pause after a refused submission; it doubles.
 const FIRST_PAUSE: Nanos = 2_000;
@@ -35,67 +34,6 @@ const SHORTEST_RUN: u32 = 1;
 /// Adjacent pages that are submitted as one range where a batch is possible too.
 const WORTH_A_RUN: u32 = 16;
 const MAX_RUN: u32 = 128;
-
-/// The form of a part.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Form {
-    /// Items as members of a batch.
-    #[default]
-    Batch,
-    /// One item.
-    Single,
-    /// Adjacent pages, as one range.
-    Range,
-}
-
-/// The position of a part.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Place {
-    #[default]
-    Nowhere,
-    /// To be submitted.
-    Waiting,
-    /// With the device.
-    InDevice,
-}
-
-/// A part.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Part {
-    place: Place,
-    form: Form,
-    run: (u32, u32),
-    submitted: Nanos,
-    /// Its number in the trace.
-    traced: u64,
-    due: Nanos,
-    deadline: Nanos,
-}
-
-/// The parts of a request.
-#[derive(Debug, Default)]
-pub(crate) struct Parts {
-    parts: [Part; PARTS],
-    device: usize,
-    queue: usize,
-    /// Items before this one have been assigned to parts.
-    cursor: u32,
-    /// Consecutive refused submissions, and when the next may be tried.
-    refusals: u32,
-    not_before: Nanos,
-    /// The share of `device` has made it wait, and expects another request for admission.
-    waits: bool,
-    /// The most bytes of a part, where the share reports that others wait.
-    max_bytes: u64,
-    /// Whether pages are expected to be zero.
-    expect_zero: bool,
-    /// Whether nearly all of them are.
-    expect_run: bool,
-    /// Pages of the next range.
-    stride: u32,
-    /// Measured device time, summed over all parts.
-    nanos: Nanos,
-}
 
 /// The meaning of a device's result for one item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,6 +66,9 @@ pub(crate) trait Dialect: std::fmt::Debug + Send + Sync {
 
     /// Returns what the record of part `part`, which holds item `item` alone, means.
     fn read(&self, request: &Request, item: usize, part: usize, completion: &Completion) -> Meaning;
+
+    /// Returns what the record of item `item`, a member of a batch, means.
+    fn member(&self, request: &Request, item: usize, completion: &Completion) -> Meaning;
 }
 
 /// The engine over all devices of dialect `D`.
@@ -644,7 +585,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
                 let meaning = match request.work.lists().member(item).poll() {
                     // Abandoned, or behind a page of the list that was not present.
                     None => Meaning::Rest(Cause::PageFault),
-                    Some(completion) => crate::engine::dsa::meaning(request, item, &completion),
+                    Some(completion) => self.dialect.member(request, item, &completion),
                 };
                 self.mean(request, item, meaning);
             }
@@ -692,20 +633,6 @@ impl<D> Accelerator<D> {
     fn give_grant_back(&self, request: &mut Request, now: Nanos) {
         let device = &self.devices[request.work.parts.device];
         device.give_back(request.work.grant.take(), None, now);
-    }
-}
-
-impl Parts {
-    /// Returns when the first of them is worth a look; [`NEVER`] when there is none.
-    fn due(&self) -> Nanos {
-        let with = |place| self.parts.iter().filter(move |part| part.place == place).map(|part| part.due);
-        // Parts are submitted in order: those behind a waiting part wait for it.
-        with(Place::InDevice).chain(with(Place::Waiting).take(1)).min().unwrap_or(NEVER)
-    }
-
-    /// Returns whether a device has any of them.
-    pub(crate) fn with_device(&self) -> bool {
-        self.parts.iter().any(|part| part.place == Place::InDevice)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Parses what QEMU's monitor prints about RAM blocks: tables made for people, parsed strictly.
 //!
-//! `info ramblock` is `ram_block_format()` in QEMU's physmem.c: name, page size (`4 KiB`, `2 MiB`), offset, used, total;
-//! since 8.0 also the host address and `ro`/`rw`. `info mtree -f` is `mtree_print_flatview()` in memory.c.
+//! `info ramblock` is `ram_block_format()` in QEMU's physmem.c: name, page size (`4 KiB`, `2 MiB`), offset, used,
+//! total; since 8.0 also the host address and `ro`/`rw`. `info mtree -f` is `mtree_print_flatview()` in memory.c.
 
 use serde_json::Value;
 
@@ -17,7 +17,7 @@ pub struct ListedBlock {
     pub page_size: u64,
     /// Bytes in use.
     pub used: u64,
-    /// Bytes that it may grow to.
+    /// Bytes to which it may grow.
     pub total: u64,
     /// Host address; from 8.0 on.
     pub address: Option<u64>,
@@ -48,8 +48,8 @@ pub(super) fn ram_blocks(text: &str) -> Result<Vec<ListedBlock>, DiscoverError> 
     let mut blocks = Vec::new();
     for line in lines {
         let block = ram_block(line, has_address).ok_or_else(|| not_understood(line))?;
-        // QEMU names the blocks that it migrates (`vmstate_register_ram` in migration/savevm.c), and moves no other: a memory backend that
-        // no device uses, for instance.
+        // QEMU names the blocks that it migrates (`vmstate_register_ram` in migration/savevm.c), and moves no other: a
+        // memory backend that no device uses, for instance.
         if !block.name.is_empty() {
             blocks.push(block);
         }
@@ -125,11 +125,11 @@ pub(super) fn device_memory(answer: &Value) -> Vec<(String, String)> {
         .collect()
 }
 
-/// How many places of a block in the flat view are asked for their host address; all of them must agree.
+/// Number of addresses of a block in the flat view whose host addresses are queried; all of them must agree.
 const CROSS_CHECKS: usize = 4;
 
-/// Finds a block's host address by its guest physical addresses: QEMU before 8.0 does not list the host address, but translates
-/// guest physical addresses. The inner error is the reason why the address is not known.
+/// Finds a block's host address by its guest physical addresses: QEMU before 8.0 does not list the host address, but
+/// translates guest physical addresses. The inner error is the reason why the address is not known.
 pub(super) fn address_from_view(
     view: &str,
     block: &ListedBlock,

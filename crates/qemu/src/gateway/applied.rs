@@ -7,9 +7,8 @@
 
 use std::ops::Range;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use sterna_engine::send::MAX_REFUSED;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::delta::apply;
@@ -78,22 +77,17 @@ impl DeltaBuffer {
 pub(super) struct MissingPages {
     blocks: OnceLock<Vec<AtomicPageBitmap>>,
     pages: AtomicU64,
-    packets: AtomicU32,
 }
 
 impl MissingPages {
-    /// Records that the normal pages of `runs` arrived damaged. Returns false if too many packets were damaged already.
-    pub(super) fn add(&self, shapes: &[BlockShape], block: u16, runs: &[Run]) -> bool {
-        if self.packets.fetch_add(1, Ordering::Relaxed) >= MAX_REFUSED {
-            return false;
-        }
+    /// Records that the normal pages of `runs` arrived damaged. The source ends the migration where too many do.
+    pub(super) fn add(&self, shapes: &[BlockShape], block: u16, runs: &[Run]) {
         let none = || shapes.iter().map(|shape| AtomicPageBitmap::new(shape.pages)).collect();
         let pages = &self.blocks.get_or_init(none)[usize::from(block)];
         for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
             let new = pages.test_and_set(run.first..run.end(), |_| {});
             self.pages.fetch_add(new, Ordering::AcqRel);
         }
-        true
     }
 
     /// Removes the pages of `runs`, which have arrived undamaged. Returns whether any of them was missing.
@@ -224,17 +218,13 @@ mod tests {
         let missing = MissingPages::default();
         assert!(!missing.remove(1, &[run(RunKind::Normal, 0, 100)]));
         // Zero pages of a damaged packet are placed from its table, and a page counts once.
-        assert!(missing.add(&shapes, 1, &[run(RunKind::Normal, 3, 4), run(RunKind::Zero, 50, 9)]));
-        assert!(missing.add(&shapes, 1, &[run(RunKind::Normal, 5, 4)]));
+        missing.add(&shapes, 1, &[run(RunKind::Normal, 3, 4), run(RunKind::Zero, 50, 9)]);
+        missing.add(&shapes, 1, &[run(RunKind::Normal, 5, 4)]);
         assert_eq!(missing.pages(), 6);
         assert!(!missing.remove(0, &[run(RunKind::Normal, 0, 10)]) && !missing.remove(1, &[run(RunKind::Zero, 9, 9)]));
         assert!(missing.remove(1, &[run(RunKind::Zero, 0, 5), run(RunKind::Normal, 8, 1)]));
         assert_eq!(missing.pages(), 3);
         assert!(missing.remove(1, &[run(RunKind::Normal, 0, 100)]));
         assert_eq!(missing.pages(), 0);
-        for _ in 2..MAX_REFUSED {
-            assert!(missing.add(&shapes, 0, &[run(RunKind::Normal, 0, 1)]));
-        }
-        assert!(!missing.add(&shapes, 0, &[run(RunKind::Normal, 0, 1)]), "too many packets were refused");
     }
 }

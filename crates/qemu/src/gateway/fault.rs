@@ -9,11 +9,30 @@
 
 use std::time::Duration;
 
+use sterna_engine::report::{Observer, Progress, ReceiveProgress};
 use sterna_wire::switchover::{CrashPoint, Moment, Step};
 
-/// Marks that the process has reached `step`.
-pub(super) fn point(moment: Moment, step: Option<Step>) {
-    if let Some(step) = step {
+/// An observer that passes everything on, and stops or kills the process at the steps that a test chose.
+pub(super) struct WithFaultPoints<'a>(pub(super) &'a dyn Observer);
+
+impl Observer for WithFaultPoints<'_> {
+    fn progress(&self, progress: &Progress) {
+        self.0.progress(progress);
+    }
+
+    fn received(&self, progress: &ReceiveProgress) {
+        self.0.received(progress);
+    }
+
+    fn note(&self, text: &str) {
+        self.0.note(text);
+    }
+
+    fn listening(&self, address: &str) {
+        self.0.listening(address);
+    }
+
+    fn step(&self, moment: Moment, step: Step) {
         reached(CrashPoint { moment, step });
     }
 }

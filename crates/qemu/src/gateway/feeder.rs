@@ -16,7 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use sterna_engine::abort::Abort;
-use sterna_engine::receive::{Sink, SinkError};
+use sterna_engine::receive::{ChannelSink, DeviceBufferSink, PageSink, SinkError, StreamSink};
 use sterna_engine::session::Sinks;
 use sterna_memory::place::{Piece, Place};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
@@ -488,7 +488,7 @@ impl RamSink {
     }
 }
 
-impl Sink for RamSink {
+impl PageSink for RamSink {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::clone(&self.feeder.feeding()?.shapes))
     }
@@ -526,9 +526,10 @@ impl Sink for RamSink {
         let BlockPlacement::Direct { place, received } = &feeding.blocks[usize::from(block)].placement else {
             return Ok(false);
         };
-        if !self.feeder.agreed.send_again || !self.feeder.missing.add(&feeding.shapes, block, runs) {
+        if !self.feeder.agreed.send_again {
             return Ok(false);
         }
+        self.feeder.missing.add(&feeding.shapes, block, runs);
         // The packet's table is undamaged, so its zero pages are placed now: they are not retransmitted.
         for run in runs.iter().filter(|run| run.kind == RunKind::Zero) {
             Self::place(&**place, received, &[*run], &[])?;
@@ -542,8 +543,16 @@ impl Sink for RamSink {
         self.generation = generation;
         Ok(())
     }
+}
 
-    fn device_state(&mut self, device: DeviceLabel<'_>, content: &[u8]) -> Result<(), SinkError> {
+/// Handles the device state that QEMU sends on the multifd channel of one RAM channel.
+struct MultifdDeviceSink {
+    feeder: Arc<Feeder>,
+    channel: usize,
+}
+
+impl DeviceBufferSink for MultifdDeviceSink {
+    fn buffer(&mut self, device: DeviceLabel<'_>, content: &[u8]) -> Result<(), SinkError> {
         let feeding = self.feeder.feeding()?;
         let name = std::str::from_utf8(device.name).map_err(|_| "a device's name is not text")?;
         let multifd = feeding.multifd.get(self.channel).ok_or("device state without multifd channels")?;
@@ -568,22 +577,24 @@ impl FeederSinks {
 }
 
 impl Sinks for FeederSinks {
-    fn ram(&self, index: u16) -> Box<dyn Sink> {
-        Box::new(RamSink::new(&self.feeder, index))
+    fn ram(&self, index: u16) -> ChannelSink {
+        let devices = MultifdDeviceSink { feeder: Arc::clone(&self.feeder), channel: index.into() };
+        ChannelSink::new().with_pages(RamSink::new(&self.feeder, index)).with_device_buffers(devices)
     }
 
-    fn stream(&self) -> Box<dyn Sink> {
-        Box::new(StreamSink { feeder: Arc::clone(&self.feeder), news: Arc::clone(&self.news) })
+    fn stream(&self) -> ChannelSink {
+        let records = RecordSink { feeder: Arc::clone(&self.feeder), news: Arc::clone(&self.news) };
+        ChannelSink::new().with_stream(records)
     }
 }
 
 /// The sink of the stream channel.
-struct StreamSink {
+struct RecordSink {
     feeder: Arc<Feeder>,
     news: News,
 }
 
-impl Sink for StreamSink {
+impl StreamSink for RecordSink {
     fn stream(&mut self, kind: u16, content: &[u8]) -> Result<(), SinkError> {
         match kind {
             record::START => {

@@ -10,9 +10,7 @@ use sterna_engine::process;
 use sterna_engine::record_file::{now_ms, prepare, unsettled};
 use sterna_engine::session::Session;
 use sterna_wire::control::{Machine, Mode};
-use sterna_wire::switchover::{
-    ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter, SourceEvent, SourceGuest,
-};
+use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter, SourceGuest};
 
 use super::backlog::BacklogEntry;
 use super::sockets::{Listens, SocketPlace, accept_until};
@@ -30,6 +28,8 @@ const CANCELLING_TIME: Duration = Duration::from_secs(5);
 const YANK_TIME: Duration = Duration::from_secs(2);
 /// How long a QMP `quit` of the source may take: the kernel frees a guest's huge pages one by one.
 pub(super) const SOURCE_QUIT_TIME: Duration = Duration::from_secs(30);
+/// How long a destination QEMU may take to exit.
+pub(super) const QUIT_TIME: Duration = Duration::from_secs(10);
 /// How long a QEMU whose QMP connection has ended may take to exit.
 const EXIT_TIME: Duration = Duration::from_secs(5);
 /// Pause between two polls of a state for which QEMU has no event.
@@ -95,7 +95,11 @@ pub(super) fn machine(qmp: &Qmp, downtime: Duration) -> Machine {
 /// Fails if an earlier migration of this QEMU is not settled: its `recover` would act on the guest of the new migration.
 pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), GatewayError> {
     let Some(own) = identity(qmp) else { return Ok(()) };
-    match unsettled(state_dir).map_err(GatewayError::untouched)?.into_iter().find(|record| record.qemu == Some(own)) {
+    match unsettled(state_dir)
+        .map_err(GatewayError::untouched)?
+        .into_iter()
+        .find(|record| record.monitor_process == Some(own))
+    {
         Some(record) => Err(GatewayError::untouched(format_args!(
             "migration {} of this QEMU is not settled: run `sterna recover {}` first",
             record.migration, record.migration
@@ -165,8 +169,8 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
         fenced_peer: false,
         peer,
         mode: Mode::Owner,
-        qmp: socket.display().to_string(),
-        qemu: identity(qmp),
+        monitor_socket: socket.display().to_string(),
+        monitor_process: identity(qmp),
         settings_before: None,
         completion_permitted: false,
         pausing: false,
@@ -208,29 +212,28 @@ pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration)
     Ok(())
 }
 
-/// Ends the source QEMU after the destination has confirmed that the guest runs there, unless the record keeps it. A QEMU in
-/// a state in which no migration leaves it is not ended.
-pub(super) fn end_source(qmp: &Qmp, record: &Record) -> SourceEvent {
+/// Ends the source QEMU after the destination has confirmed that the guest runs there, unless the record keeps it. Returns the state of
+/// the guest here.
+///
+/// # Errors
+/// The QEMU still lives: it does not exit, or is in a state in which no migration leaves it.
+pub(super) fn end_source(qmp: &Qmp, record: &Record) -> Result<SourceGuest, String> {
     let left_behind = if record.mode == Mode::Direct { "paused" } else { "postmigrate" };
     match qmp.status().as_deref() {
         // An operator has resumed a guest that belongs to the destination: a contradiction, which `quit` must not hide.
-        Ok("running") => return SourceEvent::Guest(SourceGuest::Running),
+        Ok("running") => return Ok(SourceGuest::Running),
         // A QEMU that does not answer is ended as well.
         Ok(status) if status == left_behind => {}
         Err(_) => {}
         Ok(other) => {
-            let reason = format!(
+            return Err(format!(
                 "in the state {other}, in which no migration leaves it (somebody else has been at it), so that it was not ended"
-            );
-            return SourceEvent::Failed { reason };
+            ));
         }
     }
     match record.source_after {
-        SourceAfter::Keep => SourceEvent::Guest(SourceGuest::Completed),
-        SourceAfter::Quit => match quit(qmp, record.qemu, SOURCE_QUIT_TIME) {
-            Ok(()) => SourceEvent::Guest(SourceGuest::Gone),
-            Err(reason) => SourceEvent::Failed { reason },
-        },
+        SourceAfter::Keep => Ok(SourceGuest::Completed),
+        SourceAfter::Quit => quit(qmp, record.monitor_process, SOURCE_QUIT_TIME).map(|()| SourceGuest::Gone),
     }
 }
 

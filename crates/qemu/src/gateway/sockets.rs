@@ -265,7 +265,7 @@ impl SocketDir {
         let listener = made.directory.listen(SOCKET)?;
         if let Some(User { user, group }) = place.other_user {
             // No other user can write to the directory, so the name still means this socket.
-            made.directory.give_file(SOCKET, user, group)?;
+            made.directory.change_file_owner(SOCKET, user, group)?;
             made.directory.let_pass()?;
         }
         Ok((made, listener))
@@ -275,7 +275,7 @@ impl SocketDir {
     pub(super) fn for_qemu(place: &SocketPlace, id: MigrationId) -> io::Result<Self> {
         let made = Self::make(place, id, Listens::Qemu)?;
         if let Some(User { user, group }) = place.other_user {
-            made.directory.give(user, group)?;
+            made.directory.change_owner(user, group)?;
         }
         Ok(made)
     }

@@ -12,7 +12,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
 use sterna_engine::entry::{Entry, Pipeline};
-use sterna_engine::send::{Item, SendChannel};
+use sterna_engine::item::Item;
+use sterna_engine::send::SendChannel;
 use sterna_engine::window::WindowClosed;
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::packet::{BlockShape, RunKind};

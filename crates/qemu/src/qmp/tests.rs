@@ -1,5 +1,5 @@
-//! The client against a server in this process that behaves like QEMU (texts from 7.2 and 10.0), and against servers that do
-//! not.
+//! The client against a server in this process that behaves like QEMU (texts from 7.2 and 10.0), and against servers
+//! that do not.
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ impl Peer {
         self.stream.write_all(b"\r\n").unwrap();
     }
 
-    /// The next command, and its id.
+    /// Returns the next command, and its id.
     fn command(&mut self) -> (Value, u64) {
         let mut line = String::new();
         self.lines.read_line(&mut line).unwrap();
@@ -135,7 +135,7 @@ fn passed_deadline_is_none_and_not_an_error() {
 }
 
 #[test]
-fn refusal_carries_qemus_words() {
+fn a_refusal_contains_qemus_text() {
     let (_directory, path, server) = monitor(|mut peer| {
         peer.greet();
         let (_, id) = peer.command();
@@ -195,7 +195,7 @@ fn full_queue_of_a_busy_monitor_does_not_hang() {
 }
 
 #[test]
-fn socket_that_is_not_there_says_what_to_do() {
+fn a_missing_socket_is_an_error_that_says_what_to_do() {
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("missing");
     let error = Qmp::connect(&missing).unwrap_err().to_string();
@@ -207,7 +207,7 @@ fn socket_that_is_not_there_says_what_to_do() {
 }
 
 #[test]
-fn what_is_not_qmp_is_refused() {
+fn a_peer_that_does_not_speak_qmp_is_refused() {
     let long = "x".repeat(MAX_LINE + 1);
     let cases: [(&str, &str); 6] = [
         ("SSH-2.0-OpenSSH_9.2", "not JSON"),
@@ -231,7 +231,7 @@ fn what_is_not_qmp_is_refused() {
 }
 
 #[test]
-fn qemu_that_goes_away_ends_commands_and_waits_but_not_the_events_it_sent() {
+fn a_qemu_that_ends_fails_commands_and_waits_but_its_events_stay() {
     let (_directory, path, server) = monitor(|mut peer| {
         peer.greet();
         peer.command();
@@ -253,7 +253,7 @@ fn an_event_that_is_too_long_is_dropped_and_the_next_is_kept() {
         peer.greet();
         peer.send(&format!(r#"{{"event": "MIGRATION", "data": {{"status": "{}"}}}}"#, "x".repeat(MAX_EVENT_BYTES)));
         peer.send(r#"{"event": "STOP"}"#);
-        // Until the other side has looked.
+        // Until the other side has read everything.
         let _ = peer.lines.read_line(&mut String::new());
     });
     let qmp = Qmp::connect(&path).unwrap();

@@ -3,17 +3,17 @@
 use super::{DestinationState, Outcome, SwitchoverMessage};
 use crate::text::cleaned;
 
-/// The state of the destination's guest, as its monitor reports it.
+/// The state of the destination's guest, as its monitor (VMM) reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationGuest {
-    /// `inmigrate`: waits for a stream or is loading one.
+    /// Waits for the guest's state or is loading it (QEMU: `inmigrate`).
     Incoming,
     /// Loaded and paused.
     Paused,
     /// The guest runs.
     Running,
-    /// The process has ended, or another process answers at its socket. QEMU exits by itself when its stream breaks
-    /// off.
+    /// The monitor's process has ended, or another process answers at its socket. (QEMU exits by itself when its stream
+    /// breaks off.)
     Gone,
 }
 
@@ -29,20 +29,39 @@ pub enum DestinationEvent {
     Connected,
     /// The connection is gone, or has been silent for too long.
     ConnectionLost,
+    /// The data channels of the current incarnation have failed, while the control connection is still there. Before this
+    /// side is prepared this ends the migration; afterwards only post-copy still needs them.
+    ChannelsLost {
+        /// The reason, as text for people.
+        reason: String,
+    },
     /// The source sent a message.
     Message(SwitchoverMessage),
-    /// QMP has completed the `stop` that [`DestinationAction::ClearAutostart`] requested.
+    /// The guest will stay paused when it is loaded: the result of [`DestinationAction::ClearAutostart`].
     AutostartCleared,
-    /// Everything in the totals is placed, QEMU has sent SHUT(0) and reports `paused`.
+    /// Post-copy: a thread that touches a missing page waits from now on. The result of
+    /// [`DestinationAction::WatchMissingPages`].
+    MissingPagesWatched,
+    /// Everything in the totals is placed, the monitor has loaded all state and the guest is paused.
     AllPlacedAndLoaded,
     /// The number of *write leases*: pieces of guest RAM that an unresponsive accelerator may still write. 0 initially;
     /// reported whenever it changes. While there is a lease this side is not prepared: a late write would corrupt the
     /// running guest.
     WriteLeases(u32),
-    /// QEMU's state changed, or is the result of [`DestinationAction::Cont`] or [`DestinationAction::Quit`].
+    /// The guest's state changed, or is the result of [`DestinationAction::Cont`] or [`DestinationAction::Quit`].
     Guest(DestinationGuest),
+    /// Post-copy: no page is missing any more, and all discards were applied before that was determined. Reported before
+    /// every event that came after the last page was placed: a source's `MemoryLost`, or its fencing, counts only while
+    /// memory is missing.
+    MemoryComplete,
+    /// Post-copy: part of the guest's missing memory can never be placed. Whatever touches it waits for good.
+    MemoryFailed {
+        /// The reason, as text for people.
+        reason: String,
+    },
     /// An operator asserts that the source is gone for good and its guest cannot run. Without the source's process
-    /// there is no record to recover from, so a prepared destination commits by itself.
+    /// there is no record to recover from, so a prepared destination commits by itself; one that lacks memory can never
+    /// have it.
     SourceFenced,
     /// The migration must end: cancelled, a time limit, an error of the data plane; or the current action failed. A
     /// prepared destination may not abort by itself, and ignores this.
@@ -57,48 +76,68 @@ pub enum DestinationEvent {
 pub enum DestinationAction {
     /// Write the record durably and report `RecordWritten` or `RecordFailed`.
     WriteRecord(DestinationState),
-    /// Ensure that the guest stays paused when it is loaded, and report `AutostartCleared`. With QEMU: QMP
-    /// `migrate-incoming`, then `stop` while `inmigrate`; report when QMP has completed it. Until then not one byte of
-    /// the stream may reach QEMU: QEMU would start the guest when the stream ends.
+    /// Ensure that the guest stays paused when it is loaded, and report `AutostartCleared`. Until then not one byte of the
+    /// guest's state may reach a monitor that would start the guest by itself. (QEMU: `migrate-incoming`, then `stop`
+    /// while `inmigrate`; report when QMP has completed it.)
     ClearAutostart,
-    /// Let the stream through to QEMU and guest RAM.
+    /// Let the guest's memory and state through to the monitor.
     AcceptStream,
+    /// Post-copy: have all missing pages of guest RAM watched, and report `MissingPagesWatched`; or `Failed`, where that is
+    /// not possible.
+    WatchMissingPages,
+    /// Post-copy: close the data channels of older incarnations, wait for their threads, and admit those of the current
+    /// one. On its post-copy channel the list of missing pages is sent first.
+    RenewChannels,
+    /// Post-copy: all discards are applied. Report `MemoryComplete` as soon as no page is missing any more.
+    AwaitMemory,
     /// Send on the control channel; without a connection, drop the message.
     Send(SwitchoverMessage),
-    /// QMP `cont`; report `Guest(Running)`, or `Failed`.
+    /// Start the guest; report `Guest(Running)`, or `Failed`. In post-copy the monitor may touch a missing page on the way,
+    /// and so wait for the data channels, which work as far as the machine knows.
     Cont,
-    /// QMP `announce-self`.
+    /// Announce the guest's network addresses from here.
     AnnounceSelf,
-    /// End the QEMU process of this record, if it is still alive; report `Guest(Gone)`, or `Failed`.
+    /// End the monitor of this record, if it is still alive; report `Guest(Gone)`, or `Failed`.
     Quit,
+    /// Close the control connection, so that the source connects anew.
+    HangUp,
     /// Keep (or start) listening for the source.
     AwaitSource,
-    /// The migration has ended. The machine still answers a source that connects.
+    /// The migration has ended. The machine still answers a source that connects, until it returns
+    /// [`DestinationAction::Leave`]; a driver may stop answering earlier, after a time: `recover` answers later.
     Done(DestinationEnd),
+    /// After `Done`: the source needs no more answers. The process may end.
+    Leave,
 }
 
 /// The end of the migration at the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationEnd {
-    /// The guest runs here.
+    /// The guest runs here, with all of its memory.
     Running,
     /// Discarded; the guest never ran here.
     Discarded {
         /// Why.
         reason: String,
     },
-    /// It was committed here, and QEMU died before the guest was seen running.
+    /// It was committed here, and its monitor ended before the guest was seen running with all of its memory.
     Lost {
         /// What happened.
         reason: String,
     },
-    /// An action on QEMU failed; remedy the reason, then run `recover`.
+    /// Post-copy: the guest has run here, or may have, and part of its memory will never arrive. Whatever touches that part
+    /// waits for good. Nothing is changed: an operator ends the monitor.
+    MemoryLost {
+        /// What happened.
+        reason: String,
+    },
+    /// An action of the monitor failed; remedy the reason, then run `recover`.
     Stuck {
         /// What failed.
         reason: String,
     },
-    /// The record and QEMU contradict each other (a guest runs without a commit, or a QEMU is empty): another program
-    /// has interfered. Nothing is changed.
+    /// The record and the monitor contradict each other (a guest runs without a commit, or a monitor is empty): another
+    /// program has interfered. Nothing is changed.
     Conflict,
 }
 
@@ -110,24 +149,76 @@ enum Phase {
     WritingPrepared,
     Prepared,
     WritingCommitted,
+    /// The guest is about to be started. The machine leaves this phase before it returns.
+    Committed,
+    /// The guest is to be started once there are channels for its missing memory: what starts it may touch that memory.
+    AwaitingChannels,
     StartingGuest,
+    WritingRunningIncomplete,
+    /// The guest runs, and part of its memory is still at the source.
+    RunningIncomplete,
     WritingRunning,
     Running,
     WritingAborted,
     Quitting,
     Discarded,
     Lost,
+    MemoryLost,
     Conflict,
 }
 
 impl Phase {
     fn writing(self) -> bool {
         use Phase::*;
-        matches!(self, WritingStarted | WritingPrepared | WritingCommitted | WritingRunning | WritingAborted)
+        matches!(
+            self,
+            WritingStarted
+                | WritingPrepared
+                | WritingCommitted
+                | WritingRunningIncomplete
+                | WritingRunning
+                | WritingAborted
+        )
     }
 
     fn unprepared(self) -> bool {
         matches!(self, Self::ClearingAutostart | Self::Loading)
+    }
+
+    /// Returns whether `Done` was returned, and only the source may still need an answer.
+    fn ended(self) -> bool {
+        matches!(self, Self::Running | Self::Discarded | Self::Lost | Self::MemoryLost | Self::Conflict)
+    }
+}
+
+/// The channels of missing memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Channels {
+    /// Open, or admitted as soon as the source opens them.
+    Open,
+    /// The source must reconnect before there can be others.
+    Broken,
+}
+
+/// What is known of the guest's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Memory {
+    /// It is all placed before this side is prepared.
+    BeforeStart,
+    /// Post-copy was requested; the missing pages are not watched yet.
+    Unwatched,
+    /// Post-copy: part of it is at the source, and arrives over these channels.
+    Missing(Channels),
+    /// Post-copy: the last missing page was placed.
+    Complete,
+    /// Post-copy: part of it will never be placed.
+    Lost,
+}
+
+impl Memory {
+    /// Returns whether the guest can be started only without part of its memory, if at all.
+    fn incomplete(self) -> bool {
+        matches!(self, Self::Unwatched | Self::Missing(_) | Self::Lost)
     }
 }
 
@@ -135,11 +226,14 @@ impl Phase {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DestinationSwitchover {
     phase: Phase,
+    memory: Memory,
     connected: bool,
     /// An operator has asserted that the source is gone for good: do not wait for it.
     fenced_peer: bool,
-    prepare_heard: bool,
+    prepare_received: bool,
     loaded: bool,
+    /// The source knows the result.
+    source_left: bool,
     write_leases: u32,
     reason: String,
     /// Events that came while a record was being written.
@@ -147,57 +241,69 @@ pub struct DestinationSwitchover {
 }
 
 impl DestinationSwitchover {
-    /// Begins a switchover, on an open connection, before QEMU is touched.
+    /// Begins a switchover, on an open connection, before the monitor is touched.
     pub fn begin() -> (Self, Vec<DestinationAction>) {
         let mut machine = Self::at(Phase::WritingStarted);
         machine.connected = true;
         (machine, vec![DestinationAction::WriteRecord(DestinationState::Started)])
     }
 
-    /// Continues after a crash, from the record and from QEMU's present state. Without a record nothing was begun and
+    /// Continues after a crash, from the record and from the guest's present state. Without a record nothing was begun and
     /// there is nothing to recover.
+    ///
+    /// Where the record says that memory is missing, and the monitor shows that nothing is any more, the driver passes
+    /// [`DestinationState::Running`] instead of [`DestinationState::RunningIncomplete`]: the process that died may have
+    /// placed the last page before it could write that down.
     ///
     /// `fenced_peer` is an operator's assertion that the source's guest is gone for good and can never run. A prepared
     /// destination then commits by itself. If the source had aborted and resumed its guest before it went, this guest
     /// is older than the content of shared disks.
     pub fn recover(
         record: DestinationState,
-        qemu: DestinationGuest,
+        guest: DestinationGuest,
         fenced_peer: bool,
     ) -> (Self, Vec<DestinationAction>) {
-        use DestinationGuest as Q;
+        use DestinationGuest as G;
         use DestinationState as S;
         let mut machine = Self::at(Phase::Conflict);
         machine.fenced_peer = fenced_peer;
         machine.reason = "the destination was restarted before it was prepared".into();
         let mut actions = Vec::new();
-        match (record, qemu) {
-            (S::Running, _) => machine.write(Phase::Running, None, &mut actions),
+        if record.lacks_memory() {
+            // Only the process that died could place it.
+            machine.memory = Memory::Lost;
+            machine.reason = "the process that received the guest ended before all of its memory was here".into();
+        }
+        match (record, guest) {
+            (S::Running, _) => machine.running(&mut actions),
             // Sterna starts a guest only after a commit, so the record is outdated.
-            (S::Prepared | S::Committed, Q::Running) => {
-                machine.write(Phase::WritingRunning, Some(S::Running), &mut actions);
+            (S::Prepared | S::Committed, G::Running) => machine.write(S::Running, &mut actions),
+            (S::PreparedIncomplete | S::CommittedIncomplete, G::Running) => {
+                machine.write(S::RunningIncomplete, &mut actions);
             }
-            (S::Prepared, Q::Paused) if fenced_peer => {
-                machine.write(Phase::WritingCommitted, Some(S::Committed), &mut actions);
+            (S::Prepared, G::Paused) if fenced_peer => machine.write(S::Committed, &mut actions),
+            (S::Prepared, G::Paused) => machine.phase = Phase::Prepared,
+            // It never ran, and never can.
+            (S::PreparedIncomplete, G::Paused) => machine.abort_now(&mut actions),
+            (S::Prepared | S::PreparedIncomplete, G::Gone) => {
+                machine.abort("the destination's monitor is gone", &mut actions);
             }
-            (S::Prepared, Q::Paused) => machine.phase = Phase::Prepared,
-            (S::Prepared, Q::Gone) => machine.abort("the destination's QEMU is gone", &mut actions),
-            (S::Committed, Q::Paused) => {
-                machine.phase = Phase::StartingGuest;
-                actions.push(DestinationAction::Cont);
+            (S::Committed, G::Paused) => machine.start(&mut actions),
+            // The guest may have run: it is not ended by itself.
+            (S::CommittedIncomplete, G::Paused) | (S::RunningIncomplete, G::Paused | G::Running) => {
+                machine.memory_lost(&mut actions);
             }
-            (S::Committed, Q::Gone) => machine.lose("the destination's QEMU is gone", &mut actions),
-            (S::Started, Q::Incoming | Q::Paused | Q::Gone) => machine.abort_now(&mut actions),
-            (S::Aborted, Q::Incoming | Q::Paused | Q::Gone) => {
+            (S::Committed | S::CommittedIncomplete | S::RunningIncomplete, G::Gone) => {
+                machine.lose("the destination's monitor is gone", &mut actions);
+            }
+            (S::Started, G::Incoming | G::Paused | G::Gone) => machine.abort_now(&mut actions),
+            (S::Aborted, G::Incoming | G::Paused | G::Gone) => {
                 machine.phase = Phase::Quitting;
                 actions.push(DestinationAction::Quit);
             }
-            (S::Started | S::Aborted, Q::Running) | (S::Prepared | S::Committed, Q::Incoming) => {
-                actions.push(DestinationAction::Done(DestinationEnd::Conflict));
+            (S::Started | S::Aborted, G::Running) | (_, G::Incoming) => {
+                machine.done(DestinationEnd::Conflict, &mut actions);
             }
-        }
-        if machine.phase == Phase::Running {
-            actions.push(DestinationAction::Done(DestinationEnd::Running));
         }
         if !fenced_peer && machine.phase != Phase::Conflict {
             actions.insert(0, DestinationAction::AwaitSource);
@@ -215,21 +321,30 @@ impl DestinationSwitchover {
         self.phase == Phase::Prepared
     }
 
+    /// Returns whether part of the guest's memory is still at the source, and is on its way or waited for.
+    pub fn lacks_memory(&self) -> bool {
+        matches!(self.memory, Memory::Missing(_)) && !self.phase.ended()
+    }
+
     /// Handles an event; returns the actions, in order.
     pub fn on(&mut self, event: DestinationEvent) -> Vec<DestinationAction> {
         let mut actions = Vec::new();
         if self.phase.writing() {
             match event {
-                DestinationEvent::RecordWritten => self.written(&mut actions),
-                DestinationEvent::RecordFailed => self.not_written(&mut actions),
+                DestinationEvent::RecordWritten => self.on_written(&mut actions),
+                DestinationEvent::RecordFailed => self.on_not_written(&mut actions),
                 other => self.waiting.push(other),
             }
         } else {
-            self.step(event, &mut actions);
+            self.on_event(event, &mut actions);
         }
         while !self.phase.writing() && !self.waiting.is_empty() {
             let event = self.waiting.remove(0);
-            self.step(event, &mut actions);
+            self.on_event(event, &mut actions);
+        }
+        if self.phase == Phase::Committed {
+            // Only now: channels that broke while the record was written are known.
+            self.start(&mut actions);
         }
         actions
     }
@@ -237,22 +352,32 @@ impl DestinationSwitchover {
     fn at(phase: Phase) -> Self {
         Self {
             phase,
+            memory: Memory::BeforeStart,
             connected: false,
             fenced_peer: false,
-            prepare_heard: false,
+            prepare_received: false,
             loaded: false,
+            source_left: false,
             write_leases: 0,
             reason: String::new(),
             waiting: Vec::new(),
         }
     }
 
-    fn write(&mut self, phase: Phase, record: Option<DestinationState>, actions: &mut Vec<DestinationAction>) {
-        self.phase = phase;
-        actions.extend(record.map(DestinationAction::WriteRecord));
+    fn write(&mut self, record: DestinationState, actions: &mut Vec<DestinationAction>) {
+        use DestinationState as S;
+        self.phase = match record {
+            S::Started => Phase::WritingStarted,
+            S::Prepared | S::PreparedIncomplete => Phase::WritingPrepared,
+            S::Committed | S::CommittedIncomplete => Phase::WritingCommitted,
+            S::RunningIncomplete => Phase::WritingRunningIncomplete,
+            S::Running => Phase::WritingRunning,
+            S::Aborted => Phase::WritingAborted,
+        };
+        actions.push(DestinationAction::WriteRecord(record));
     }
 
-    fn written(&mut self, actions: &mut Vec<DestinationAction>) {
+    fn on_written(&mut self, actions: &mut Vec<DestinationAction>) {
         match self.phase {
             Phase::WritingStarted => {
                 self.phase = Phase::ClearingAutostart;
@@ -261,16 +386,13 @@ impl DestinationSwitchover {
             Phase::WritingPrepared => {
                 self.phase = Phase::Prepared;
                 actions.push(DestinationAction::Send(SwitchoverMessage::Prepared));
+                if matches!(self.memory, Memory::Missing(_)) {
+                    actions.push(DestinationAction::AwaitMemory);
+                }
             }
-            Phase::WritingCommitted => {
-                self.phase = Phase::StartingGuest;
-                actions.push(DestinationAction::Cont);
-            }
-            Phase::WritingRunning => {
-                self.phase = Phase::Running;
-                self.send(SwitchoverMessage::Running, actions);
-                actions.push(DestinationAction::Done(DestinationEnd::Running));
-            }
+            Phase::WritingCommitted => self.phase = Phase::Committed,
+            Phase::WritingRunningIncomplete => self.running_incomplete(actions),
+            Phase::WritingRunning => self.running(actions),
             Phase::WritingAborted => {
                 self.phase = Phase::Quitting;
                 actions.push(DestinationAction::Quit);
@@ -279,42 +401,35 @@ impl DestinationSwitchover {
         }
     }
 
-    fn not_written(&mut self, actions: &mut Vec<DestinationAction>) {
+    fn on_not_written(&mut self, actions: &mut Vec<DestinationAction>) {
         match self.phase {
-            // QEMU has not been touched, so it is left unchanged.
+            // The monitor has not been touched, so it is left unchanged.
             Phase::WritingStarted => self.discarded("the destination could not write its record", actions),
             // `Prepared` has not been sent, so the source cannot have committed.
             Phase::WritingPrepared => self.abort("the destination could not write its record", actions),
             // The decision is the source's record, not this one: a running guest with an older record is recognised.
-            _ => self.written(actions),
+            _ => self.on_written(actions),
         }
     }
 
-    fn step(&mut self, event: DestinationEvent, actions: &mut Vec<DestinationAction>) {
+    fn on_event(&mut self, event: DestinationEvent, actions: &mut Vec<DestinationAction>) {
         match event {
             // Unexpected: a driver that repeats a report changes nothing.
             DestinationEvent::RecordWritten | DestinationEvent::RecordFailed => {}
-            DestinationEvent::Connected => {
-                if self.connected {
-                    // The source noticed the loss of the older connection before this side did.
-                    self.lose_connection(actions);
-                }
-                self.connected = true;
-                match self.phase {
-                    Phase::Prepared => self.send(SwitchoverMessage::AskOutcome, actions),
-                    Phase::Running => self.send(SwitchoverMessage::Running, actions),
-                    Phase::Discarded => self.send(SwitchoverMessage::Abort { reason: self.reason.clone() }, actions),
-                    Phase::Lost => self.send(SwitchoverMessage::Lost { reason: self.reason.clone() }, actions),
-                    // A reply is sent when its current step is done.
-                    _ => {}
-                }
-            }
+            DestinationEvent::Connected => self.on_connected(actions),
             DestinationEvent::ConnectionLost => self.lose_connection(actions),
-            DestinationEvent::Message(message) => self.hear(message, actions),
+            DestinationEvent::ChannelsLost { reason } => self.on_channels_lost(&reason, actions),
+            DestinationEvent::Message(message) => self.on_message(message, actions),
             DestinationEvent::AutostartCleared => {
                 if self.phase == Phase::ClearingAutostart {
                     self.phase = Phase::Loading;
                     actions.push(DestinationAction::AcceptStream);
+                }
+            }
+            DestinationEvent::MissingPagesWatched => {
+                if (self.phase, self.memory) == (Phase::Loading, Memory::Unwatched) {
+                    self.memory = Memory::Missing(Channels::Open);
+                    self.send(SwitchoverMessage::PostCopyReady, actions);
                 }
             }
             DestinationEvent::AllPlacedAndLoaded => {
@@ -325,18 +440,19 @@ impl DestinationSwitchover {
                 self.write_leases = leases;
                 self.prepare(actions);
             }
-            DestinationEvent::Guest(state) => self.qemu(state, actions),
-            DestinationEvent::SourceFenced => match self.phase {
-                phase if phase.unprepared() => {
-                    self.fenced_peer = true;
-                    self.abort("the source is gone for good, and not all of the guest is here", actions);
+            DestinationEvent::Guest(state) => self.on_guest(state, actions),
+            DestinationEvent::MemoryComplete => {
+                if matches!(self.memory, Memory::Missing(_)) {
+                    self.memory = Memory::Complete;
+                    match self.phase {
+                        Phase::AwaitingChannels => self.start(actions),
+                        Phase::RunningIncomplete => self.write(DestinationState::Running, actions),
+                        _ => {}
+                    }
                 }
-                Phase::Prepared => {
-                    self.fenced_peer = true;
-                    self.write(Phase::WritingCommitted, Some(DestinationState::Committed), actions);
-                }
-                _ => {}
-            },
+            }
+            DestinationEvent::MemoryFailed { reason } => self.lose_memory(&reason, actions),
+            DestinationEvent::SourceFenced => self.on_source_fenced(actions),
             DestinationEvent::Failed { reason } => match self.phase {
                 phase if phase.unprepared() => self.abort(&reason, actions),
                 Phase::StartingGuest | Phase::Quitting => {
@@ -347,50 +463,134 @@ impl DestinationSwitchover {
         }
     }
 
+    fn on_connected(&mut self, actions: &mut Vec<DestinationAction>) {
+        if self.connected {
+            // The source noticed the loss of the older connection before this side did.
+            self.lose_connection(actions);
+        }
+        self.connected = true;
+        self.source_left = false;
+        let reason = self.reason.clone();
+        match self.phase {
+            Phase::Prepared => {
+                self.renew_channels(actions);
+                self.send(SwitchoverMessage::AskOutcome, actions);
+            }
+            Phase::Committed | Phase::StartingGuest => self.renew_channels(actions),
+            Phase::AwaitingChannels => {
+                self.renew_channels(actions);
+                self.start(actions);
+            }
+            Phase::RunningIncomplete => {
+                self.renew_channels(actions);
+                self.send(SwitchoverMessage::RunningIncomplete, actions);
+            }
+            Phase::Running => self.send(SwitchoverMessage::Running, actions),
+            Phase::Discarded => self.send(SwitchoverMessage::Abort { reason }, actions),
+            Phase::Lost => self.send(SwitchoverMessage::Lost { reason }, actions),
+            Phase::MemoryLost => self.send(SwitchoverMessage::MemoryLost { reason }, actions),
+            // A reply is sent when its current step is done.
+            _ => {}
+        }
+    }
+
+    /// Has the source send what is missing over channels of the new connection.
+    fn renew_channels(&mut self, actions: &mut Vec<DestinationAction>) {
+        if matches!(self.memory, Memory::Missing(_)) {
+            self.memory = Memory::Missing(Channels::Open);
+            actions.push(DestinationAction::RenewChannels);
+            self.send(SwitchoverMessage::PostCopyReady, actions);
+        }
+    }
+
     fn lose_connection(&mut self, actions: &mut Vec<DestinationAction>) {
         self.connected = false;
         if self.phase.unprepared() {
             self.abort("the connection to the source was lost", actions);
-        } else if !self.fenced_peer && self.phase != Phase::Conflict {
+            return;
+        }
+        if matches!(self.memory, Memory::Missing(_)) {
+            self.memory = Memory::Missing(Channels::Broken);
+        }
+        if !self.fenced_peer && self.phase != Phase::Conflict {
             actions.push(DestinationAction::AwaitSource);
         }
     }
 
-    fn hear(&mut self, message: SwitchoverMessage, actions: &mut Vec<DestinationAction>) {
+    fn on_channels_lost(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
+        if self.phase.unprepared() {
+            self.abort(reason, actions);
+        } else if matches!(self.memory, Memory::Missing(_)) {
+            self.memory = Memory::Missing(Channels::Broken);
+            // Not while the decision is awaited: the source, undecided, would abort.
+            if matches!(self.phase, Phase::StartingGuest | Phase::RunningIncomplete) {
+                self.hang_up(actions);
+            }
+        }
+    }
+
+    /// Closes the connection, if there is one, so that the source comes back with new channels.
+    fn hang_up(&mut self, actions: &mut Vec<DestinationAction>) {
+        if self.connected {
+            actions.push(DestinationAction::HangUp);
+        }
+        self.lose_connection(actions);
+    }
+
+    fn on_message(&mut self, message: SwitchoverMessage, actions: &mut Vec<DestinationAction>) {
         use SwitchoverMessage as M;
         let waits = self.phase == Phase::Prepared;
         match message {
+            M::PostCopy if (self.phase, self.memory) == (Phase::Loading, Memory::BeforeStart) => {
+                self.memory = Memory::Unwatched;
+                actions.push(DestinationAction::WatchMissingPages);
+            }
             // A small guest's last byte may be in transit before the first is accepted here.
             M::Prepare if self.phase.unprepared() => {
-                self.prepare_heard = true;
+                self.prepare_received = true;
                 self.prepare(actions);
             }
-            M::Commit | M::Outcome(Outcome::Committed) if waits => {
-                self.write(Phase::WritingCommitted, Some(DestinationState::Committed), actions);
-            }
+            M::Commit | M::Outcome(Outcome::Committed) if waits => self.commit(actions),
             M::Abort { reason } if waits || self.phase.unprepared() => {
                 self.abort(&format!("the source gave up: {}", cleaned(&reason)), actions);
             }
             M::Outcome(Outcome::Aborted) if waits => self.abort("the source had given up", actions),
-            _ if self.phase.unprepared() => self.abort("the source said something out of turn", actions),
+            _ if self.phase.unprepared() => {
+                self.abort("the source sent a message that does not belong here", actions);
+            }
+            M::MemoryLost { reason } => self.lose_memory(&cleaned(&reason), actions),
+            M::Goodbye => {
+                self.source_left = true;
+                if self.phase.ended() {
+                    actions.push(DestinationAction::Leave);
+                }
+            }
             // Late or repeated: `Outcome` after `Commit`, `Abort` while the guest is being discarded.
             _ => {}
         }
     }
 
-    fn qemu(&mut self, state: DestinationGuest, actions: &mut Vec<DestinationAction>) {
+    fn on_guest(&mut self, state: DestinationGuest, actions: &mut Vec<DestinationAction>) {
+        use DestinationState as S;
         let undecided = self.phase.unprepared() || self.phase == Phase::Prepared;
-        match state {
-            DestinationGuest::Running if self.phase == Phase::StartingGuest => {
+        match (self.phase, state) {
+            (Phase::StartingGuest, DestinationGuest::Running) => {
                 actions.push(DestinationAction::AnnounceSelf);
-                self.write(Phase::WritingRunning, Some(DestinationState::Running), actions);
+                self.write(if self.memory.incomplete() { S::RunningIncomplete } else { S::Running }, actions);
             }
-            DestinationGuest::Running if undecided => self.abort("QEMU started the guest before the commit", actions),
-            DestinationGuest::Gone if undecided => self.abort("the destination's QEMU died", actions),
-            DestinationGuest::Gone if self.phase == Phase::StartingGuest => {
-                self.lose("the destination's QEMU died while it started the guest", actions);
+            (_, DestinationGuest::Running) if undecided => {
+                self.abort("the destination's monitor started the guest before the commit", actions);
             }
-            DestinationGuest::Gone if self.phase == Phase::Quitting => {
+            (_, DestinationGuest::Gone) if undecided => self.abort("the destination's monitor has ended", actions),
+            (Phase::Committed | Phase::AwaitingChannels | Phase::StartingGuest, DestinationGuest::Gone) => {
+                self.lose("the destination's monitor ended while it started the guest", actions);
+            }
+            (Phase::RunningIncomplete, DestinationGuest::Gone) => {
+                self.lose("the destination's monitor ended before all of the guest's memory was there", actions);
+            }
+            // From now on a source that connects learns that there is no guest here any more.
+            (Phase::MemoryLost, DestinationGuest::Gone) => self.phase = Phase::Lost,
+            (Phase::Quitting, DestinationGuest::Gone) => {
                 let reason = std::mem::take(&mut self.reason);
                 self.discarded(&reason, actions);
             }
@@ -398,10 +598,94 @@ impl DestinationSwitchover {
         }
     }
 
-    fn prepare(&mut self, actions: &mut Vec<DestinationAction>) {
-        if self.phase == Phase::Loading && self.prepare_heard && self.loaded && self.write_leases == 0 {
-            self.write(Phase::WritingPrepared, Some(DestinationState::Prepared), actions);
+    fn on_source_fenced(&mut self, actions: &mut Vec<DestinationAction>) {
+        self.fenced_peer = true;
+        match self.phase {
+            phase if phase.unprepared() => {
+                self.abort("the source is gone for good, and not all of the guest is here", actions);
+            }
+            Phase::Prepared if !self.memory.incomplete() => self.commit(actions),
+            phase if phase.ended() => actions.push(DestinationAction::Leave),
+            _ => self.lose_memory("the source is gone for good, and part of the guest's memory with it", actions),
         }
+    }
+
+    fn prepare(&mut self, actions: &mut Vec<DestinationAction>) {
+        let complete = self.prepare_received && self.loaded && self.write_leases == 0;
+        if self.phase == Phase::Loading && complete && self.memory != Memory::Unwatched {
+            let incomplete = self.memory.incomplete();
+            self.write(
+                if incomplete { DestinationState::PreparedIncomplete } else { DestinationState::Prepared },
+                actions,
+            );
+        }
+    }
+
+    fn commit(&mut self, actions: &mut Vec<DestinationAction>) {
+        let incomplete = self.memory.incomplete();
+        self.write(
+            if incomplete { DestinationState::CommittedIncomplete } else { DestinationState::Committed },
+            actions,
+        );
+    }
+
+    /// Starts the guest, once nothing that it may touch on the way is out of reach.
+    fn start(&mut self, actions: &mut Vec<DestinationAction>) {
+        match self.memory {
+            Memory::Lost => self.abort_now(actions),
+            Memory::Missing(Channels::Broken) => {
+                self.phase = Phase::AwaitingChannels;
+                self.hang_up(actions);
+            }
+            _ => {
+                self.phase = Phase::StartingGuest;
+                actions.push(DestinationAction::Cont);
+            }
+        }
+    }
+
+    /// The guest runs, and lacked memory when it was started.
+    fn running_incomplete(&mut self, actions: &mut Vec<DestinationAction>) {
+        match self.memory {
+            Memory::Lost => self.memory_lost(actions),
+            Memory::Missing(_) => {
+                self.phase = Phase::RunningIncomplete;
+                self.send(SwitchoverMessage::RunningIncomplete, actions);
+            }
+            _ => self.write(DestinationState::Running, actions),
+        }
+    }
+
+    /// The guest runs here with all of its memory.
+    fn running(&mut self, actions: &mut Vec<DestinationAction>) {
+        self.phase = Phase::Running;
+        self.send(SwitchoverMessage::Running, actions);
+        self.done(DestinationEnd::Running, actions);
+    }
+
+    /// Records that what is missing of the guest's memory will never be there. A guest that never ran here is discarded: the source
+    /// has all of it.
+    fn lose_memory(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
+        if !matches!(self.memory, Memory::Unwatched | Memory::Missing(_)) {
+            return;
+        }
+        self.memory = Memory::Lost;
+        match self.phase {
+            Phase::Loading | Phase::Prepared | Phase::AwaitingChannels => self.abort(reason, actions),
+            Phase::Committed | Phase::StartingGuest => reason.clone_into(&mut self.reason),
+            Phase::RunningIncomplete => {
+                reason.clone_into(&mut self.reason);
+                self.memory_lost(actions);
+            }
+            // The migration is being taken down.
+            _ => {}
+        }
+    }
+
+    fn memory_lost(&mut self, actions: &mut Vec<DestinationAction>) {
+        self.phase = Phase::MemoryLost;
+        self.send(SwitchoverMessage::MemoryLost { reason: self.reason.clone() }, actions);
+        self.done(DestinationEnd::MemoryLost { reason: self.reason.clone() }, actions);
     }
 
     fn abort(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
@@ -410,26 +694,111 @@ impl DestinationSwitchover {
     }
 
     fn abort_now(&mut self, actions: &mut Vec<DestinationAction>) {
-        self.write(Phase::WritingAborted, Some(DestinationState::Aborted), actions);
+        self.write(DestinationState::Aborted, actions);
     }
 
     fn discarded(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
         reason.clone_into(&mut self.reason);
         self.phase = Phase::Discarded;
         self.send(SwitchoverMessage::Abort { reason: reason.to_owned() }, actions);
-        actions.push(DestinationAction::Done(DestinationEnd::Discarded { reason: reason.to_owned() }));
+        self.done(DestinationEnd::Discarded { reason: reason.to_owned() }, actions);
     }
 
     fn lose(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
         reason.clone_into(&mut self.reason);
         self.phase = Phase::Lost;
         self.send(SwitchoverMessage::Lost { reason: reason.to_owned() }, actions);
-        actions.push(DestinationAction::Done(DestinationEnd::Lost { reason: reason.to_owned() }));
+        self.done(DestinationEnd::Lost { reason: reason.to_owned() }, actions);
+    }
+
+    fn done(&mut self, end: DestinationEnd, actions: &mut Vec<DestinationAction>) {
+        actions.push(DestinationAction::Done(end));
+        if self.source_left || self.fenced_peer {
+            actions.push(DestinationAction::Leave);
+        }
     }
 
     fn send(&mut self, message: SwitchoverMessage, actions: &mut Vec<DestinationAction>) {
         if self.connected {
             actions.push(DestinationAction::Send(message));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use DestinationAction as A;
+    use DestinationEvent as E;
+    use DestinationState as S;
+    use SwitchoverMessage as M;
+
+    /// A destination that is prepared, and lacks memory.
+    fn prepared() -> DestinationSwitchover {
+        let (mut destination, _) = DestinationSwitchover::begin();
+        let mut actions = Vec::new();
+        for event in [
+            E::RecordWritten,
+            E::AutostartCleared,
+            E::Message(M::PostCopy),
+            E::MissingPagesWatched,
+            E::Message(M::Prepare),
+            E::AllPlacedAndLoaded,
+        ] {
+            actions.extend(destination.on(event));
+        }
+        assert_eq!(actions.last(), Some(&A::WriteRecord(S::PreparedIncomplete)));
+        assert_eq!(destination.on(E::RecordWritten), [A::Send(M::Prepared), A::AwaitMemory]);
+        destination
+    }
+
+    #[test]
+    fn a_guest_whose_channels_broke_is_started_when_there_are_others() {
+        let mut destination = prepared();
+        assert_eq!(destination.on(E::ChannelsLost { reason: "a channel broke".into() }), []);
+        assert_eq!(destination.on(E::Message(M::Commit)), [A::WriteRecord(S::CommittedIncomplete)]);
+        assert_eq!(destination.on(E::RecordWritten), [A::HangUp, A::AwaitSource]);
+        assert_eq!(destination.on(E::Connected), [A::RenewChannels, A::Send(M::PostCopyReady), A::Cont]);
+    }
+
+    #[test]
+    fn a_guest_that_runs_without_all_of_its_memory_is_not_called_moved() {
+        let mut destination = prepared();
+        destination.on(E::Message(M::Commit));
+        assert_eq!(destination.on(E::RecordWritten), [A::Cont]);
+        let runs = destination.on(E::Guest(DestinationGuest::Running));
+        assert_eq!(runs, [A::AnnounceSelf, A::WriteRecord(S::RunningIncomplete)]);
+        assert_eq!(destination.on(E::RecordWritten), [A::Send(M::RunningIncomplete)]);
+        assert_eq!(destination.on(E::MemoryComplete), [A::WriteRecord(S::Running)]);
+        let done = destination.on(E::RecordWritten);
+        assert_eq!(done, [A::Send(M::Running), A::Done(DestinationEnd::Running)]);
+        assert_eq!(destination.on(E::Message(M::Goodbye)), [A::Leave]);
+    }
+
+    #[test]
+    fn a_guest_that_never_ran_is_discarded_when_its_memory_is_lost_and_started_when_it_is_complete() {
+        let mut destination = prepared();
+        let mut complete = destination.clone();
+        assert_eq!(destination.on(E::SourceFenced), [A::WriteRecord(S::Aborted)]);
+        assert_eq!(complete.on(E::MemoryComplete), []);
+        assert_eq!(complete.on(E::SourceFenced), [A::WriteRecord(S::Committed)]);
+        assert_eq!(complete.on(E::RecordWritten), [A::Cont]);
+    }
+
+    #[test]
+    fn a_guest_that_may_have_run_is_neither_started_nor_ended_by_recover() {
+        for (record, guest) in [
+            (S::CommittedIncomplete, DestinationGuest::Paused),
+            (S::RunningIncomplete, DestinationGuest::Paused),
+            (S::RunningIncomplete, DestinationGuest::Running),
+        ] {
+            let (mut destination, actions) = DestinationSwitchover::recover(record, guest, false);
+            assert!(
+                matches!(&actions[..], [A::AwaitSource, A::Done(DestinationEnd::MemoryLost { .. })]),
+                "{actions:?}"
+            );
+            let actions = destination.on(E::Connected);
+            assert!(matches!(&actions[..], [A::Send(M::MemoryLost { .. })]), "{actions:?}");
         }
     }
 }

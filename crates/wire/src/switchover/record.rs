@@ -49,16 +49,29 @@ pub enum SourceAfter {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DestinationState {
-    /// A migration was begun; the guest is not completely loaded in QEMU.
+    /// A migration was begun; the guest is not completely loaded.
     Started,
     /// Loaded, complete and paused; waits for the decision.
     Prepared,
+    /// Post-copy: as prepared, but part of the guest's memory is still at the source.
+    PreparedIncomplete,
     /// Committed by the source, or by an operator who fenced the source.
     Committed,
-    /// The guest has been seen running here.
+    /// Post-copy: as committed, but part of the guest's memory is still at the source.
+    CommittedIncomplete,
+    /// Post-copy: the guest has been seen running here, and part of its memory is still at the source.
+    RunningIncomplete,
+    /// The guest has been seen running here, with all of its memory.
     Running,
     /// Discarded; the guest never ran here.
     Aborted,
+}
+
+impl DestinationState {
+    /// Returns whether part of the guest's memory was still at the source when the record was written.
+    pub fn lacks_memory(self) -> bool {
+        matches!(self, Self::PreparedIncomplete | Self::CommittedIncomplete | Self::RunningIncomplete)
+    }
 }
 
 /// The side that the record belongs to, and its state.
@@ -82,12 +95,15 @@ impl RecordState {
             Self::Source(SourceState::Finished) => "finished",
             Self::Source(SourceState::Gone) => "gone",
             Self::Destination(DestinationState::Prepared) => "prepared",
+            Self::Destination(DestinationState::PreparedIncomplete) => "prepared_incomplete",
+            Self::Destination(DestinationState::CommittedIncomplete) => "committed_incomplete",
+            Self::Destination(DestinationState::RunningIncomplete) => "running_incomplete",
             Self::Destination(DestinationState::Running) => "running",
         }
     }
 
-    /// Returns whether `recover` would leave QEMU unchanged, so that a new migration may use the same QEMU. An aborted
-    /// destination is settled as soon as its QEMU process is gone, which the caller checks.
+    /// Returns whether `recover` would leave the monitor unchanged, so that a new migration may use the same monitor. An
+    /// aborted destination is settled as soon as its monitor's process is gone, which the caller checks.
     pub fn settled(self) -> bool {
         matches!(
             self,
@@ -100,7 +116,7 @@ impl RecordState {
 /// Identifies a process, also after the reuse of process ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ProcessIdentity {
-    /// Process id, as of `SO_PEERCRED` on the QMP socket.
+    /// Process id. (Of a QEMU: as of `SO_PEERCRED` on its QMP socket.)
     pub pid: u32,
     /// Start time in clock ticks since boot, field 22 of `/proc/PID/stat` (proc(5)).
     pub start_ticks: u64,
@@ -125,21 +141,23 @@ pub struct Record {
     /// How the virtual machine monitor is driven.
     #[serde(default = "owner")]
     pub mode: Mode,
-    /// Path of the QMP socket of this side's QEMU; empty for a monitor that embeds the library.
-    pub qmp: String,
-    /// The QEMU process behind that socket when the migration began, if it could be determined.
-    #[serde(default)]
-    pub qemu: Option<ProcessIdentity>,
+    /// Path of the control socket of this side's monitor (VMM), such as QEMU's QMP socket; empty for a monitor that embeds
+    /// the library.
+    #[serde(alias = "qmp")]
+    pub monitor_socket: String,
+    /// The monitor's process when the migration began, if it could be determined.
+    #[serde(default, alias = "qemu")]
+    pub monitor_process: Option<ProcessIdentity>,
     /// The virtual machine monitor's settings before they were changed, to be restored on the host where the guest
     /// finally runs. Only the driver knows their form.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings_before: Option<serde_json::Value>,
-    /// Source: the destination's `Prepared` was about to be forwarded to the virtual machine monitor. Only then can the
-    /// monitor have completed this migration: a guest moved away without it was moved by another program.
+    /// Source, where the monitor runs a migration of its own: it was about to be permitted to complete that migration.
+    /// Only then can it have completed: a guest moved away without it was moved by another program.
     #[serde(default)]
     pub completion_permitted: bool,
-    /// Source, in direct mode: this migration was about to pause the guest. Only then may a paused guest be resumed:
-    /// otherwise another program paused it.
+    /// Source, where Sterna pauses the guest itself: this migration was about to do so. Only then may a paused guest be
+    /// resumed: otherwise another program paused it.
     #[serde(default)]
     pub pausing: bool,
     /// Source: what happens to its monitor when the guest runs at the destination.
@@ -255,8 +273,8 @@ mod tests {
             fenced_peer: false,
             peer: "dst-host:4920".into(),
             mode: Mode::Owner,
-            qmp: "src.qmp".into(),
-            qemu: Some(ProcessIdentity { pid: 7, start_ticks: 99 }),
+            monitor_socket: "src.qmp".into(),
+            monitor_process: Some(ProcessIdentity { pid: 7, start_ticks: 99 }),
             settings_before: None,
             completion_permitted: false,
             pausing: false,
@@ -273,12 +291,39 @@ mod tests {
         use DestinationState as D;
         use SourceState as S;
         let source = [S::Started, S::Committed, S::Aborted, S::Resumed, S::Finished, S::Gone].map(RecordState::Source);
-        let destination = [D::Started, D::Prepared, D::Committed, D::Running, D::Aborted].map(RecordState::Destination);
-        for state in source.into_iter().chain(destination) {
+        let destination = [
+            D::Started,
+            D::Prepared,
+            D::PreparedIncomplete,
+            D::Committed,
+            D::CommittedIncomplete,
+            D::RunningIncomplete,
+            D::Running,
+            D::Aborted,
+        ];
+        for state in source.into_iter().chain(destination.map(RecordState::Destination)) {
             let record = record().advanced(state, 12, 5);
             let text = record.to_json().unwrap();
             assert_eq!(Record::from_json(&text).unwrap(), record);
+            assert!(String::from_utf8(text).unwrap().contains(&format!("\"state\": \"{}\"", state.name())));
         }
+    }
+
+    #[test]
+    fn a_destination_that_lacks_memory_is_not_settled() {
+        use DestinationState as D;
+        for state in [D::PreparedIncomplete, D::CommittedIncomplete, D::RunningIncomplete] {
+            assert!(state.lacks_memory() && !RecordState::Destination(state).settled(), "{state:?}");
+        }
+        assert!(!D::Running.lacks_memory() && RecordState::Destination(D::Running).settled());
+    }
+
+    #[test]
+    fn a_record_with_the_older_names_of_the_monitor_is_read() {
+        let text = String::from_utf8(record().to_json().unwrap()).unwrap();
+        let old = text.replace("monitor_socket", "qmp").replace("monitor_process", "qemu");
+        assert!(old.contains(r#""qmp": "src.qmp""#) && old.contains(r#""qemu": {"#), "{old}");
+        assert_eq!(Record::from_json(old.as_bytes()).unwrap(), record());
     }
 
     #[test]

@@ -3,19 +3,20 @@
 use super::{Outcome, SourceState, SwitchoverMessage};
 use crate::text::cleaned;
 
-/// The state of the source's guest, as its monitor reports it: with QEMU, combined from QMP's `query-status` and
-/// `query-migrate`; a monitor that embeds Sterna knows it.
+/// The state of the source's guest, as its monitor (VMM) reports it. A monitor that embeds Sterna knows it; with QEMU the driver
+/// combines QMP's `query-status` and `query-migrate`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceGuest {
-    /// No migration is in progress and QEMU controls the guest again: it runs, or is paused for a reason unrelated to
-    /// Sterna.
+    /// No migration is in progress and the monitor controls the guest again: the guest runs, or is paused for a reason
+    /// unrelated to Sterna.
     Running,
-    /// A migration is in progress, the guest running or paused for its last part. If it ends without SHUT (return path
-    /// closed, cancelled, failed), QEMU resumes the guest by itself.
+    /// The monitor runs a migration of its own, the guest running or paused for its last part. If that migration ends
+    /// before [`SourceAction::RelayShut`] (connection closed, cancelled, failed), the monitor resumes the guest by itself.
     Migrating,
-    /// Migration `completed`, guest `postmigrate`: it is paused until `cont`.
+    /// The guest is paused for the switchover and stays so until [`SourceAction::Cont`] (QEMU: migration `completed`,
+    /// guest `postmigrate`).
     Completed,
-    /// The process has ended.
+    /// The monitor's process has ended.
     Gone,
 }
 
@@ -30,14 +31,34 @@ pub enum SourceEvent {
     Connected,
     /// The connection is gone, or has been silent for too long.
     ConnectionLost,
+    /// The data channels of the current incarnation have failed, while the control connection is still there. Before the
+    /// decision this ends the migration; afterwards only post-copy still needs them, and connects anew.
+    ChannelsLost {
+        /// The reason, as text for people.
+        reason: String,
+    },
     /// The destination sent a message.
     Message(SwitchoverMessage),
-    /// The last byte of QEMU's stream has been passed to the channels.
+    /// The rounds do not converge: begin post-copy. All RAM sent so far is placed and the guest still runs. Only after
+    /// [`SourceAction::StartMigration`] was performed, once, and only with the capability for it.
+    PostCopyWanted,
+    /// The last byte of the guest's state has been passed to the channels. With post-copy: only after
+    /// [`SourceAction::StartPostCopy`].
     FinalStateSent,
-    /// QEMU's state changed (only after [`SourceAction::StartMigration`] was performed), or is the result of
-    /// [`SourceAction::EndMigration`], [`SourceAction::Cont`] or [`SourceAction::EndGuest`].
+    /// The guest's state changed (only after [`SourceAction::StartMigration`] was performed), or is the result of
+    /// [`SourceAction::RelayShut`], [`SourceAction::EndMigration`], [`SourceAction::Cont`] or [`SourceAction::EndGuest`];
+    /// or, of [`SourceAction::ServePages`], that the monitor has ended and the pages with it.
     Guest(SourceGuest),
-    /// The migration must end: cancelled, a time limit, an error of the data plane; or the current action failed.
+    /// After the decision, or once only the abort is to be delivered: the driver stops trying. The time for reaching the
+    /// destination is over, the destination reported that it cannot go on, or this process cannot serve pages (a
+    /// `recover`, which has no access to them). `recover` can continue later.
+    GaveUp {
+        /// The reason, as text for people.
+        reason: String,
+    },
+    /// The migration must end: cancelled, a time limit, an error of the data plane; or the current action failed. After
+    /// the decision a migration cannot be cancelled: this has no effect. (While pages are served, a cancelled driver stops
+    /// waiting for a destination that is lost after a finite time, and then reports [`SourceEvent::GaveUp`].)
     Failed {
         /// The reason, as text for people.
         reason: String,
@@ -49,25 +70,37 @@ pub enum SourceEvent {
 pub enum SourceAction {
     /// Write the record durably and report `RecordWritten` or `RecordFailed`.
     WriteRecord(SourceState),
-    /// Make QEMU start its migration into our sockets.
+    /// Begin to move the guest: track its writes and send its memory, or make its monitor send its own migration to us.
     StartMigration,
+    /// Post-copy begins: the destination watches for missing pages. Open the post-copy channel, answer requests on it,
+    /// pause the guest, send the discards and the last state, and report `FinalStateSent`, or `Failed`.
+    StartPostCopy,
+    /// Post-copy: send all pages that the destination lacks, and answer its requests, over the channels of the current
+    /// incarnation. After a reconnection these are opened first, and the destination's own list is what it lacks. Where
+    /// that fails because of the connection, close the control connection too and report `ConnectionLost`; where this
+    /// process cannot serve pages at all, report `GaveUp`, or `Guest(Gone)` if the monitor has ended. An incarnation whose
+    /// pages are being served already needs nothing.
+    ServePages,
     /// Send on the control channel; without a connection, drop the message.
     Send(SwitchoverMessage),
-    /// Forward the destination's SHUT(0) to QEMU's return path. QEMU then completes and reports it. Without a QEMU:
-    /// report `Guest(Completed)`, since no guest resumes by itself.
+    /// The destination is prepared: have the monitor complete, or confirm that the guest is paused and stays so; report
+    /// `Guest(Completed)`. (With a QEMU that migrates by itself: forward SHUT(0) to its return path.)
     RelayShut,
-    /// Ensure that QEMU has no migration in progress (close its sockets, `migrate_cancel`), then report `Guest`:
-    /// `Running` if QEMU resumed the guest, `Completed` if it had completed already.
+    /// Ensure that the monitor has no migration in progress, then report `Guest`: `Running` if the guest runs,
+    /// `Completed` if it is paused for the switchover. (With a QEMU that migrates by itself: close its sockets,
+    /// `migrate_cancel`.)
     EndMigration,
-    /// QMP `cont`; report `Guest(Running)`, or `Failed`.
+    /// Resume the guest; report `Guest(Running)`, or `Failed`.
     Cont,
-    /// QMP `announce-self`: the switches may have learned the other host's port.
+    /// Announce the guest's network addresses: the switches may have learned the other host's port.
     AnnounceSelf,
-    /// The decision is durable and the destination has confirmed that the guest runs there: end the paused guest here,
-    /// or keep it, as the record's [`SourceAfter`](super::SourceAfter) demands. Report `Guest`: `Gone` if it was ended,
-    /// `Completed` if it was kept, `Running` if another program has started it; or `Failed`, which keeps it as well.
+    /// The decision is durable and the destination has confirmed that the guest runs there with all of its memory: end the
+    /// paused guest here, or keep it, as the record's [`SourceAfter`](super::SourceAfter) demands. Report `Guest`: `Gone`
+    /// if it was ended, `Completed` if it was kept, `Running` if another program has started it; or `Failed`, which keeps
+    /// it as well.
     EndGuest,
-    /// Connect to the destination's listener, repeatedly, and report `Connected`.
+    /// Connect to the destination's listener, with the next incarnation, repeatedly, and report `Connected`; close a
+    /// connection that is still open first.
     Connect,
     /// The machine has ended and returns no more actions.
     Done(SourceEnd),
@@ -76,23 +109,44 @@ pub enum SourceAction {
 /// The end of the migration at the source.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum SourceEnd {
-    /// The guest runs at the destination.
+    /// The guest runs at the destination with all of its memory.
     Finished,
-    /// The guest runs here, and the destination has been notified (or is fenced).
+    /// The guest runs here. The destination has been notified, is fenced, or can ask later.
     Aborted {
         /// The reason.
         reason: String,
     },
     /// The first record could not be written: nothing was begun, the guest was not touched.
     NotStarted,
-    /// The source's QEMU ended before the destination had confirmed that the guest runs there. If the destination is
-    /// prepared it holds the only copy, and only an operator can let it run (`recover --fenced-peer` there).
+    /// The source's monitor ended before the destination had confirmed that the guest runs there. If the destination is
+    /// prepared it holds the only copy, and only an operator can let it run (`recover --fenced-peer` there). In post-copy:
+    /// the pages that were only here are gone, and the destination knows.
     GuestGone,
-    /// Committed, but the destination's QEMU is gone. The guest is paused here; `recover --fenced-peer` resumes it.
+    /// Committed, but the destination's monitor is gone. The guest is paused here; `recover --fenced-peer` resumes it.
     DestinationLost {
         /// Whether the guest certainly never ran there.
         never_ran: bool,
         /// The reason that the destination sent.
+        reason: String,
+    },
+    /// Post-copy: the destination has the guest, which may have run, and can never place the rest of its memory. The guest
+    /// is lost there. The paused copy here knows nothing of what the guest did there; the record stays `committed`, and
+    /// only an operator who has ended the destination's monitor may resume it (`recover --fenced-peer`).
+    MemoryLost {
+        /// The reason that the destination sent.
+        reason: String,
+    },
+    /// Committed, and the destination has not confirmed that the guest runs there. The record stays `committed`; `recover`
+    /// continues.
+    Undelivered {
+        /// Why the driver gave up.
+        reason: String,
+    },
+    /// Post-copy: part of the guest's memory is only here, and this process sends no more of it. The guest at the
+    /// destination waits wherever it touches that part. The paused copy here must be neither ended nor resumed: the record
+    /// stays `committed`.
+    Unserved {
+        /// Why the driver gave up.
         reason: String,
     },
     /// The guest is paused and this process cannot change that; remedy the reason, then run `recover`.
@@ -105,6 +159,19 @@ pub enum SourceEnd {
     Conflict,
 }
 
+/// Whether the guest goes on at the destination before all of its memory is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum PostCopy {
+    /// All of its memory is sent before the decision.
+    No,
+    /// The destination was requested to watch for missing pages.
+    Requested,
+    /// The destination watches for missing pages, which are only here.
+    Begun,
+    /// After a restart: only the destination knows.
+    Unknown,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Phase {
     WritingStarted,
@@ -113,13 +180,18 @@ enum Phase {
     Relaying,
     WritingCommitted,
     Committed,
+    /// The guest runs at the destination, and part of its memory is only here.
+    Serving,
+    /// The source's monitor has ended while part of the guest's memory was only there: the destination is being informed.
+    ReportingLoss,
     EndingGuest,
     WritingFinished,
     WritingAborted,
     Resuming,
     WritingResumed,
     WritingGone,
-    Telling,
+    /// The guest runs here; the destination is being informed.
+    ReportingAbort,
     /// The destination confirmed that the guest runs there.
     Finished,
     /// With any other result.
@@ -138,12 +210,18 @@ impl Phase {
     fn undecided(self) -> bool {
         matches!(self, Self::Migrating | Self::Preparing | Self::Relaying)
     }
+
+    /// Returns whether the machine waits for a message of the destination, and so reconnects.
+    fn needs_destination(self) -> bool {
+        matches!(self, Self::Committed | Self::Serving | Self::ReportingLoss | Self::ReportingAbort)
+    }
 }
 
 /// The source's state machine. See the module for the contract with its driver.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SourceSwitchover {
     phase: Phase,
+    post_copy: PostCopy,
     connected: bool,
     /// The disk may contain `committed` although nothing was sent: the guest must not resume before the record is
     /// replaced.
@@ -156,33 +234,33 @@ pub struct SourceSwitchover {
 }
 
 impl SourceSwitchover {
-    /// Begins a switchover, on an open connection, before QEMU is touched.
+    /// Begins a switchover, on an open connection, before the monitor is touched.
     pub fn begin() -> (Self, Vec<SourceAction>) {
-        let mut machine = Self::at(Phase::WritingStarted);
+        let mut machine = Self::at(Phase::WritingStarted, PostCopy::No);
         machine.connected = true;
         (machine, vec![SourceAction::WriteRecord(SourceState::Started)])
     }
 
-    /// Continues after a crash, from the record (`None` if there is none) and from QEMU's present state.
+    /// Continues after a crash, from the record (`None` if there is none) and from the guest's present state.
     ///
     /// `fenced_peer` is an operator's assertion that the destination's guest is gone for good and can never run. It is
     /// the only means to run a guest here that was committed to the destination; this guest does not know what the
     /// destination wrote to shared disks meanwhile.
-    pub fn recover(record: Option<SourceState>, qemu: SourceGuest, fenced_peer: bool) -> (Self, Vec<SourceAction>) {
-        let mut machine = Self::at(Phase::Ended);
+    pub fn recover(record: Option<SourceState>, guest: SourceGuest, fenced_peer: bool) -> (Self, Vec<SourceAction>) {
+        let mut machine = Self::at(Phase::Ended, PostCopy::Unknown);
         machine.destination_gone = fenced_peer;
         machine.reason = "the source was restarted before anything was decided".into();
         let mut actions = Vec::new();
         match record {
             // The destination's copy may still be good, so the destination is not told to discard it.
-            Some(SourceState::Started | SourceState::Aborted) if qemu == SourceGuest::Gone => {
+            Some(SourceState::Started | SourceState::Aborted) if guest == SourceGuest::Gone => {
                 machine.guest_gone(&mut actions);
             }
-            None if qemu == SourceGuest::Gone => machine.end(SourceEnd::GuestGone, &mut actions),
+            None if guest == SourceGuest::Gone => machine.end(SourceEnd::GuestGone, &mut actions),
             None | Some(SourceState::Started) => machine.abort_now(&mut actions),
             Some(SourceState::Gone) => machine.end(SourceEnd::GuestGone, &mut actions),
             // Neither side has the guest any more.
-            Some(SourceState::Committed) if fenced_peer && qemu == SourceGuest::Gone => {
+            Some(SourceState::Committed) if fenced_peer && guest == SourceGuest::Gone => {
                 machine.guest_gone(&mut actions);
             }
             Some(SourceState::Committed) if fenced_peer => {
@@ -190,7 +268,7 @@ impl SourceSwitchover {
                 machine.may_be_committed = true;
                 machine.abort_now(&mut actions);
             }
-            Some(SourceState::Committed) if qemu == SourceGuest::Running => {
+            Some(SourceState::Committed) if guest == SourceGuest::Running => {
                 machine.end(SourceEnd::Conflict, &mut actions);
             }
             Some(SourceState::Committed) => {
@@ -201,7 +279,7 @@ impl SourceSwitchover {
                 machine.phase = Phase::Resuming;
                 actions.push(SourceAction::EndMigration);
             }
-            Some(SourceState::Resumed) => machine.tell(&mut actions),
+            Some(SourceState::Resumed) => machine.report_abort(&mut actions),
             Some(SourceState::Finished) => machine.end(SourceEnd::Finished, &mut actions),
         }
         (machine, actions)
@@ -209,7 +287,19 @@ impl SourceSwitchover {
 
     /// Returns whether the guest is committed to the destination: cancelling has no effect any more.
     pub fn decided(&self) -> bool {
-        matches!(self.phase, Phase::Committed | Phase::EndingGuest | Phase::WritingFinished | Phase::Finished)
+        use Phase::*;
+        matches!(self.phase, Committed | Serving | ReportingLoss | EndingGuest | WritingFinished | Finished)
+    }
+
+    /// Returns whether the guest runs at the destination and part of its memory is only here.
+    pub fn serves_pages(&self) -> bool {
+        self.phase == Phase::Serving
+    }
+
+    /// Returns whether part of the guest's memory was still to follow at the decision: then a destination that is lost is
+    /// waited for without a limit, since that part exists nowhere else.
+    pub fn post_copy_begun(&self) -> bool {
+        self.post_copy == PostCopy::Begun
     }
 
     /// Returns why the migration was aborted; empty before that.
@@ -220,7 +310,7 @@ impl SourceSwitchover {
     /// Returns whether the process may end now without leaving the guest paused: the machine is done, or only the
     /// `Abort` message is still to be delivered (`recover` can do that later).
     pub fn may_stop(&self) -> bool {
-        matches!(self.phase, Phase::Telling | Phase::Finished | Phase::Ended)
+        matches!(self.phase, Phase::ReportingAbort | Phase::Finished | Phase::Ended)
     }
 
     /// Handles an event; returns the actions, in order.
@@ -228,23 +318,24 @@ impl SourceSwitchover {
         let mut actions = Vec::new();
         if self.phase.writing() {
             match event {
-                SourceEvent::RecordWritten => self.written(&mut actions),
-                SourceEvent::RecordFailed => self.not_written(&mut actions),
+                SourceEvent::RecordWritten => self.on_written(&mut actions),
+                SourceEvent::RecordFailed => self.on_not_written(&mut actions),
                 other => self.waiting.push(other),
             }
         } else {
-            self.step(event, &mut actions);
+            self.on_event(event, &mut actions);
         }
         while !self.phase.writing() && !self.waiting.is_empty() {
             let event = self.waiting.remove(0);
-            self.step(event, &mut actions);
+            self.on_event(event, &mut actions);
         }
         actions
     }
 
-    fn at(phase: Phase) -> Self {
+    fn at(phase: Phase, post_copy: PostCopy) -> Self {
         Self {
             phase,
+            post_copy,
             connected: false,
             may_be_committed: false,
             destination_gone: false,
@@ -253,7 +344,7 @@ impl SourceSwitchover {
         }
     }
 
-    fn written(&mut self, actions: &mut Vec<SourceAction>) {
+    fn on_written(&mut self, actions: &mut Vec<SourceAction>) {
         match self.phase {
             Phase::WritingStarted => {
                 self.phase = Phase::Migrating;
@@ -262,16 +353,19 @@ impl SourceSwitchover {
             Phase::WritingCommitted => {
                 self.phase = Phase::Committed;
                 actions.push(SourceAction::Send(SwitchoverMessage::Commit));
+                if self.post_copy == PostCopy::Begun {
+                    actions.push(SourceAction::ServePages);
+                }
             }
             Phase::WritingFinished => self.end(SourceEnd::Finished, actions),
             Phase::WritingAborted => self.resume(actions),
-            Phase::WritingResumed => self.tell(actions),
+            Phase::WritingResumed => self.report_abort(actions),
             Phase::WritingGone => self.end(SourceEnd::GuestGone, actions),
             _ => {}
         }
     }
 
-    fn not_written(&mut self, actions: &mut Vec<SourceAction>) {
+    fn on_not_written(&mut self, actions: &mut Vec<SourceAction>) {
         match self.phase {
             Phase::WritingStarted => {
                 let reason = "the source could not write its record".to_owned();
@@ -290,31 +384,39 @@ impl SourceSwitchover {
             // The disk contains `started`, which also means aborted.
             Phase::WritingAborted => self.resume(actions),
             // With `aborted` or `committed` on the disk, a later `recover` asks the destination needlessly.
-            _ => self.written(actions),
+            _ => self.on_written(actions),
         }
     }
 
-    fn step(&mut self, event: SourceEvent, actions: &mut Vec<SourceAction>) {
+    fn on_event(&mut self, event: SourceEvent, actions: &mut Vec<SourceAction>) {
         match event {
             // Unexpected: a driver that repeats a report changes nothing.
             SourceEvent::RecordWritten | SourceEvent::RecordFailed => {}
             SourceEvent::Connected => self.connected = true,
-            SourceEvent::ConnectionLost => {
-                self.connected = false;
-                match self.phase {
-                    phase if phase.undecided() => self.abort("the connection to the destination was lost", actions),
-                    Phase::Committed | Phase::Telling => actions.push(SourceAction::Connect),
-                    _ => {}
+            SourceEvent::ConnectionLost => self.lose_connection("the connection to the destination was lost", actions),
+            SourceEvent::ChannelsLost { reason } => {
+                // After the decision only post-copy needs data channels. They are opened anew with a new control connection.
+                let serves =
+                    matches!(self.phase, Phase::Committed | Phase::Serving) && self.post_copy == PostCopy::Begun;
+                if self.phase.undecided() || serves {
+                    self.lose_connection(&reason, actions);
                 }
             }
-            SourceEvent::Message(message) => self.hear(message, actions),
+            SourceEvent::Message(message) => self.on_message(message, actions),
+            SourceEvent::PostCopyWanted => {
+                if (self.phase, self.post_copy) == (Phase::Migrating, PostCopy::No) {
+                    self.post_copy = PostCopy::Requested;
+                    actions.push(SourceAction::Send(SwitchoverMessage::PostCopy));
+                }
+            }
             SourceEvent::FinalStateSent => {
-                if self.phase == Phase::Migrating {
+                if self.phase == Phase::Migrating && self.post_copy != PostCopy::Requested {
                     self.phase = Phase::Preparing;
                     actions.push(SourceAction::Send(SwitchoverMessage::Prepare));
                 }
             }
-            SourceEvent::Guest(state) => self.qemu(state, actions),
+            SourceEvent::Guest(state) => self.on_guest(state, actions),
+            SourceEvent::GaveUp { reason } => self.give_up(reason, actions),
             SourceEvent::Failed { reason } => match self.phase {
                 phase if phase.undecided() => self.abort(&reason, actions),
                 Phase::Resuming => self.end(SourceEnd::Stuck { reason }, actions),
@@ -325,78 +427,138 @@ impl SourceSwitchover {
         }
     }
 
-    fn hear(&mut self, message: SwitchoverMessage, actions: &mut Vec<SourceAction>) {
+    fn on_message(&mut self, message: SwitchoverMessage, actions: &mut Vec<SourceAction>) {
+        use Phase::*;
         use SwitchoverMessage as M;
-        let aborted = matches!(self.phase, Phase::Resuming | Phase::Telling);
-        match message {
-            M::Prepared if self.phase == Phase::Preparing => {
-                self.phase = Phase::Relaying;
+        match (self.phase, message) {
+            (Migrating, M::PostCopyReady) if self.post_copy == PostCopy::Requested => {
+                self.post_copy = PostCopy::Begun;
+                actions.push(SourceAction::StartPostCopy);
+            }
+            (Preparing, M::Prepared) => {
+                self.phase = Relaying;
                 actions.push(SourceAction::RelayShut);
             }
-            M::Running if self.phase == Phase::Committed => {
-                self.phase = Phase::EndingGuest;
-                actions.push(SourceAction::EndGuest);
-            }
-            M::Running if aborted => self.end(SourceEnd::Conflict, actions),
-            M::AskOutcome if self.phase == Phase::Committed => {
-                actions.push(SourceAction::Send(M::Outcome(Outcome::Committed)));
-            }
-            // Prepared after all, because it did not receive the abort. It is notified once the guest runs here.
-            M::AskOutcome | M::Prepared if self.phase == Phase::Telling => {
-                actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted)));
-            }
-            M::Abort { reason } | M::Lost { reason } if self.phase.undecided() => {
+            (phase, M::Abort { reason } | M::Lost { reason }) if phase.undecided() => {
                 self.destination_gone = true;
                 self.abort(&format!("the destination gave up: {}", cleaned(&reason)), actions);
             }
-            M::Abort { reason } if self.phase == Phase::Committed => {
+            (phase, _) if phase.undecided() => {
+                self.abort("the destination sent a message that does not belong here", actions);
+            }
+
+            (Committed | Serving | ReportingLoss, M::Running) => {
+                self.phase = EndingGuest;
+                actions.push(SourceAction::EndGuest);
+            }
+            (Committed, M::AskOutcome) => actions.push(SourceAction::Send(M::Outcome(Outcome::Committed))),
+            // After a restart only the destination knows whether memory is missing there, so that its message is believed.
+            (Committed | Serving, M::PostCopyReady) if self.post_copy != PostCopy::No => {
+                self.post_copy = PostCopy::Begun;
+                actions.push(SourceAction::ServePages);
+            }
+            (Committed, M::RunningIncomplete) if self.post_copy != PostCopy::No => {
+                self.post_copy = PostCopy::Begun;
+                self.phase = Serving;
+            }
+            (Committed, M::Abort { reason }) => {
                 self.end(SourceEnd::DestinationLost { never_ran: true, reason: cleaned(&reason) }, actions);
             }
-            M::Lost { reason } if self.phase == Phase::Committed => {
+            (Committed | Serving, M::Abort { reason } | M::Lost { reason }) => {
                 self.end(SourceEnd::DestinationLost { never_ran: false, reason: cleaned(&reason) }, actions);
             }
-            M::Abort { .. } | M::Lost { .. } if aborted => {
+            (Committed | Serving, M::MemoryLost { reason }) => {
+                self.end(SourceEnd::MemoryLost { reason: cleaned(&reason) }, actions);
+            }
+
+            // A destination that lacks memory sends this first, whatever its phase.
+            (ReportingLoss, M::PostCopyReady) => self.send_memory_lost(actions),
+            (ReportingLoss, M::Abort { .. } | M::Lost { .. } | M::MemoryLost { .. }) => {
+                self.send(M::Goodbye, actions);
+                self.guest_gone(actions);
+            }
+
+            (Resuming | ReportingAbort, M::Running | M::RunningIncomplete | M::MemoryLost { .. }) => {
+                self.end(SourceEnd::Conflict, actions);
+            }
+            // Prepared after all, because it did not receive the abort. It is notified once the guest runs here.
+            (ReportingAbort, M::AskOutcome | M::Prepared) => {
+                actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted)));
+            }
+            (Resuming | ReportingAbort, M::Abort { .. } | M::Lost { .. }) => {
                 self.destination_gone = true;
-                if self.phase == Phase::Telling {
-                    self.tell(actions);
+                if self.phase == ReportingAbort {
+                    self.report_abort(actions);
                 }
             }
-            _ if self.phase.undecided() => self.abort("the destination said something out of turn", actions),
             // Late or repeated: `Prepared` while the abort is being recorded, `Running` after the end.
             _ => {}
         }
     }
 
-    fn qemu(&mut self, state: SourceGuest, actions: &mut Vec<SourceAction>) {
+    fn on_guest(&mut self, state: SourceGuest, actions: &mut Vec<SourceAction>) {
         match (self.phase, state) {
             (Phase::Relaying, SourceGuest::Completed) => {
                 self.phase = Phase::WritingCommitted;
                 actions.push(SourceAction::WriteRecord(SourceState::Committed));
             }
             (Phase::Migrating | Phase::Preparing, SourceGuest::Completed) => {
-                self.abort("QEMU completed without the destination's word; is its return path off?", actions);
+                self.abort("the source's monitor completed before the destination was prepared", actions);
             }
             (phase, SourceGuest::Running) if phase.undecided() => {
-                self.abort("QEMU ended the migration itself", actions);
+                self.abort("the source's monitor ended the migration itself", actions);
             }
             // No copy can be complete yet: the destination may discard its copy.
-            (Phase::Migrating, SourceGuest::Gone) => self.abort("the source's QEMU died", actions),
+            (Phase::Migrating, SourceGuest::Gone) => self.abort("the source's monitor has ended", actions),
             // The destination may hold the only complete copy, so it is not told to discard it.
             (Phase::Preparing | Phase::Relaying | Phase::Resuming, SourceGuest::Gone) => self.guest_gone(actions),
+            (Phase::Committed | Phase::Serving, SourceGuest::Gone) if self.post_copy == PostCopy::Begun => {
+                self.phase = Phase::ReportingLoss;
+                self.send_memory_lost(actions);
+            }
             (Phase::EndingGuest, SourceGuest::Gone | SourceGuest::Completed) => self.finish(actions),
             (Phase::Resuming, SourceGuest::Completed) => actions.push(SourceAction::Cont),
             (Phase::Resuming, SourceGuest::Running) => {
                 self.phase = Phase::WritingResumed;
                 actions.push(SourceAction::AnnounceSelf);
                 // Not before: if this guest is lost or stuck, the destination may hold the only complete copy.
-                if self.connected && !self.destination_gone {
-                    actions.push(SourceAction::Send(SwitchoverMessage::Abort { reason: self.reason.clone() }));
+                if !self.destination_gone {
+                    self.send(SwitchoverMessage::Abort { reason: self.reason.clone() }, actions);
                 }
                 actions.push(SourceAction::WriteRecord(SourceState::Resumed));
             }
-            (Phase::Committed | Phase::EndingGuest, SourceGuest::Running) => self.end(SourceEnd::Conflict, actions),
+            (Phase::Committed | Phase::Serving | Phase::EndingGuest, SourceGuest::Running) => {
+                self.end(SourceEnd::Conflict, actions);
+            }
             _ => {}
         }
+    }
+
+    fn lose_connection(&mut self, reason: &str, actions: &mut Vec<SourceAction>) {
+        self.connected = false;
+        if self.phase.undecided() {
+            self.abort(reason, actions);
+        } else if self.phase.needs_destination() {
+            actions.push(SourceAction::Connect);
+        }
+    }
+
+    fn give_up(&mut self, reason: String, actions: &mut Vec<SourceAction>) {
+        match self.phase {
+            Phase::Committed if self.post_copy != PostCopy::Begun => {
+                self.end(SourceEnd::Undelivered { reason }, actions);
+            }
+            Phase::Committed | Phase::Serving => self.end(SourceEnd::Unserved { reason }, actions),
+            // The record stays `committed`: a `recover` reports the loss to the destination.
+            Phase::ReportingLoss => self.end(SourceEnd::GuestGone, actions),
+            Phase::ReportingAbort => self.end(SourceEnd::Aborted { reason: self.reason.clone() }, actions),
+            _ => {}
+        }
+    }
+
+    fn send_memory_lost(&self, actions: &mut Vec<SourceAction>) {
+        let reason = "the source's monitor has ended, and part of the guest's memory with it".to_owned();
+        self.send(SwitchoverMessage::MemoryLost { reason }, actions);
     }
 
     fn finish(&mut self, actions: &mut Vec<SourceAction>) {
@@ -424,8 +586,8 @@ impl SourceSwitchover {
         actions.push(SourceAction::EndMigration);
     }
 
-    fn tell(&mut self, actions: &mut Vec<SourceAction>) {
-        self.phase = Phase::Telling;
+    fn report_abort(&mut self, actions: &mut Vec<SourceAction>) {
+        self.phase = Phase::ReportingAbort;
         if self.destination_gone {
             self.end(SourceEnd::Aborted { reason: self.reason.clone() }, actions);
         } else if !self.connected {
@@ -433,8 +595,82 @@ impl SourceSwitchover {
         }
     }
 
+    fn send(&self, message: SwitchoverMessage, actions: &mut Vec<SourceAction>) {
+        if self.connected {
+            actions.push(SourceAction::Send(message));
+        }
+    }
+
     fn end(&mut self, end: SourceEnd, actions: &mut Vec<SourceAction>) {
-        self.phase = if end == SourceEnd::Finished { Phase::Finished } else { Phase::Ended };
+        use SourceEnd::{Aborted, Conflict, DestinationLost, Finished, MemoryLost, NotStarted};
+        self.phase = if end == Finished { Phase::Finished } else { Phase::Ended };
+        // Otherwise the destination must go on waiting, or the message was sent already.
+        if matches!(end, Finished | Aborted { .. } | NotStarted | DestinationLost { .. } | MemoryLost { .. } | Conflict)
+        {
+            self.send(SwitchoverMessage::Goodbye, actions);
+        }
         actions.push(SourceAction::Done(end));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use SourceAction as A;
+    use SourceEvent as E;
+    use SwitchoverMessage as M;
+
+    /// A source that has decided, and whose destination runs the guest without all of its memory.
+    fn serving() -> SourceSwitchover {
+        let (mut source, _) = SourceSwitchover::begin();
+        let mut actions = Vec::new();
+        for event in [
+            E::RecordWritten,
+            E::PostCopyWanted,
+            E::Message(M::PostCopyReady),
+            E::FinalStateSent,
+            E::Message(M::Prepared),
+            E::Guest(SourceGuest::Completed),
+            E::RecordWritten,
+            E::Message(M::RunningIncomplete),
+        ] {
+            actions.extend(source.on(event));
+        }
+        assert!(source.serves_pages() && actions.contains(&A::StartPostCopy) && actions.contains(&A::ServePages));
+        source
+    }
+
+    #[test]
+    fn pages_are_served_again_whenever_the_destination_is_back() {
+        let mut source = serving();
+        for lost in [E::ConnectionLost, E::ChannelsLost { reason: "a channel broke".into() }] {
+            assert_eq!(source.on(lost), [A::Connect]);
+            assert_eq!(source.on(E::Connected), []);
+            assert_eq!(source.on(E::Message(M::PostCopyReady)), [A::ServePages]);
+            assert_eq!(source.on(E::Message(M::RunningIncomplete)), []);
+        }
+        assert_eq!(source.on(E::Message(M::Running)), [A::EndGuest]);
+    }
+
+    #[test]
+    fn a_source_whose_monitor_ended_with_pages_reports_the_loss_and_awaits_the_answer() {
+        let mut source = serving();
+        let actions = source.on(E::Guest(SourceGuest::Gone));
+        assert!(matches!(&actions[..], [A::Send(M::MemoryLost { .. })]), "{actions:?}");
+        let mut complete = source.clone();
+        let actions = source.on(E::Message(M::MemoryLost { reason: "as you say".into() }));
+        assert_eq!(actions, [A::Send(M::Goodbye), A::WriteRecord(SourceState::Gone)]);
+        assert_eq!(source.on(E::RecordWritten), [A::Done(SourceEnd::GuestGone)]);
+        // The last page had arrived just before.
+        assert_eq!(complete.on(E::Message(M::Running)), [A::EndGuest]);
+    }
+
+    #[test]
+    fn a_cancellation_while_pages_are_served_changes_nothing_and_giving_up_leaves_the_record() {
+        let mut source = serving();
+        assert_eq!(source.on(E::Failed { reason: "cancelled".into() }), []);
+        let reason = "out of time".to_owned();
+        let end = SourceEnd::Unserved { reason: reason.clone() };
+        assert_eq!(source.on(E::GaveUp { reason }), [A::Done(end)]);
     }
 }

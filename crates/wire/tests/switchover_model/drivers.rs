@@ -1,7 +1,9 @@
 //! The drivers: they perform actions on the world and tell the machines what happened, as the gateway does.
 
 use super::properties::Mutant;
-use super::world::{DestinationProcess, DestinationSterna, Device, Mode, SourceProcess, SourceSterna, State, World};
+use super::world::{
+    Channels, DestinationProcess, DestinationSterna, Device, Mode, SourceProcess, SourceSterna, State, World,
+};
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationState, DestinationSwitchover, Outcome,
     SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover, SwitchoverMessage as Message,
@@ -26,7 +28,7 @@ impl World {
                 sterna.late = None;
                 sterna.written = Some(true);
             }
-            SourceAction::StartMigration if self.mode == Mode::Direct => {
+            SourceAction::StartMigration if self.mode != Mode::Stream => {
                 if state.source_qemu == SourceProcess::Idle {
                     state.source_qemu = SourceProcess::Tracked;
                     sterna.seen = Some(SourceGuest::Running);
@@ -55,7 +57,7 @@ impl World {
                 }
                 sterna.seen = None;
             }
-            SourceAction::RelayShut if self.mode == Mode::Direct => {
+            SourceAction::RelayShut if self.mode != Mode::Stream => {
                 state.looked = true;
                 sterna.seen = None;
                 if self.mutant == Mutant::TrustsThatItIsPaused {
@@ -78,28 +80,66 @@ impl World {
                     sterna.todo.push(SourceAction::Send(Message::Abort { reason: String::new() }));
                 }
             }
-            SourceAction::Cont => match state.source_qemu {
-                SourceProcess::Completed | SourceProcess::Stopped => state.source_qemu = SourceProcess::Resumed,
-                SourceProcess::PausedByOthers => {
-                    state.paused_guest_resumed = true;
-                    state.source_qemu = SourceProcess::Resumed;
+            SourceAction::Cont => {
+                // The result is reported.
+                sterna.seen = None;
+                match state.source_qemu {
+                    SourceProcess::Completed | SourceProcess::Stopped => state.source_qemu = SourceProcess::Resumed,
+                    SourceProcess::PausedByOthers => {
+                        state.paused_guest_resumed = true;
+                        state.source_qemu = SourceProcess::Resumed;
+                    }
+                    _ => {}
                 }
-                _ => {}
-            },
-            SourceAction::Connect => sterna.dials = self.mutant != Mutant::NeverReconnects,
+            }
+            SourceAction::StartPostCopy => {
+                state.pages.begun = true;
+                state.pages.channels = if sterna.connected && state.link { Channels::Open } else { Channels::Broken };
+            }
+            SourceAction::ServePages => self.serve_pages(state, &mut sterna),
+            SourceAction::Connect => {
+                sterna.dials = self.mutant != Mutant::NeverReconnects;
+                if sterna.connected {
+                    sterna.connected = false;
+                    state.break_link();
+                    state.to_source.clear();
+                }
+            }
             SourceAction::AnnounceSelf => {}
             SourceAction::Done(end) => {
                 // The process ends, and its connection with it.
                 state.conflict |= end == SourceEnd::Conflict;
                 state.source_end = Some(end);
                 if sterna.connected {
-                    state.link = false;
+                    state.break_link();
                     state.to_source.clear();
                 }
                 return;
             }
         }
         state.source[at] = Some(sterna);
+    }
+
+    fn serve_pages(&self, state: &mut State, sterna: &mut SourceSterna) {
+        if sterna.recovered {
+            sterna.not_served = match self.mutant {
+                Mutant::RecoverIgnoresPages => None,
+                Mutant::RecoverCallsPagesLost => Some(SourceEvent::Guest(SourceGuest::Gone)),
+                _ if state.source_qemu.is_gone() => Some(SourceEvent::Guest(SourceGuest::Gone)),
+                _ => Some(SourceEvent::GaveUp { reason: "this process has no pages".into() }),
+            };
+            return;
+        }
+        if !sterna.connected || !state.link || state.pages.streaming {
+            return;
+        }
+        if state.pages.channels == Channels::None {
+            state.pages.channels = Channels::Open;
+            if self.mutant != Mutant::TrustsItsOwnList {
+                state.pages.unsent = state.pages.missing;
+            }
+        }
+        state.pages.streaming = state.pages.channels == Channels::Open;
     }
 
     pub(crate) fn destination_performs(&self, state: &mut State) {
@@ -123,6 +163,16 @@ impl World {
                 }
             }
             DestinationAction::AcceptStream => state.feeding = true,
+            DestinationAction::WatchMissingPages => {
+                sterna.watching = true;
+                state.pages.watched = self.mutant != Mutant::WatchesNothing;
+            }
+            DestinationAction::AwaitMemory => sterna.awaits_memory = true,
+            DestinationAction::HangUp => {
+                sterna.connected = false;
+                state.break_link();
+                state.to_destination.clear();
+            }
             DestinationAction::Send(message) => {
                 if sterna.connected && state.link {
                     state.to_source.push(message);
@@ -131,6 +181,8 @@ impl World {
             DestinationAction::Cont => match &mut state.destination_qemu {
                 DestinationProcess::Incoming { autostart, .. } => *autostart = true,
                 DestinationProcess::Paused => {
+                    let out_of_reach = sterna.broken_told || !sterna.connected;
+                    state.started_blindly |= state.pages.missing > 0 && out_of_reach && state.pages.watched;
                     state.destination_qemu = DestinationProcess::Running;
                     state.destination_ran = true;
                 }
@@ -140,9 +192,15 @@ impl World {
                 state.destination_qemu = DestinationProcess::Gone;
                 sterna.seen = None;
             }
-            DestinationAction::AnnounceSelf | DestinationAction::AwaitSource => {}
+            DestinationAction::AnnounceSelf | DestinationAction::RenewChannels | DestinationAction::AwaitSource => {}
+            DestinationAction::Leave => {
+                crash_destination(state, &sterna);
+                state.destination_left = true;
+                return;
+            }
             DestinationAction::Done(end) => {
                 state.conflict |= end == DestinationEnd::Conflict;
+                state.destination_end = Some(end.clone());
                 if matches!(end, DestinationEnd::Stuck { .. }) {
                     crash_destination(state, &sterna);
                     return;
@@ -182,16 +240,34 @@ impl World {
             dials: false,
             connected: false,
             failed: false,
+            not_served: None,
+            recovered: true,
+            broken_told: false,
         });
     }
 
-    pub(crate) fn destination_recovers(state: &mut State, fenced: bool) {
+    pub(crate) fn destination_recovers(&self, state: &mut State, fenced: bool) {
         if let Some(old) = state.destination.take() {
             crash_destination(state, &old);
         }
         let qemu = state.destination_qemu.shown();
-        let Some(record) = state.destination_disk else { return };
+        let Some(mut record) = state.destination_disk else { return };
+        // The monitor shows it: what watched for missing pages is closed.
+        if record == DestinationState::RunningIncomplete && !state.pages.watched {
+            record = DestinationState::Running;
+        }
+        if self.mutant == Mutant::RecoverForgetsMissingMemory {
+            record = match record {
+                DestinationState::PreparedIncomplete => DestinationState::Prepared,
+                DestinationState::CommittedIncomplete => DestinationState::Committed,
+                DestinationState::RunningIncomplete => DestinationState::Running,
+                other => other,
+            };
+        }
         state.destination_fenced |= fenced;
+        state.destination_end = None;
+        state.destination_left = false;
+        state.destination_restarted = true;
         let (machine, todo) = DestinationSwitchover::recover(record, qemu, fenced);
         state.destination = Some(DestinationSterna {
             machine,
@@ -200,7 +276,11 @@ impl World {
             seen: Some(qemu),
             leases_told: 0,
             cleared: false,
+            watching: false,
             loaded_told: true,
+            awaits_memory: false,
+            broken_told: false,
+            failed_told: true,
             connected: false,
             failed: false,
             ended: false,
@@ -210,6 +290,12 @@ impl World {
     pub(crate) fn source_event(&self, state: &mut State, at: usize, event: SourceEvent) {
         let Some(sterna) = &mut state.source[at] else { return };
         let lost = event == SourceEvent::ConnectionLost;
+        let event = match event {
+            SourceEvent::Message(Message::RunningIncomplete) if self.mutant == Mutant::TakesIncompleteForRunning => {
+                SourceEvent::Message(Message::Running)
+            }
+            event => event,
+        };
         sterna.todo = sterna.machine.on(event);
         // Known to itself as decided from the moment it has been told that the record is written.
         state.decided |= sterna.machine.decided();
@@ -222,6 +308,9 @@ impl World {
         let Some(sterna) = &mut state.destination else { return };
         let lost = event == DestinationEvent::ConnectionLost;
         sterna.todo = sterna.machine.on(event);
+        if lost && self.mutant == Mutant::ReleasesMissingPages {
+            state.pages.watched = false;
+        }
         if lost && sterna.machine.unsure() {
             let outcome = match self.mutant {
                 Mutant::ImpatientDestination => Outcome::Committed,
@@ -240,9 +329,10 @@ fn end_source_qemu(state: &mut State) {
 
 pub(crate) fn crash_source(state: &mut State, sterna: &SourceSterna) {
     if sterna.connected {
-        state.link = false;
+        state.break_link();
         state.to_source.clear();
     }
+    state.pages.lose_channels(Channels::Broken);
     state.return_path_closed = true;
 }
 
@@ -250,7 +340,8 @@ pub(crate) fn crash_destination(state: &mut State, sterna: &DestinationSterna) {
     // The kernel lets a process end only when its work queues are drained (idxd: close).
     state.device = Device::Quiet;
     if sterna.connected {
-        state.link = false;
+        state.break_link();
         state.to_destination.clear();
     }
+    state.pages.lose_channels(Channels::Broken);
 }

@@ -1,8 +1,8 @@
 //! What must always hold, and the drivers that break it: one is worth nothing without the other.
 
-use super::world::{DestinationProcess, Mode, SourceProcess, State, World};
+use super::world::{DestinationProcess, DestinationSterna, Mode, SourceProcess, State, World};
 use stateright::{Model, Property};
-use sterna_wire::switchover::{SourceEnd, SourceState};
+use sterna_wire::switchover::{DestinationEnd, DestinationState, SourceEnd, SourceState};
 
 /// A driver (or operator) that is wrong in one way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +49,24 @@ pub(crate) enum Mutant {
     TrustsThatItIsPaused,
     /// In direct mode: `recover` takes a guest that somebody else paused for one that the migration stopped.
     RecoverTakesAnyPause,
+    /// In post-copy: the source takes a guest that runs without all of its memory for one that needs nothing any more.
+    TakesIncompleteForRunning,
+    /// In post-copy: after a lost connection the source goes on from its own list, not from the destination's.
+    TrustsItsOwnList,
+    /// In post-copy: the destination reports that all is there when all was sent.
+    TakesSentForPlaced,
+    /// In post-copy: what is missing reads as zero from when the connection is lost.
+    ReleasesMissingPages,
+    /// In post-copy: answers that missing pages are watched although they are not.
+    WatchesNothing,
+    /// In post-copy: the destination starts the guest although it knows that the channels are broken.
+    ForgetsBrokenChannels,
+    /// In post-copy: `recover` at the destination reads the record as if no memory were missing.
+    RecoverForgetsMissingMemory,
+    /// In post-copy: `recover` at the source neither serves pages nor says that it cannot.
+    RecoverIgnoresPages,
+    /// In post-copy: `recover` at the source calls pages gone that are there.
+    RecoverCallsPagesLost,
 }
 
 const NEVER_BOTH: &str = "never do both run";
@@ -60,6 +78,12 @@ const NO_LATE_WRITE: &str = "no accelerator writes guest RAM under the running g
 const NOT_ENDED_EARLY: &str = "the source's QEMU is not ended before the guest has run at the destination";
 const NOT_ABORTED_BLINDLY: &str = "the destination is told to give up only once the guest runs at the source";
 const NOT_LET_RUN: &str = "a guest that somebody else paused is not let run";
+const NO_STALE_READ: &str = "a guest never reads a page that was not placed: it waits";
+const NOT_FINISHED_EARLY: &str = "memory that is only at the source is not taken for moved";
+const NOT_STARTED_BLINDLY: &str = "the guest is not started while nothing can bring what it touches";
+const NOT_GIVEN_UP: &str = "memory is called lost only where it is";
+const ALL_WELL: &str = "without trouble the guest moves, and all of it";
+const ENDS: &str = "where nothing is left to do no process waits for anything";
 const NO_CONFLICT: &str = "no machine ever meets a contradiction";
 
 /// As [`MUTANTS`], in direct mode.
@@ -71,6 +95,22 @@ pub(crate) const DIRECT_MUTANTS: &[(Mutant, &str)] = &[
     (Mutant::EndsUnconfirmed, NOT_ENDED_EARLY),
     (Mutant::TrustsThatItIsPaused, NEVER_BOTH),
     (Mutant::RecoverTakesAnyPause, NOT_LET_RUN),
+];
+
+/// As [`MUTANTS`], in post-copy.
+pub(crate) const POST_COPY_MUTANTS: &[(Mutant, &str)] = &[
+    (Mutant::TakesIncompleteForRunning, NOT_FINISHED_EARLY),
+    (Mutant::TrustsItsOwnList, ENDS),
+    (Mutant::TakesSentForPlaced, NOT_FINISHED_EARLY),
+    (Mutant::ReleasesMissingPages, NO_STALE_READ),
+    (Mutant::WatchesNothing, NO_STALE_READ),
+    (Mutant::ForgetsBrokenChannels, NOT_STARTED_BLINDLY),
+    (Mutant::RecoverForgetsMissingMemory, NOT_FINISHED_EARLY),
+    (Mutant::RecoverIgnoresPages, ENDS),
+    (Mutant::RecoverCallsPagesLost, NOT_GIVEN_UP),
+    (Mutant::ResumesAfterDecision, NEVER_BOTH),
+    (Mutant::EndsUnconfirmed, NOT_ENDED_EARLY),
+    (Mutant::NeverReconnects, ENDS),
 ];
 
 /// Each mutant and the property that must catch it.
@@ -96,6 +136,13 @@ pub(crate) const MUTANTS: &[(Mutant, &str)] = &[
     (Mutant::AbortsBlindly, NOT_ABORTED_BLINDLY),
 ];
 
+/// Whether nothing is left to do: nothing but trouble can still happen.
+fn is_over(world: &World, state: &State) -> bool {
+    let mut actions = Vec::new();
+    world.actions(state, &mut actions);
+    !actions.iter().any(|action| !action.trouble())
+}
+
 /// What is checked in every state (`always`), and what must be reached at all (`sometimes`).
 pub(crate) fn properties() -> Vec<Property<World>> {
     fn destination_runs(state: &State) -> bool {
@@ -110,15 +157,58 @@ pub(crate) fn properties() -> Vec<Property<World>> {
             !destination_runs(state) || state.decided || state.destination_fenced
         }),
         Property::always(EXACTLY_ONE, |world: &World, state: &State| {
-            let mut actions = Vec::new();
-            world.actions(state, &mut actions);
             // What a source keeps after the guest has run elsewhere is no copy any more.
             let copies = (state.source_qemu != SourceProcess::Gone && state.source_disk != Some(SourceState::Finished))
                 || matches!(state.destination_qemu, DestinationProcess::Paused | DestinationProcess::Running);
-            actions.iter().any(|action| !action.trouble())
+            !is_over(world, state)
                 || !copies
                 || state.source_qemu.runs() != destination_runs(state)
                 || (state.source_qemu == SourceProcess::PausedByOthers && !destination_runs(state))
+        }),
+        Property::always(NO_STALE_READ, |_, state: &State| {
+            !(destination_runs(state) && state.pages.missing > 0 && !state.pages.watched)
+        }),
+        Property::always(NOT_FINISHED_EARLY, |_, state: &State| {
+            let moved = state.source_disk == Some(SourceState::Finished)
+                || state.source_end == Some(SourceEnd::Finished)
+                || state.destination_disk == Some(DestinationState::Running)
+                || state.destination_end == Some(DestinationEnd::Running);
+            state.pages.missing == 0 || !moved
+        }),
+        Property::always(NOT_STARTED_BLINDLY, |_, state: &State| !state.started_blindly),
+        Property::always(NOT_GIVEN_UP, |_, state: &State| {
+            !matches!(state.destination_end, Some(DestinationEnd::MemoryLost { .. }))
+                || state.pages.unplaceable
+                || state.source_qemu == SourceProcess::Gone
+                || state.destination_restarted
+        }),
+        Property::always(ALL_WELL, |world: &World, state: &State| {
+            let finished = || {
+                state.source_end == Some(SourceEnd::Finished)
+                    && state.destination_disk == Some(DestinationState::Running)
+                    && destination_runs(state)
+                    && state.destination.as_ref().is_none_or(|sterna| sterna.ended)
+            };
+            state.left.total < world.budget.total || !is_over(world, state) || finished()
+        }),
+        Property::always(ENDS, |world: &World, state: &State| {
+            let waits = |sterna: &DestinationSterna| !sterna.ended;
+            !is_over(world, state) || (state.source[0].is_none() && !state.destination.as_ref().is_some_and(waits))
+        }),
+        Property::sometimes("the guest moves in post-copy", |world: &World, state: &State| {
+            state.pages.begun && state.source_end == Some(SourceEnd::Finished) && state.destination_left
+                || world.mode != Mode::PostCopy
+        }),
+        Property::sometimes("pages are served anew after a lost connection", |world: &World, state: &State| {
+            state.source_end == Some(SourceEnd::Finished) && state.left.losses < world.budget.losses
+                || world.mode != Mode::PostCopy
+        }),
+        Property::sometimes("a guest that waits for memory is lost", |world: &World, state: &State| {
+            matches!(state.source_end, Some(SourceEnd::MemoryLost { .. })) || world.mode != Mode::PostCopy
+        }),
+        Property::sometimes("pages stay at the source with nobody to send them", |world: &World, state: &State| {
+            matches!(state.source_end, Some(SourceEnd::Unserved { .. })) && state.source_qemu == SourceProcess::Stopped
+                || world.mode != Mode::PostCopy
         }),
         Property::always(NOT_LET_RUN, |_, state: &State| !state.paused_guest_resumed),
         Property::sometimes("somebody else lets the guest run, and it stays", |world: &World, state: &State| {
@@ -130,6 +220,9 @@ pub(crate) fn properties() -> Vec<Property<World>> {
             !matches!(state.source_end, Some(SourceEnd::DestinationLost { .. }))
                 || state.left.qemu_deaths < world.budget.qemu_deaths
                 || state.left.hosts < world.budget.hosts
+                // What is missing can only be placed by the process that died.
+                || (state.pages.begun && (state.destination_restarted || state.pages.unplaceable || state.source_qemu.is_gone()))
+                || state.destination_fenced
         }),
         Property::always(NO_CONFLICT, |_, state: &State| {
             !state.conflict || state.source_fenced || state.destination_fenced

@@ -6,9 +6,9 @@ use stateright::{Model, Property};
 use std::collections::HashSet;
 use std::sync::Mutex;
 use sterna_wire::switchover::{
-    CrashPoint, DestinationAction, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover, Moment,
-    SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover, Step,
-    SwitchoverMessage as Message,
+    CrashPoint, DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState,
+    DestinationSwitchover, Moment, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover,
+    Step, SwitchoverMessage as Message,
 };
 
 /// How much trouble there may still be.
@@ -45,6 +45,42 @@ pub(crate) enum Mode {
     Stream,
     /// From outside: QEMU knows of no migration. The driver stops the guest and lets it run again, and so may others by QMP.
     Direct,
+    /// As [`Mode::Direct`], and the guest goes on before all of its memory is there. A monitor may also embed the driver, and die
+    /// with it.
+    PostCopy,
+}
+
+/// The data channels of post-copy, of one incarnation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) enum Channels {
+    /// Not opened yet.
+    #[default]
+    None,
+    /// Open at both ends.
+    Open,
+    Broken,
+}
+
+/// The memory that follows the guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Pages {
+    /// The rounds do not converge: post-copy was asked for.
+    pub(crate) wanted: bool,
+    /// The post-copy channel was opened at the source.
+    pub(crate) begun: bool,
+    /// Neither placed nor zero at the destination: only at the source, or on their way.
+    pub(crate) missing: u8,
+    /// On the source's list.
+    pub(crate) unsent: u8,
+    /// In a data channel.
+    pub(crate) travelling: u8,
+    /// A thread at the destination that touches a missing page waits.
+    pub(crate) watched: bool,
+    /// What arrives cannot be placed any more.
+    pub(crate) unplaceable: bool,
+    pub(crate) channels: Channels,
+    /// The source streams what is on its list.
+    pub(crate) streaming: bool,
 }
 
 /// What an accelerator does with guest RAM at the destination that it was given to write.
@@ -94,6 +130,10 @@ impl SourceProcess {
         }
     }
 
+    pub(crate) fn is_gone(self) -> bool {
+        self == Self::Gone
+    }
+
     pub(crate) fn runs(self) -> bool {
         matches!(self, Self::Idle | Self::Migrating | Self::Resumed | Self::Tracked | Self::ResumedByOthers)
     }
@@ -138,6 +178,12 @@ pub(crate) struct SourceSterna {
     pub(crate) connected: bool,
     /// An action failed, the machine has not been told.
     pub(crate) failed: bool,
+    /// The answer to [`SourceAction::ServePages`] of a process that cannot, not given to the machine yet.
+    pub(crate) not_served: Option<SourceEvent>,
+    /// A `recover`, which cannot serve pages.
+    pub(crate) recovered: bool,
+    /// It knows that the data channels are broken.
+    pub(crate) broken_told: bool,
 }
 
 /// A `receive` or `recover` process at the destination.
@@ -150,7 +196,14 @@ pub(crate) struct DestinationSterna {
     /// What the machine knows of write leases.
     pub(crate) leases_told: u32,
     pub(crate) cleared: bool,
+    /// Missing pages are watched, the machine has not been told.
+    pub(crate) watching: bool,
     pub(crate) loaded_told: bool,
+    /// It reports when no page is missing any more.
+    pub(crate) awaits_memory: bool,
+    /// The driver knows that the data channels are broken.
+    pub(crate) broken_told: bool,
+    pub(crate) failed_told: bool,
     pub(crate) connected: bool,
     pub(crate) failed: bool,
     pub(crate) ended: bool,
@@ -164,6 +217,12 @@ pub(crate) struct State {
     pub(crate) destination: Option<DestinationSterna>,
     /// How the source's last process ended, if by itself.
     pub(crate) source_end: Option<SourceEnd>,
+    /// How the migration ended at the destination, by its last process.
+    pub(crate) destination_end: Option<DestinationEnd>,
+    /// The destination's last process has ended because nobody needed it any more.
+    pub(crate) destination_left: bool,
+    /// History: a process at the destination was followed by another.
+    pub(crate) destination_restarted: bool,
     pub(crate) source_disk: Option<SourceState>,
     pub(crate) destination_disk: Option<DestinationState>,
     pub(crate) source_qemu: SourceProcess,
@@ -178,6 +237,9 @@ pub(crate) struct State {
     pub(crate) stream_sent: bool,
     /// The destination QEMU's stream was opened.
     pub(crate) feeding: bool,
+    pub(crate) pages: Pages,
+    /// History: the guest was started although the driver knew that nothing could bring what it may touch.
+    pub(crate) started_blindly: bool,
     pub(crate) device: Device,
     /// History: it wrote under the running guest.
     pub(crate) written_under_guest: bool,
@@ -201,6 +263,35 @@ pub(crate) struct State {
     pub(crate) left: Budget,
 }
 
+impl Pages {
+    /// Ends the data channels, and what was on its way in them.
+    pub(crate) fn lose_channels(&mut self, channels: Channels) {
+        self.travelling = 0;
+        self.streaming = false;
+        if self.begun {
+            self.channels = channels;
+        }
+    }
+}
+
+impl State {
+    /// Breaks the control connection, and the data channels with it.
+    pub(crate) fn break_link(&mut self) {
+        self.link = false;
+        self.pages.lose_channels(Channels::Broken);
+    }
+
+    /// Whether there is no process at the destination that could answer, and never will be.
+    fn nobody_answers(&self) -> bool {
+        self.destination.is_none() && (!self.destination_host || self.destination_disk.is_none())
+    }
+
+    /// Whether a process at the source waits for the destination's answer.
+    fn source_asks(&self) -> bool {
+        self.source[0].as_ref().is_some_and(|sterna| sterna.dials)
+    }
+}
+
 /// A step of the world.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Happens {
@@ -221,6 +312,12 @@ pub(crate) enum Happens {
     SourceRecoversAgain,
     SourceHostLost,
     SourceFindsGuestPaused,
+    SourceWantsPostCopy(usize),
+    SourceNoticesBrokenChannels(usize),
+    SourceGivesUp(usize),
+    SourceFindsNobody(usize),
+    SourceDies,
+    SourceSendsPage,
     // The destination's driver.
     DestinationPerforms,
     DestinationWriteFails { new_content: bool },
@@ -236,9 +333,19 @@ pub(crate) enum Happens {
     DestinationRecovers { fenced: bool },
     DestinationRecoversAgain,
     DestinationHostLost,
+    DestinationHasAll,
+    DestinationCannotPlace,
+    DestinationNoticesBrokenChannels,
+    DestinationToldOfFence,
+    DestinationDies,
     // The network.
     Connects,
     LinkBreaks,
+    ChannelsBreak,
+    PageArrives,
+    // An operator.
+    OperatorEndsSource,
+    OperatorEndsDestination,
     // The source's QEMU.
     SourceQemuFinishes,
     SourceQemuCompletes,
@@ -278,6 +385,11 @@ impl Happens {
                 | DestinationRecoversAgain
                 | DestinationHostLost
                 | LinkBreaks
+                | ChannelsBreak
+                | SourceGivesUp(_)
+                | SourceDies
+                | DestinationDies
+                | DestinationCannotPlace
                 | SourceQemuFails
                 | SourceQemuDies
                 | SomebodyPauses
@@ -293,12 +405,14 @@ pub(crate) struct World {
     pub(crate) mode: Mode,
     pub(crate) budget: Budget,
     pub(crate) mutant: Mutant,
+    /// How many pages are newer at the source when the guest is paused in post-copy. They are alike, so that they are only counted.
+    pub(crate) pages: u8,
     pub(crate) passed: Mutex<HashSet<CrashPoint>>,
 }
 
 impl World {
     pub(crate) fn new(mode: Mode, budget: Budget, mutant: Mutant) -> Self {
-        Self { mode, budget, mutant, passed: Mutex::new(HashSet::new()) }
+        Self { mode, budget, mutant, pages: 1, passed: Mutex::new(HashSet::new()) }
     }
 
     /// The crash points around actions that were performed while a crash was possible.
@@ -355,9 +469,10 @@ impl World {
             }
             return;
         }
-        if sterna.written.is_some() || sterna.failed {
+        if sterna.written.is_some() || sterna.failed || sterna.not_served.is_some() {
             actions.push(SourceTold(at));
         }
+        self.source_post_copy_actions(state, sterna, at, actions);
         let shown = self.source_shown(state);
         // Of a QEMU that is driven from outside only what was asked, or that it is gone, is known.
         let looks = self.mode == Mode::Stream || sterna.seen.is_none() || shown == SourceGuest::Gone;
@@ -382,9 +497,60 @@ impl World {
         if state.left.cancels > 0 {
             actions.push(SourceCancelled(at));
         }
+        if sterna.dials && state.nobody_answers() {
+            actions.push(SourceFindsNobody(at));
+        }
         let free = state.destination.as_ref().is_some_and(|other| other.todo.is_empty());
         if at == 0 && sterna.dials && !sterna.connected && free && state.source[1].is_none() {
             actions.push(Connects);
+        }
+    }
+
+    fn source_post_copy_actions(&self, state: &State, sterna: &SourceSterna, at: usize, actions: &mut Vec<Happens>) {
+        use Happens::*;
+        if self.mode != Mode::PostCopy {
+            return;
+        }
+        let pages = &state.pages;
+        // All that was sent so far has been placed.
+        let tracked = state.source_qemu == SourceProcess::Tracked && state.feeding;
+        if tracked && !pages.wanted && !state.return_path_closed {
+            actions.push(SourceWantsPostCopy(at));
+        }
+        if pages.channels == Channels::Broken && sterna.connected && state.link && !sterna.broken_told {
+            actions.push(SourceNoticesBrokenChannels(at));
+        }
+        if pages.streaming && pages.channels == Channels::Open && pages.unsent > 0 && !state.source_qemu.is_gone() {
+            actions.push(SourceSendsPage);
+        }
+        if sterna.machine.decided() && state.left.crashes > 0 {
+            actions.push(SourceGivesUp(at));
+        }
+    }
+
+    fn destination_post_copy_actions(&self, state: &State, sterna: &DestinationSterna, actions: &mut Vec<Happens>) {
+        use Happens::*;
+        if self.mode != Mode::PostCopy {
+            return;
+        }
+        let pages = &state.pages;
+        if pages.travelling > 0 && !pages.unplaceable {
+            actions.push(PageArrives);
+        }
+        if pages.watched && pages.missing > 0 && !sterna.failed_told && state.left.failures > 0 {
+            actions.push(DestinationCannotPlace);
+        }
+        if pages.channels == Channels::Broken && sterna.connected && state.link && !sterna.broken_told {
+            actions.push(DestinationNoticesBrokenChannels);
+        }
+        let all_here = pages.missing == 0 || (self.mutant == Mutant::TakesSentForPlaced && pages.unsent == 0);
+        // Before anything that came after the last page.
+        if sterna.awaits_memory && all_here && !pages.unplaceable {
+            actions.push(DestinationHasAll);
+            return;
+        }
+        if sterna.machine.lacks_memory() && state.source_qemu.is_gone() && !state.destination_fenced {
+            actions.push(DestinationToldOfFence);
         }
     }
 
@@ -402,14 +568,20 @@ impl World {
                         actions.push(DestinationWriteFails { new_content: false });
                         actions.push(DestinationWriteFails { new_content: true });
                     }
-                    DestinationAction::Cont => actions.push(DestinationContFails),
+                    DestinationAction::Cont | DestinationAction::WatchMissingPages => {
+                        actions.push(DestinationContFails);
+                    }
                     _ => {}
                 }
             }
             return;
         }
-        if sterna.written.is_some() || sterna.cleared || sterna.failed {
+        if sterna.written.is_some() || sterna.cleared || sterna.watching || sterna.failed {
             actions.push(DestinationTold);
+        }
+        self.destination_post_copy_actions(state, sterna, actions);
+        if actions.last() == Some(&DestinationHasAll) {
+            return;
         }
         let shown = state.destination_qemu.shown();
         if sterna.seen != Some(shown) && !matches!(shown, DestinationGuest::Paused | DestinationGuest::Incoming) {
@@ -429,7 +601,8 @@ impl World {
                 actions.push(DestinationNoticesLoss);
             }
         }
-        if state.left.cancels > 0 && !sterna.ended {
+        // A driver cancels no action that is under way.
+        if state.left.cancels > 0 && (sterna.machine.may_give_up() || sterna.machine.unsure()) {
             actions.push(DestinationCancelled);
         }
         // Work is handed to a device while pages arrive, and all of it is through or has fallen silent when they are placed.
@@ -458,7 +631,11 @@ impl World {
             return;
         }
         if state.source_host && state.source_disk.is_some() {
-            let stuck = matches!(state.source_end, None | Some(SourceEnd::Stuck { .. }));
+            let stuck = match state.source_end {
+                None | Some(SourceEnd::Stuck { .. }) => true,
+                Some(SourceEnd::Undelivered { .. }) => !state.nobody_answers(),
+                _ => false,
+            };
             let unlocked = self.mutant == Mutant::NoLock && state.source[1].is_none() && !state.decided;
             match &state.source[0] {
                 None if stuck => actions.push(SourceRecovers { fenced: false }),
@@ -476,15 +653,26 @@ impl World {
         }
         if state.destination_host && state.destination_disk.is_some() {
             match &state.destination {
-                None => actions.push(DestinationRecovers { fenced: false }),
+                None if !state.destination_left || state.source_asks() => {
+                    actions.push(DestinationRecovers { fenced: false });
+                }
+                None if state.left.stale_recovers > 0 => actions.push(DestinationRecoversAgain),
                 Some(sterna) if sterna.ended && state.left.stale_recovers > 0 => actions.push(DestinationRecoversAgain),
                 _ => {}
             }
             let waits = state.destination.as_ref().is_none_or(|sterna| sterna.machine.unsure());
-            let stopped = state.destination_qemu == DestinationProcess::Paused;
+            let stopped = state.destination_qemu == DestinationProcess::Paused && !state.destination_left;
             if waits && stopped && self.may_fence_source(state) {
                 actions.push(DestinationRecovers { fenced: true });
             }
+        }
+        if matches!(state.source_end, Some(SourceEnd::Unserved { .. })) && !state.source_qemu.is_gone() {
+            actions.push(OperatorEndsSource);
+        }
+        if matches!(state.destination_end, Some(DestinationEnd::MemoryLost { .. }))
+            && state.destination_qemu != DestinationProcess::Gone
+        {
+            actions.push(OperatorEndsDestination);
         }
     }
 
@@ -513,7 +701,7 @@ impl World {
             }
             SourceProcess::Tracked => {
                 let free = state.source[0].as_ref().is_some_and(|sterna| sterna.todo.is_empty());
-                if served && free {
+                if served && free && (state.pages.begun || self.mode != Mode::PostCopy) {
                     actions.push(SourceQemuFinishes);
                 }
                 if state.left.strangers > 0 {
@@ -565,6 +753,9 @@ impl Model for World {
             dials: false,
             connected: true,
             failed: false,
+            not_served: None,
+            recovered: false,
+            broken_told: false,
         };
         let (machine, todo) = DestinationSwitchover::begin();
         let destination = DestinationSterna {
@@ -574,7 +765,11 @@ impl Model for World {
             seen: Some(DestinationGuest::Incoming),
             leases_told: 0,
             cleared: false,
+            watching: false,
             loaded_told: false,
+            awaits_memory: false,
+            broken_told: false,
+            failed_told: false,
             connected: true,
             failed: false,
             ended: false,
@@ -583,6 +778,9 @@ impl Model for World {
             source: [Some(source), None],
             destination: Some(destination),
             source_end: None,
+            destination_end: None,
+            destination_left: false,
+            destination_restarted: false,
             source_disk: None,
             destination_disk: None,
             source_qemu: SourceProcess::Idle,
@@ -592,6 +790,8 @@ impl Model for World {
             paused_guest_resumed: false,
             stream_sent: false,
             feeding: false,
+            pages: Pages::default(),
+            started_blindly: false,
             device: Device::Quiet,
             written_under_guest: false,
             link: true,
@@ -619,6 +819,17 @@ impl Model for World {
         Self::device_actions(state, actions);
         if state.link && state.left.losses > 0 {
             actions.push(Happens::LinkBreaks);
+            if state.pages.channels == Channels::Open {
+                actions.push(Happens::ChannelsBreak);
+            }
+        }
+        if self.mode == Mode::PostCopy && state.left.crashes > 0 {
+            if state.source[0].is_some() && !state.source_qemu.is_gone() {
+                actions.push(Happens::SourceDies);
+            }
+            if state.destination.is_some() && state.destination_qemu != DestinationProcess::Gone {
+                actions.push(Happens::DestinationDies);
+            }
         }
         if state.left.hosts > 0 {
             actions.push(Happens::SourceHostLost);
@@ -655,6 +866,7 @@ impl Model for World {
                 let event = match sterna.written.take() {
                     Some(true) => SourceEvent::RecordWritten,
                     Some(false) => SourceEvent::RecordFailed,
+                    None if sterna.not_served.is_some() => sterna.not_served.take()?,
                     None => {
                         sterna.failed = false;
                         SourceEvent::Failed { reason: "cont or quit failed".into() }
@@ -733,6 +945,10 @@ impl Model for World {
                         sterna.cleared = false;
                         DestinationEvent::AutostartCleared
                     }
+                    None if sterna.watching => {
+                        sterna.watching = false;
+                        DestinationEvent::MissingPagesWatched
+                    }
                     None => {
                         sterna.failed = false;
                         DestinationEvent::Failed { reason: "cont failed".into() }
@@ -787,10 +1003,10 @@ impl Model for World {
                 let old = state.destination.take()?;
                 crash_destination(state, &old);
             }
-            DestinationRecovers { fenced } => Self::destination_recovers(state, fenced),
+            DestinationRecovers { fenced } => self.destination_recovers(state, fenced),
             DestinationRecoversAgain => {
                 state.left.stale_recovers -= 1;
-                Self::destination_recovers(state, false);
+                self.destination_recovers(state, false);
             }
             DestinationHostLost => {
                 state.left.hosts -= 1;
@@ -809,14 +1025,85 @@ impl Model for World {
                 let sterna = state.source[0].as_mut()?;
                 sterna.dials = false;
                 sterna.connected = true;
-                state.destination.as_mut()?.connected = true;
+                sterna.broken_told = false;
+                let other = state.destination.as_mut()?;
+                other.connected = true;
+                other.broken_told = false;
+                state.pages.lose_channels(Channels::None);
                 self.destination_event(state, DestinationEvent::Connected);
                 self.source_event(state, 0, SourceEvent::Connected);
             }
             LinkBreaks => {
                 state.left.losses -= 1;
-                state.link = false;
+                state.break_link();
             }
+            ChannelsBreak => {
+                state.left.losses -= 1;
+                state.pages.lose_channels(Channels::Broken);
+            }
+            PageArrives => {
+                state.pages.travelling -= 1;
+                // A page that came twice is dropped.
+                state.pages.missing = state.pages.missing.saturating_sub(1);
+            }
+            SourceWantsPostCopy(at) => {
+                state.pages.wanted = true;
+                self.source_event(state, at, SourceEvent::PostCopyWanted);
+            }
+            SourceNoticesBrokenChannels(at) => {
+                state.source[at].as_mut()?.broken_told = true;
+                self.source_event(state, at, SourceEvent::ChannelsLost { reason: "a channel broke".into() });
+            }
+            SourceFindsNobody(at) => {
+                self.source_event(state, at, SourceEvent::GaveUp { reason: "the destination is gone".into() });
+            }
+            SourceGivesUp(at) => {
+                state.left.crashes -= 1;
+                self.source_event(state, at, SourceEvent::GaveUp { reason: "out of time".into() });
+            }
+            SourceDies => {
+                state.left.crashes -= 1;
+                state.source_qemu = SourceProcess::Gone;
+                let old = state.source[0].take()?;
+                crash_source(state, &old);
+            }
+            SourceSendsPage => {
+                state.pages.unsent -= 1;
+                state.pages.travelling += 1;
+            }
+            DestinationHasAll => {
+                state.destination.as_mut()?.awaits_memory = false;
+                state.pages.watched = false;
+                self.destination_event(state, DestinationEvent::MemoryComplete);
+            }
+            DestinationCannotPlace => {
+                state.left.failures -= 1;
+                state.destination.as_mut()?.failed_told = true;
+                state.pages.unplaceable = true;
+                self.destination_event(
+                    state,
+                    DestinationEvent::MemoryFailed { reason: "no page can be placed".into() },
+                );
+            }
+            DestinationNoticesBrokenChannels => {
+                state.destination.as_mut()?.broken_told = true;
+                if self.mutant != Mutant::ForgetsBrokenChannels {
+                    let reason = "a channel broke".into();
+                    self.destination_event(state, DestinationEvent::ChannelsLost { reason });
+                }
+            }
+            DestinationToldOfFence => {
+                state.destination_fenced = true;
+                self.destination_event(state, DestinationEvent::SourceFenced);
+            }
+            DestinationDies => {
+                state.left.crashes -= 1;
+                state.destination_qemu = DestinationProcess::Gone;
+                let old = state.destination.take()?;
+                crash_destination(state, &old);
+            }
+            OperatorEndsSource => state.source_qemu = SourceProcess::Gone,
+            OperatorEndsDestination => state.destination_qemu = DestinationProcess::Gone,
             SourceFindsGuestPaused => {
                 let reason = "the guest stopped during the migration".into();
                 self.source_event(state, 0, SourceEvent::Failed { reason });
@@ -829,10 +1116,13 @@ impl Model for World {
                 state.left.strangers -= 1;
                 state.source_qemu = SourceProcess::ResumedByOthers;
             }
-            SourceQemuFinishes if self.mode == Mode::Direct => {
+            SourceQemuFinishes if self.mode != Mode::Stream => {
                 state.source_qemu = SourceProcess::Stopped;
                 state.source[0].as_mut()?.seen = Some(SourceGuest::Completed);
                 state.stream_sent = state.link;
+                if state.pages.begun {
+                    (state.pages.missing, state.pages.unsent) = (self.pages, self.pages);
+                }
             }
             SourceQemuFinishes => {
                 state.source_qemu = SourceProcess::Finishing;

@@ -11,7 +11,7 @@ use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
 use sterna_engine::entry::{PageSearch, Pipeline};
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, Places, ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna_engine::receive::{ChannelSink, PacketRules, PageSink, Places, ReceiveCounters, SinkError, receive_packets};
 use sterna_engine::send::{Compression, SendChannel, SendContext, Sent};
 use sterna_engine::session::Session;
 use sterna_engine::transport::{Address, Incoming, Limits, Listener, Security, accept_channel};
@@ -46,20 +46,13 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         features: Vec::new(),
         round_trip: Duration::ZERO,
     };
-    let context = SendContext {
-        normal_page_ratio: Default::default(),
-        hash_key: None,
-        window: Arc::new(Window::new(DEFAULT_PACKET_SIZE as u64, Duration::ZERO, DOWNTIME)),
-        pacer: Arc::new(Pacer::new(None)),
-        abort: Arc::new(Abort::default()),
-        compression: Compression::none(),
-        rules: RULES,
-        accelerator: None,
-        again: None,
-        delta_cache: 0,
-        delta_blocks: None,
-        devices: None,
-    };
+    let context = SendContext::new(
+        Arc::new(Window::new(DEFAULT_PACKET_SIZE as u64, Duration::ZERO, DOWNTIME)),
+        Arc::new(Pacer::new(None)),
+        Arc::new(Abort::default()),
+        Compression::none(),
+        RULES,
+    );
     let to = Address::from(to);
     let open = |index| session.open(&Security::Insecure, &to, ChannelKind::Ram, index, &context);
     let channels = (0..channels).map(open).collect::<Result<Vec<_>, _>>().map_err(text)?;
@@ -114,8 +107,8 @@ impl Door {
             let mut running = Vec::new();
             for _ in 0..channels {
                 let (connection, _) = self.incoming.next().ok_or("the listener has ended")?;
-                let mut sink =
-                    PlacingSink { ram: ram.clone(), shapes: Arc::clone(&shapes), received: received.clone() };
+                let sink = PlacingSink { ram: ram.clone(), shapes: Arc::clone(&shapes), received: received.clone() };
+                let mut sink = ChannelSink::new().with_pages(sink);
                 running.push(scope.spawn(move || {
                     let (mut writer, mut reader) = accept_channel(connection).map_err(text)?;
                     let counters = ReceiveCounters::default();
@@ -165,7 +158,7 @@ impl PlacingSink {
     }
 }
 
-impl Sink for PlacingSink {
+impl PageSink for PlacingSink {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::clone(&self.shapes))
     }

@@ -16,7 +16,7 @@ pub(super) struct Batch {
     members: Vec<u8>,
     /// Members of the current stretch between fences, last first.
     stretch: Vec<u32>,
-    /// First member behind the stretch.
+    /// Index of the first member behind the stretch.
     rest: u32,
     /// Members whose record is not yet visible.
     pub(super) pending: u32,
@@ -58,7 +58,7 @@ impl Batch {
         }
     }
 
-    /// Adds the list, or as much of it as could be read.
+    /// Adds the descriptor list, or the part of it that could be read.
     pub(super) fn fetched(&mut self, members: Vec<u8>, fault: Option<Fault>) {
         self.members = members;
         self.fault = fault;
@@ -116,12 +116,12 @@ impl Batch {
         self.failed |= code & 0x3f != status::SUCCESS;
     }
 
-    /// Records that a member's record could not be written at first: the device may count that as a failure (8.3.2).
-    pub(super) fn doubt(&mut self) {
+    /// Records that a member's record could not be written at once: the device may count this as a failure (8.3.2).
+    pub(super) fn record_faulted(&mut self) {
         self.failed = true;
     }
 
-    /// Returns whether its record can be written now.
+    /// Returns whether the batch's record can be written now.
     pub(super) fn is_over(&self) -> bool {
         let started = self.abandoned || (self.stretch.is_empty() && self.rest == self.count());
         started && self.pending == 0

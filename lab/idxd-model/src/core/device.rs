@@ -41,7 +41,7 @@ pub struct Accounts {
     pub software_errors: u64,
     /// Completion records that the kernel has copied from the event log.
     pub event_log_records: u64,
-    /// Completion records that software will never see.
+    /// Completion records that were never written.
     pub lost_records: u64,
     /// Time that engines were occupied, by the timing, ns.
     pub engine_ns: u64,
@@ -69,9 +69,9 @@ enum State {
 #[derive(Debug, Default)]
 struct Engine {
     group: usize,
-    /// Has a job, or is occupied, or hangs.
+    /// Whether the engine has a job, is occupied, or hangs.
     busy: bool,
-    /// The batch whose members it executes.
+    /// The batch whose members the engine executes.
     batch: Option<u64>,
 }
 
@@ -190,7 +190,7 @@ impl Device {
         })
     }
 
-    /// Returns its configuration.
+    /// Returns the device's configuration.
     pub fn config(&self) -> &DeviceConfig {
         &self.config
     }
@@ -221,7 +221,7 @@ impl Device {
         Submitted::Dropped
     }
 
-    /// Returns the next action, of all that is due by `now`.
+    /// Returns the next action among those due by `now`.
     pub fn poll(&mut self, now: Nanos) -> Step {
         loop {
             // A submission after the next event is not handled before that event.
@@ -234,7 +234,7 @@ impl Device {
                     self.due.pop();
                     self.time = self.time.max(at);
                     let Some(event) = self.events.remove(&id) else { continue };
-                    if let Some(step) = self.happen(id, event) {
+                    if let Some(step) = self.handle_event(id, event) {
                         return step;
                     }
                 }
@@ -278,7 +278,7 @@ impl Device {
     }
 
     /// Handles an event. Returns a step if the owner has to act.
-    fn happen(&mut self, id: u64, event: Event) -> Option<Step> {
+    fn handle_event(&mut self, id: u64, event: Event) -> Option<Step> {
         match event {
             Event::Ready(engine) => {
                 self.engines[engine].busy = false;
@@ -301,18 +301,18 @@ impl Device {
         }
     }
 
-    /// Takes the software error register's content, which makes room for the next error.
+    /// Reads and clears the software error register, which makes room for the next error.
     pub fn take_software_error(&mut self) -> Option<SoftwareError> {
         self.error.take()
     }
 
-    /// Halts it: its content is lost; `ENQCMD` returns retry; only a reset helps (5.7).
+    /// Halts the device: its content is lost, and `ENQCMD` returns retry until a reset (5.7).
     pub fn halt(&mut self) {
         self.forget();
         self.state = State::Halted;
     }
 
-    /// Resets it: its content is lost; its queues are disabled (*Reset Device*).
+    /// Resets the device: its content is lost, and its queues are disabled (*Reset Device*).
     pub fn reset(&mut self) {
         self.forget();
         self.state = State::Enabled;
@@ -338,7 +338,7 @@ impl Device {
         self.fabric_free_ps = 0;
     }
 
-    /// Does *Enable WQ* or *Disable WQ*: a disabled queue accepts nothing, its descriptors are completed.
+    /// Performs *Enable WQ* or *Disable WQ*. A disabled queue accepts nothing; the descriptors in it are completed.
     pub fn enable(&mut self, queue: usize, enabled: bool) {
         self.queues[queue].enabled = enabled;
     }
@@ -375,7 +375,7 @@ impl Device {
         self.queues[queue].outstanding.len()
     }
 
-    /// Returns its counters.
+    /// Returns the device's counters.
     pub fn accounts(&self) -> Accounts {
         self.accounts
     }

@@ -27,7 +27,7 @@ use crate::ops::{self, Effects, Limits, Outcome, Record, Scratch};
 /// Nanoseconds of the caller's clock.
 pub type Nanos = u64;
 
-/// How 64 bytes reached the portal.
+/// The kind of write by which 64 bytes reached the portal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Posting {
     /// `ENQCMD`: a deferrable memory write with a reply.
@@ -41,7 +41,7 @@ pub enum Posting {
 pub enum Payload {
     /// A real descriptor.
     Descriptor(Box<[u8; 64]>),
-    /// Only takes time: for simulators; nothing is read or written.
+    /// Takes only time, for simulators: nothing is read or written.
     Timed(Timed),
 }
 
@@ -50,7 +50,7 @@ pub enum Payload {
 pub struct Timed {
     /// Returned with the completion.
     pub tag: u64,
-    /// Descriptors of a batch; up to 1 is a descriptor by itself.
+    /// Descriptors of a batch; 0 and 1 mean a single descriptor.
     pub members: u32,
     /// Bytes of each: those written, or, for operations that only read, all bytes read.
     pub bytes: u64,
@@ -65,9 +65,9 @@ pub struct Timed {
 /// The result of a submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Submitted {
-    /// It has an entry in the queue (the sender of a posted write does not learn this).
+    /// The descriptor has an entry in the queue (the sender of a posted write does not learn this).
     Accepted,
-    /// Retry: no room, or a queue that accepts nothing.
+    /// Retry: the queue has no room, or accepts nothing.
     Retry,
     /// A posted write was dropped; on a full dedicated queue this is software error 0x53.
     Dropped,
@@ -94,11 +94,11 @@ pub enum Step {
 pub struct Completed {
     /// The tag of the submission.
     pub tag: u64,
-    /// The queue it was submitted to.
+    /// The queue to which it was submitted.
     pub queue: usize,
     /// When its record became visible.
     pub at: Nanos,
-    /// When an engine took it from the queue.
+    /// When an engine removed it from the queue.
     pub started: Nanos,
 }
 
@@ -118,7 +118,7 @@ pub(super) enum Task {
         limits: Limits,
         effects: Effects,
     },
-    /// A batch's list. Its address always blocks on fault where page requests are on (8.1.3, bit 1).
+    /// A batch's descriptor list. Its address always blocks on fault if page requests are on (8.1.3, bit 1).
     List {
         address: u64,
         count: usize,
@@ -131,52 +131,52 @@ pub(super) enum Task {
 pub struct Done {
     pub(super) id: u64,
     pub(super) engine: usize,
-    pub(super) came: Came,
+    pub(super) result: JobResult,
 }
 
 #[derive(Debug)]
-pub(super) enum Came {
+pub(super) enum JobResult {
     Descriptor(Box<Outcome>),
     List { descriptors: Vec<u8>, fault: Option<Fault>, page_requests: u32 },
 }
 
 impl Job {
-    /// Returns the engine that does it.
+    /// Returns the engine that executes the job.
     pub fn engine(&self) -> usize {
         self.engine
     }
 
-    /// Executes it.
+    /// Executes the job.
     pub fn run(&self, memory: &dyn AddressSpace, scratch: &mut Scratch) -> Done {
-        let came = match &self.task {
+        let result = match &self.task {
             Task::Descriptor { bytes, in_batch, limits, effects } => {
-                Came::Descriptor(Box::new(ops::execute(bytes, *in_batch, limits, memory, scratch, effects)))
+                JobResult::Descriptor(Box::new(ops::execute(bytes, *in_batch, limits, memory, scratch, effects)))
             }
             &Task::List { address, count, page_requests } => fetch(memory, address, count, page_requests),
         };
-        Done { id: self.id, engine: self.engine, came }
+        Done { id: self.id, engine: self.engine, result }
     }
 }
 
 /// Reads as many whole descriptors as can be read.
-fn fetch(memory: &dyn AddressSpace, address: u64, count: usize, page_requests: bool) -> Came {
+fn fetch(memory: &dyn AddressSpace, address: u64, count: usize, page_requests: bool) -> JobResult {
     let mut descriptors = vec![0; count * 64];
     let (mut done, mut requests) = (0, 0);
     let (mut asked, mut in_a_row) = (None, 0);
     loop {
         match memory.read(address + done as u64, &mut descriptors[done..]) {
-            Ok(_) => return Came::List { descriptors, fault: None, page_requests: requests },
+            Ok(_) => return JobResult::List { descriptors, fault: None, page_requests: requests },
             Err(fault) => {
                 done += fault.done;
                 requests += u32::from(page_requests);
                 let page = Some(fault.address / 0x1000);
                 in_a_row = if asked == page { in_a_row + 1 } else { 1 };
                 asked = page;
-                if page_requests && in_a_row <= ops::REQUESTS_MOST && memory.resolve(fault.address, false) {
+                if page_requests && in_a_row <= ops::MAX_PAGE_REQUESTS && memory.resolve(fault.address, false) {
                     continue;
                 }
                 descriptors.truncate(done / 64 * 64);
-                return Came::List { descriptors, fault: Some(fault), page_requests: requests };
+                return JobResult::List { descriptors, fault: Some(fault), page_requests: requests };
             }
         }
     }

@@ -20,11 +20,11 @@ pub(super) struct Queue {
     pub(super) limits: Limits,
     pub(super) enabled: bool,
     pub(super) entries: VecDeque<Entry>,
-    /// Accepted and not complete, by sequence.
+    /// Accepted and not complete, by sequence number.
     pub(super) outstanding: BTreeSet<u64>,
     /// Drains that wait for everything before them.
     pub(super) drains: Vec<Entry>,
-    /// Turns taken, each worth the inverse of the priority: the smallest sum is next.
+    /// Sum of the turns so far, each counted as the inverse of the priority: the queue with the smallest sum is next.
     pub(super) turns: u64,
     sequence: u64,
 }

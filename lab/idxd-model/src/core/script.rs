@@ -1,4 +1,4 @@
-//! What goes wrong, when a test says so.
+//! Scripted faults.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,7 +7,7 @@ use super::random::Random;
 use crate::ops::Effects;
 use crate::table::dsa::{self, code};
 
-/// One thing that goes wrong, and when.
+/// A fault, and when it occurs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Script {
@@ -15,7 +15,7 @@ pub struct Script {
     pub device: Option<String>,
     /// Only on this queue.
     pub queue: Option<String>,
-    /// Only operations with this code. Batches and drains are met only when they are named here.
+    /// Only operations with this code. Batches and drains match only if they are named here.
     pub opcode: Option<u8>,
     /// The n-th matching descriptor (from 0).
     pub nth: Option<u64>,
@@ -23,13 +23,13 @@ pub struct Script {
     pub every: Option<u64>,
     /// Per mille of the matching descriptors, by seed.
     pub per_mille: Option<u32>,
-    /// At most so many times.
+    /// Maximum number of times that the fault occurs.
     pub limit: Option<u64>,
-    /// What happens to it.
+    /// The fault.
     pub what: What,
 }
 
-/// What happens.
+/// A kind of fault.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum What {
@@ -38,37 +38,37 @@ pub enum What {
         /// After this share of the transfer size has been read and written.
         #[serde(default)]
         per_mille: u32,
-        /// Whether a page request resolves it, where the descriptor blocks on faults.
+        /// Whether a page request resolves the fault, if the descriptor blocks on faults.
         #[serde(default)]
         resolvable: bool,
     },
-    /// One bit of the result is wrong: of the data written if there is any, else of the record.
+    /// One bit of the result is wrong: of the data written, or of the record if no data is written.
     WrongResult,
-    /// The data is written so many ns after the record.
+    /// The data is written after the record.
     LateData {
-        /// How long after.
+        /// The delay after the record, ns.
         delay_ns: u64,
     },
-    /// Data and record come so many ns later than they should; the engine works on.
+    /// Data and record are late; the engine continues to work.
     Late {
-        /// How much later.
+        /// The delay, ns.
         delay_ns: u64,
     },
-    /// Takes this many times as long.
+    /// The operation takes longer.
     Slow {
-        /// How many times.
+        /// How many times as long.
         factor: u32,
     },
-    /// Never completes, and keeps its engine until the device is reset.
+    /// The operation never completes, and occupies its engine until the device is reset.
     Hang,
-    /// Is done, but its record is never written.
+    /// The operation is executed, but its record is never written.
     DropCompletion,
-    /// Fails with this status.
+    /// The operation fails with this status.
     Status {
         /// The code.
         code: u8,
     },
-    /// The device halts when it comes to this descriptor.
+    /// The device halts when it starts this descriptor.
     Halt,
 }
 
@@ -78,15 +78,15 @@ impl Default for What {
     }
 }
 
-/// A script and how often it has been met.
+/// A script, and how often descriptors have matched it.
 #[derive(Clone, Debug)]
 pub(super) struct Active {
     script: Script,
-    met: u64,
+    matched: u64,
     fired: u64,
 }
 
-/// All that happens to one descriptor.
+/// All scripted faults of one descriptor.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Fate {
     pub(super) effects: Effects,
@@ -100,7 +100,7 @@ pub(super) struct Fate {
 
 impl Active {
     pub(super) fn new(script: Script) -> Active {
-        Active { script, met: 0, fired: 0 }
+        Active { script, matched: 0, fired: 0 }
     }
 
     fn fires(&mut self, device: &str, queue: &str, operation: u8, random: &mut Random) -> bool {
@@ -112,10 +112,10 @@ impl Active {
         if !here {
             return false;
         }
-        let met = self.met;
-        self.met += 1;
-        let now = script.nth.is_none_or(|nth| nth == met)
-            && script.every.is_none_or(|every| (met + 1).is_multiple_of(every.max(1)))
+        let matched = self.matched;
+        self.matched += 1;
+        let now = script.nth.is_none_or(|nth| nth == matched)
+            && script.every.is_none_or(|every| (matched + 1).is_multiple_of(every.max(1)))
             && script.per_mille.is_none_or(|share| random.below(1000) < u64::from(share))
             && script.limit.is_none_or(|limit| self.fired < limit);
         self.fired += u64::from(now);
@@ -123,7 +123,7 @@ impl Active {
     }
 }
 
-/// What the scripts do to this descriptor.
+/// Returns the faults that the scripts inject into this descriptor.
 pub(super) fn fate(
     scripts: &mut [Active],
     device: &str,

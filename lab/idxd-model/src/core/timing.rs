@@ -1,8 +1,8 @@
 //! The duration of operations, as parameters. The defaults are fitted to published values, which are named.
 //!
-//! An engine is occupied by a descriptor for [`Timing::descriptor_ns`], the translations it misses, and its bytes at the
-//! engine's rate; the bytes of all engines of a device share the device's rate in the order in which they are taken. The
-//! record follows [`Timing::latency_ns`] later, while the engine works on.
+//! An engine is occupied by a descriptor for [`Timing::descriptor_ns`], the translations it misses, and its bytes at
+//! the engine's rate; the bytes of all engines of a device share the device's rate in the order in which they are
+//! taken. The record follows [`Timing::latency_ns`] later, while the engine works on.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,15 +16,15 @@ use crate::config::Kind;
 pub struct Timing {
     /// Engine time of every descriptor, ns.
     pub descriptor_ns: u64,
-    /// From the end of the work to the record being visible, ns; keeps no engine busy.
+    /// Time from the end of the work until the record is visible, ns; it does not occupy an engine.
     pub latency_ns: u64,
-    /// Of the whole device, picoseconds per byte, operations that write.
+    /// Rate of the whole device, picoseconds per byte, for operations that write.
     pub byte_ps: u64,
-    /// Of the whole device, picoseconds per byte, operations that only read.
+    /// Rate of the whole device, picoseconds per byte, for operations that only read.
     pub read_byte_ps: u64,
-    /// Of one engine, picoseconds per byte, operations that write.
+    /// Rate of one engine, picoseconds per byte, for operations that write.
     pub engine_byte_ps: u64,
-    /// Of one engine, picoseconds per byte, operations that only read.
+    /// Rate of one engine, picoseconds per byte, for operations that only read.
     pub engine_read_byte_ps: u64,
     /// Reading a batch's list: fixed part, ns.
     pub batch_ns: u64,
@@ -36,7 +36,7 @@ pub struct Timing {
     pub event_log_ns: u64,
     /// Page requests.
     pub page_requests: PageRequests,
-    /// The cost of `ENQCMD` to its core, ns: for simulators of submitters, the device does not use it.
+    /// The cost of `ENQCMD` to its core, ns. For simulators of submitters; the device does not use this.
     pub enqcmd_ns: u64,
     /// The cost of `MOVDIR64B` to its core, ns: likewise.
     pub movdir64b_ns: u64,
@@ -49,13 +49,14 @@ impl Default for Timing {
 }
 
 impl Timing {
-    /// DSA of the first generation.
+    /// Returns the timing of a DSA of the first generation.
     ///
     /// * 1 MiB moved at depth 1: 20.1 GB/s (DML benchmark guide): 49 ps/B of the engine, 0.15 µs and 0.6 µs beside it.
     /// * The same with several in flight: 22.0 to 23.2 GB/s: 44 ps/B of the device.
-    /// * Operations that only read: at least 27 GB/s (zero pages found by one device, published for QEMU), about 30 GB/s
-    ///   remembered from a paper: 33 ps/B.
-    /// * One core cannot keep a device busy with 4 KiB by `ENQCMD`, four can (dsa-perf-micros): between 0.14 and 0.61 µs.
+    /// * Operations that only read: at least 27 GB/s (zero pages found by one device, published for QEMU), about 30
+    ///   GB/s remembered from a paper: 33 ps/B.
+    /// * One core cannot keep a device busy with 4 KiB by `ENQCMD`, four can (dsa-perf-micros): between 0.14 and 0.61
+    ///   µs.
     pub fn dsa() -> Timing {
         Timing {
             descriptor_ns: 150,
@@ -74,8 +75,8 @@ impl Timing {
         }
     }
 
-    /// IAA: fixed deflate at depth 1 takes 1.2 µs + 0.495 ns/B (QPL quick start: 4 KiB 3.25 µs, 16 KiB 9.4 µs). Nothing is
-    /// published for the whole device; eight engines are taken as eight times one.
+    /// Returns the timing of an IAA: fixed deflate at depth 1 takes 1.2 µs + 0.495 ns/B (QPL quick start: 4 KiB 3.25
+    /// µs, 16 KiB 9.4 µs). Nothing is published for the whole device; eight engines count as eight times one.
     pub fn iaa() -> Timing {
         Timing {
             descriptor_ns: 400,
@@ -97,7 +98,8 @@ impl Timing {
         }
     }
 
-    /// A single server whose service takes `byte_ps` per byte and nothing else: for checks against queueing theory.
+    /// Returns the timing of a single server whose service takes only `byte_ps` per byte, for checks against queueing
+    /// theory.
     pub fn server(byte_ps: u64) -> Timing {
         Timing {
             descriptor_ns: 0,
@@ -118,13 +120,13 @@ impl Timing {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PageRequests {
-    /// (weight, least ns, most ns); evenly spread in between.
+    /// (weight, minimum ns, maximum ns); times are uniformly distributed in between.
     pub classes: Vec<(u32, u64, u64)>,
 }
 
 impl Default for PageRequests {
-    /// QEMU's document on QPL compression: mean 9 µs, at most 556 µs; 25 206, 364 and 395 requests in the classes of 1 to
-    /// 10, 10 to 100 and 100 to 1000 µs. The limits within the classes are chosen so that mean and maximum agree.
+    /// QEMU's document on QPL compression: mean 9 µs, at most 556 µs; 25 206, 364 and 395 requests in the classes of 1
+    /// to 10, 10 to 100 and 100 to 1000 µs. The limits within the classes are chosen so that mean and maximum agree.
     fn default() -> PageRequests {
         PageRequests { classes: vec![(25_206, 1_000, 5_900), (364, 10_000, 100_000), (395, 100_000, 556_000)] }
     }

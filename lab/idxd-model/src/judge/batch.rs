@@ -1,16 +1,17 @@
-//! A batch: is its list the one that its descriptor names, and do the records of its members and its own fit together?
+//! Checks a batch: that its list is the one that its descriptor names, and that its record is consistent with those of
+//! its members.
 
-use super::{Queue, Wrong};
+use super::{Queue, Violation};
 use crate::table::dsa::{self, record};
 use crate::table::status;
 
-/// The members are known.
-pub(super) fn submitted(descriptor: &[u8; 64], members: &[[u8; 64]]) -> Vec<Wrong> {
-    let mut wrongs = Vec::new();
+/// Checks the members, once all are known.
+pub(super) fn submitted(descriptor: &[u8; 64], members: &[[u8; 64]]) -> Vec<Violation> {
+    let mut violations = Vec::new();
     let count = dsa::SIZE.get(descriptor);
     if members.len() as u64 != count {
         let text = format!("is {count}, and {} members were submitted", members.len());
-        wrongs.push(Wrong::new("Descriptor Count", "8.3.2", text));
+        violations.push(Violation::new("Descriptor Count", "8.3.2", text));
     }
     // Records of 32 bytes, aligned to them: the same address or none in common.
     let address = |of: &[u8; 64]| dsa::RECORD.get(of);
@@ -19,30 +20,30 @@ pub(super) fn submitted(descriptor: &[u8; 64], members: &[[u8; 64]]) -> Vec<Wron
     records.sort_unstable();
     if let Some(twice) = records.windows(2).find(|pair| pair[1] - pair[0] < record::BYTES as u64) {
         let text = format!("{:#x} is used twice in the batch", twice[1]);
-        wrongs.push(Wrong::new(dsa::RECORD.name, "8.1.4", text));
+        violations.push(Violation::new(dsa::RECORD.name, "8.1.4", text));
     }
     let (list, end) = (dsa::SOURCE.get(descriptor), dsa::SOURCE.get(descriptor).saturating_add(count * 64));
     if let Some(inside) = records.iter().find(|&&at| at >= list && at < end) {
         let text = format!("{inside:#x} is in the descriptor list");
-        wrongs.push(Wrong::new(dsa::RECORD.name, "8.1.4", text));
+        violations.push(Violation::new(dsa::RECORD.name, "8.1.4", text));
     }
-    wrongs
+    violations
 }
 
-/// All records are known. With each, which member it is about.
+/// Checks the records, once all are known. Returns each violation with the index of its member.
 pub(super) fn answered(
     descriptor: &[u8; 64],
     members: &[[u8; 64]],
     own: &[u8],
     records: &[[u8; 32]],
     queue: &Queue,
-) -> Vec<(Option<usize>, Wrong)> {
-    let mut wrongs = Vec::new();
-    let mut find = |member, field, section, text| wrongs.push((member, Wrong::new(field, section, text)));
+) -> Vec<(Option<usize>, Violation)> {
+    let mut violations = Vec::new();
+    let mut find = |member, field, section, text| violations.push((member, Violation::new(field, section, text)));
     if records.len() != members.len() {
         let text = format!("are {}, and {} members were submitted", records.len(), members.len());
         find(None, "records of members", "format", text);
-        return wrongs;
+        return violations;
     }
     let code = own[0] & 0x3f;
     let count = members.len() as u64;
@@ -53,12 +54,12 @@ pub(super) fn answered(
         }
     }
     if !matches!(code, status::SUCCESS | status::BATCH_FAIL | status::BATCH_FAULT) {
-        // Refused: its list was not even read. At a hardware error nothing is said.
+        // Refused: the list was not even read. At a hardware error the specification says nothing.
         let written = records.iter().position(|seen| seen[0] != 0);
         if let (Some(index), status::BAD_OPERATION..=0x1c) = (written, code) {
             find(Some(index), "Status", "5.4", format!("is there, and the batch was refused with {code:#04x}"));
         }
-        return wrongs;
+        return violations;
     }
     let done = record::COMPLETED.get(own);
     let field = "Descriptors Completed";
@@ -68,7 +69,8 @@ pub(super) fn answered(
     // 3.9: the first fence behind a failure abandons itself and all behind it.
     let abandoned = (0..members.len()).filter(fenced).find(|&at| before || records[..at].iter().any(failed));
     let reached = abandoned.map_or(count, |at| at as u64);
-    // A record that faults is copied by the kernel later, if at all (3.13.3): then what its member was is not known here.
+    // A record that faults is copied by the kernel later, if at all (3.13.3): then the result of its member is unknown
+    // here.
     let asked = |at: usize| dsa::FLAGS.get(&members[at]) as u32 & dsa::REQUEST_RECORD != 0;
     let missing = (0..done.min(count) as usize).find(|&at| records[at][0] == 0 && asked(at));
     let lost = queue.version >= 0x200 && code != status::SUCCESS && missing.is_some();
@@ -99,5 +101,5 @@ pub(super) fn answered(
     if before && code == status::SUCCESS {
         find(None, "Status", "table 8-14", "is a success, and the batch had an error before".to_owned());
     }
-    wrongs
+    violations
 }

@@ -1,30 +1,31 @@
-//! Does a record follow from its descriptor? Which statuses an operation can have, and what each says in the other fields.
+//! Checks that a record follows from its descriptor: which statuses an operation can have, and which values of the
+//! other fields go with each.
 
 use super::operands::{Operand, operands};
-use super::{Queue, Wrong, descriptor};
+use super::{Queue, Violation, descriptor};
 use crate::config::Kind;
 use crate::table::dsa::{self, code, record};
 use crate::table::iaa::compression;
 use crate::table::{Field, iaa, status};
 
-/// What the status says happened.
+/// The outcome that the status reports.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Done,
     Fault,
-    /// Stopped where *Bytes Completed* says, without a fault.
+    /// Stopped at *Bytes Completed*, without a fault.
     Stopped,
     Refused,
     Hardware,
-    /// Not one of this operation's.
+    /// A status that this operation cannot have.
     Impossible,
 }
 
-/// `seen` is a record of the size that its device has.
-pub(super) fn check(descriptor: &[u8; 64], seen: &[u8], queue: &Queue, in_batch: bool) -> Vec<Wrong> {
-    let mut check = Check { descriptor, seen, queue, flags: dsa::FLAGS.get(descriptor) as u32, wrongs: Vec::new() };
+/// Checks a record; `seen` has the size of the device's records.
+pub(super) fn check(descriptor: &[u8; 64], seen: &[u8], queue: &Queue, in_batch: bool) -> Vec<Violation> {
+    let mut check = Check { descriptor, seen, queue, flags: dsa::FLAGS.get(descriptor) as u32, violations: Vec::new() };
     check.all(in_batch);
-    check.wrongs
+    check.violations
 }
 
 struct Check<'a> {
@@ -32,12 +33,12 @@ struct Check<'a> {
     seen: &'a [u8],
     queue: &'a Queue,
     flags: u32,
-    wrongs: Vec<Wrong>,
+    violations: Vec<Violation>,
 }
 
 impl Check<'_> {
     fn wrong(&mut self, field: &'static str, section: &'static str, text: String) {
-        self.wrongs.push(Wrong::new(field, section, text));
+        self.violations.push(Violation::new(field, section, text));
     }
 
     fn of(&mut self, field: &Field, section: &'static str, why: &str) {
@@ -64,7 +65,7 @@ impl Check<'_> {
         }
     }
 
-    /// Tables 5-6 and 8-10, and IAA 4-7.
+    /// Checks the status (tables 5-6 and 8-10, and IAA 4-7).
     fn status(&mut self, operation: u8, in_batch: bool) -> End {
         let seen = self.seen[0];
         let code = seen & 0x3f;
@@ -81,9 +82,9 @@ impl Check<'_> {
         let end = match code {
             status::SUCCESS if known => End::Done,
             status::FALSE_PREDICATE if checks && checked => End::Done,
-            // Where page requests are off, a descriptor that would wait for one faults all the same.
+            // If page requests are off, a descriptor that would wait for one faults nevertheless.
             status::PAGE_FAULT if moves => End::Fault,
-            // A page request is made only by those that block on faults. IAA 6.2.1 knows faults by this code alone.
+            // Only descriptors that block on faults make page requests. IAA 6.2.1 reports all faults by this code.
             status::INVALID_RESPONSE if moves && (blocks || !dsa) => End::Fault,
             status::BATCH_FAIL if batch => End::Done,
             status::BATCH_FAULT if batch => End::Fault,
@@ -97,7 +98,7 @@ impl Check<'_> {
                     End::Refused
                 }
             }
-            // Traffic class; hardware errors; of IAA the time limits of a page request and of the engine.
+            // Traffic class; hardware errors; for IAA the time limits of a page request and of the engine.
             0x1e | status::HARDWARE_READ => End::Hardware,
             status::HARDWARE_WRITE if writes => End::Hardware,
             0x22 if moves || batch => End::Hardware,
@@ -115,7 +116,7 @@ impl Check<'_> {
     fn fault(&mut self, operation: u8) {
         let write = self.seen[0] & status::WRITE != 0;
         let dsa = self.queue.kind == Kind::Dsa;
-        // Only later devices can say which operand it was, and that they keep the address to themselves (8.2.3).
+        // Only later devices report which operand faulted, and that they hide the address (8.2.3).
         let info = if dsa && self.queue.version >= 0x200 { record::FAULT_INFO.get(self.seen) as u8 } else { 0 };
         let named = info >> 1 & 7;
         let all = operands(self.descriptor, self.queue.kind);
@@ -143,7 +144,7 @@ impl Check<'_> {
             self.of(&record::FAULT_ADDRESS, "8.2.5", &text);
             return;
         }
-        // What is counted as done has not faulted.
+        // Bytes that count as complete have not faulted.
         let Some(done) = completed else { return };
         let behind = possible.clone().any(|operand| match (operand.counted, reversed) {
             (false, _) => operand.has_page(address, 0),
@@ -155,7 +156,7 @@ impl Check<'_> {
         }
     }
 
-    /// *Bytes Completed* at a fault, as the field's unit is the operation's; none if it cannot be.
+    /// Returns *Bytes Completed* at a fault, whose unit depends on the operation; `None` if the value is impossible.
     fn completed_at_fault(&mut self, operation: u8) -> Option<u64> {
         let done = record::COMPLETED.get(self.seen);
         let size = dsa::SIZE.get(self.descriptor);
@@ -243,7 +244,7 @@ impl Check<'_> {
         }
     }
 
-    /// Bytes of deltas that were written; looked at wherever they are defined.
+    /// Returns the bytes of deltas that were written, and checks them.
     fn deltas(&mut self) -> u64 {
         let deltas = record::DELTA_SIZE.get(self.seen);
         let limit = dsa::DELTA_LIMIT.get(self.descriptor);
@@ -264,17 +265,17 @@ impl Check<'_> {
         }
     }
 
-    /// A descriptor that the specification permits is not refused, and the reason is the one that there is.
+    /// Checks that a refused descriptor violates the specification, for the reason that the record gives.
     fn refused(&mut self, operation: u8, in_batch: bool) {
         let code = self.seen[0] & 0x3f;
-        // That the device or the queue does not have the operation (OPCAP, 5.4) is for it to say.
+        // Whether a device or queue supports the operation (OPCAP, 5.4) is not known here.
         if code == status::BAD_OPERATION {
             return;
         }
         let reasons = descriptor::check(self.descriptor, self.queue, in_batch);
         let mut flags = reasons.iter().filter(|wrong| wrong.status == code).fold(0, |flags, wrong| flags | wrong.flags);
         let mut reasoned = reasons.iter().any(|wrong| wrong.status == code);
-        // What devices may have or not have (GENCAP): cache control, destination readback, overlapping copies, batches of one.
+        // Optional capabilities (GENCAP): cache control, destination readback, overlapping copies, batches of one.
         let capabilities = self.flags & (dsa::CACHE_CONTROL_1 | dsa::CACHE_CONTROL_2);
         if code == status::INVALID_FLAGS {
             flags |= capabilities;
@@ -304,7 +305,7 @@ impl Check<'_> {
         }
     }
 
-    /// IAA 6.2.4, 6.2.7 and 6.2.8.
+    /// Checks the fields of IAA 6.2.4, 6.2.7 and 6.2.8.
     fn analytics(&mut self, operation: u8) {
         if matches!(operation, iaa::code::NOOP | iaa::code::DRAIN) {
             return;

@@ -1,37 +1,38 @@
-//! Is this a descriptor that the queue may be given? All that is wrong with it, each with the status a device may refuse it with.
+//! Checks whether a queue may receive a descriptor. Returns all violations, each with the status with which a device
+//! may refuse the descriptor.
 
 use super::Queue;
-use super::Wrong;
+use super::Violation;
 use crate::config::Kind;
 use crate::table::dsa::{self, code};
 use crate::table::iaa::{self, compress_aecs, compression, crc64, decompression};
 use crate::table::{Field, Operation, status};
 
-/// The row of its operation.
+/// Returns the table's row of the descriptor's operation.
 pub(super) fn operation(descriptor: &[u8; 64], kind: Kind) -> Option<&'static Operation> {
     let code = dsa::OPERATION.get(descriptor) as u8;
     if kind == Kind::Dsa { dsa::operation(code) } else { iaa::operation(code) }
 }
 
-pub(super) fn check(descriptor: &[u8; 64], queue: &Queue, in_batch: bool) -> Vec<Wrong> {
-    let mut check = Check { descriptor, queue, flags: dsa::FLAGS.get(descriptor) as u32, wrongs: Vec::new() };
+pub(super) fn check(descriptor: &[u8; 64], queue: &Queue, in_batch: bool) -> Vec<Violation> {
+    let mut check = Check { descriptor, queue, flags: dsa::FLAGS.get(descriptor) as u32, violations: Vec::new() };
     check.all(in_batch);
-    check.wrongs
+    check.violations
 }
 
-/// What it is called, its address and its bytes.
+/// A buffer's name, address and length in bytes.
 type Buffer = (&'static str, u64, u64);
 
 struct Check<'a> {
     descriptor: &'a [u8; 64],
     queue: &'a Queue,
     flags: u32,
-    wrongs: Vec<Wrong>,
+    violations: Vec<Violation>,
 }
 
 impl Check<'_> {
     fn wrong(&mut self, status: u8, field: &'static str, section: &'static str, text: String) {
-        self.wrongs.push(Wrong { status, flags: 0, field, text, section });
+        self.violations.push(Violation { status, flags: 0, field, text, section });
     }
 
     fn of(&mut self, status: u8, field: &Field, why: &str) {
@@ -44,8 +45,8 @@ impl Check<'_> {
             let name = dsa::ALL_FLAGS.iter().find(|flag| flag.mask == 1 << bit && bit < 16);
             let name = name.map_or_else(|| format!("bit {bit}"), |flag| format!("bit {bit}, {}", flag.name));
             let text = format!("has {name}, as {}: {why}", u8::from(self.flags >> bit & 1 == 1));
-            let wrong = Wrong { status: status::INVALID_FLAGS, flags: 1 << bit, field: "Flags", text, section };
-            self.wrongs.push(wrong);
+            let wrong = Violation { status: status::INVALID_FLAGS, flags: 1 << bit, field: "Flags", text, section };
+            self.violations.push(wrong);
         }
     }
 
@@ -94,7 +95,7 @@ impl Check<'_> {
         }
     }
 
-    /// Tables 5-3, 5-4 and 5-5.
+    /// Checks the flags (tables 5-3, 5-4 and 5-5).
     fn dsa_flags(&mut self, row: &Operation, in_batch: bool) {
         let flags = self.flags;
         let mut allowed = dsa::ANY | row.flags;
@@ -127,7 +128,8 @@ impl Check<'_> {
             self.wrong(status::BAD_SIZE, dsa::SIZE.name, "5.4", text);
         }
         match row.code {
-            // Batches of one are for devices that have GENCAP Batch1, which a trace does not say: only later versions do.
+            // Batches of one are for devices with GENCAP Batch1. A trace does not contain it; only later versions have
+            // it.
             code::BATCH => {
                 let least = if self.queue.version > 0x1ff { 1 } else { 2 };
                 if size < least || size > self.queue.max_batch {
@@ -151,7 +153,7 @@ impl Check<'_> {
             self.wrong(status::BAD_SIZE, dsa::SIZE.name, "8.3.8", text);
         }
         let (field, least) =
-            if create { (&dsa::DELTA_LIMIT, dsa::DELTA_LIMIT_LEAST) } else { (&dsa::DELTA_SIZE, dsa::DELTA as u64) };
+            if create { (&dsa::DELTA_LIMIT, dsa::MIN_DELTA_LIMIT) } else { (&dsa::DELTA_SIZE, dsa::DELTA as u64) };
         let bytes = field.get(self.descriptor);
         if bytes < least || bytes > self.queue.max_transfer {
             let text = format!("is {bytes}, and {least} to {} are permitted", self.queue.max_transfer);
@@ -219,7 +221,7 @@ impl Check<'_> {
         }
     }
 
-    /// IAA 6.1.3 and table 4-1; tables 6-8, 6-11 and 6-13.
+    /// Checks the flags (IAA 6.1.3 and table 4-1; tables 6-8, 6-11 and 6-13).
     fn iaa_flags(&mut self, row: &Operation) {
         let flags = self.flags;
         let extra = iaa::OPERATION_FLAGS.get(self.descriptor) as u16;

@@ -1,5 +1,5 @@
 //! Checks a device's behaviour: compares every submitted descriptor and every returned record with the
-//! [`table`](crate::table) of the specification. So a trace of hardware that we do not have becomes a test.
+//! [`table`](crate::table) of the specification. So a trace of real hardware becomes a test.
 //!
 //! The judge does not see memory, so it cannot check compared or copied data; it checks sizes, flags, codes, addresses,
 //! counts and order. Fields that the specification leaves undefined (because a status does not use them) are ignored.
@@ -29,7 +29,7 @@ use crate::table::status;
 use summary::Summary;
 pub use summary::{Latency, OperationSummary};
 
-/// Findings that are kept; more are counted.
+/// Maximum number of findings that are kept; further ones are only counted.
 const MAX_FINDINGS: usize = 1000;
 
 /// A trace's description of a queue.
@@ -43,9 +43,9 @@ pub struct Queue {
     pub mode: Mode,
     /// Entries.
     pub size: u32,
-    /// The most descriptors of a batch.
+    /// Maximum number of descriptors of a batch.
     pub max_batch: u64,
-    /// The most bytes of a transfer.
+    /// Maximum number of bytes of a transfer.
     pub max_transfer: u64,
     /// Whether descriptors may block on faults.
     pub block_on_fault: bool,
@@ -84,13 +84,13 @@ impl Display for Finding {
 /// A descriptor without a completion: the trace ended, or the device was given up. Not a finding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unanswered {
-    /// Line of its submission.
+    /// Line of the submission.
     pub line: usize,
-    /// Its number.
+    /// Number of the submission.
     pub submission: u64,
-    /// Its queue.
+    /// Name of the queue.
     pub queue: String,
-    /// Its operation.
+    /// Name of the operation.
     pub operation: &'static str,
 }
 
@@ -107,9 +107,9 @@ pub struct Verdict {
     pub operations: Vec<OperationSummary>,
 }
 
-/// A fault of a descriptor or a record, without its position.
+/// A violation by a descriptor or a record, without its position in the trace.
 #[derive(Clone, Debug)]
-struct Wrong {
+struct Violation {
     /// The status that a device reports for such a descriptor; 0 if none.
     status: u8,
     /// With *Invalid flags*, the flags.
@@ -119,9 +119,9 @@ struct Wrong {
     section: &'static str,
 }
 
-impl Wrong {
-    fn new(field: &'static str, section: &'static str, text: String) -> Wrong {
-        Wrong { status: 0, flags: 0, field, text, section }
+impl Violation {
+    fn new(field: &'static str, section: &'static str, text: String) -> Violation {
+        Violation { status: 0, flags: 0, field, text, section }
     }
 }
 
@@ -149,7 +149,7 @@ struct QueueState {
     /// Codes that were refused as unsupported, and codes that were executed.
     unsupported: BTreeMap<u8, (usize, u64)>,
     executed: HashSet<u8>,
-    /// Submissions before this one were complete when a drain was.
+    /// A completed drain shows that all submissions before this one are complete.
     drained: u64,
 }
 
@@ -158,7 +158,7 @@ pub struct Judge {
     queues: Vec<QueueState>,
     names: HashMap<String, usize>,
     outstanding: BTreeMap<u64, Submitted>,
-    /// Numbers that were submitted.
+    /// Numbers of all submissions.
     numbers: HashSet<u64>,
     last: Option<u64>,
     /// The submission whose members may follow.
@@ -205,19 +205,19 @@ impl Judge {
         let expected = name.starts_with("dsa") || name.starts_with("iax") || name.starts_with("iaa");
         if expected && name.starts_with("dsa") != (queue.kind == Kind::Dsa) {
             let text = format!("is {:?} of a queue that is called {name:?}", queue.kind);
-            self.find(line, None, None, Wrong::new("kind of the queue", "kernel, sysfs", text));
+            self.find(line, None, None, Violation::new("kind of the queue", "kernel, sysfs", text));
         }
         // 9.2.3, 9.2.24: entries and batches are counted in 16 bits; a transfer is 2 GiB at most.
         let fits = queue.size > 0 && queue.size <= 0xffff && queue.max_batch <= 1 << 15;
         if !fits || queue.max_transfer == 0 || queue.max_transfer > 1 << 31 {
             let text = format!("is {queue:?}, which no device has");
-            self.find(line, None, None, Wrong::new("configuration of the queue", "9.2.2 to 9.2.24", text));
+            self.find(line, None, None, Violation::new("configuration of the queue", "9.2.2 to 9.2.24", text));
         }
         match self.names.get(name) {
             Some(&known) if self.queues[known].queue == queue => {}
             Some(_) => {
                 let text = format!("is another than before for {name:?}");
-                self.find(line, None, None, Wrong::new("configuration of the queue", "5.2", text));
+                self.find(line, None, None, Violation::new("configuration of the queue", "5.2", text));
             }
             None => _ = self.know(name, queue),
         }
@@ -241,7 +241,7 @@ impl Judge {
         self.settle();
         if self.last.is_some_and(|last| last >= number) {
             let text = format!("is {number} after {}", self.last.unwrap_or(0));
-            self.find(line, Some(number), None, Wrong::new("number", "format", text));
+            self.find(line, Some(number), None, Violation::new("number", "format", text));
         }
         self.last = self.last.max(Some(number));
         if !self.numbers.insert(number) {
@@ -251,8 +251,8 @@ impl Judge {
             Some(&known) => known,
             None => {
                 let text = format!("is {queue:?}, which no line has described");
-                self.find(line, Some(number), None, Wrong::new("queue", "format", text));
-                // Everything is permitted, but a kind is needed.
+                self.find(line, Some(number), None, Violation::new("queue", "format", text));
+                // An undescribed queue permits everything, but needs a kind.
                 let kind = if queue.starts_with("dsa") { Kind::Dsa } else { Kind::Iaa };
                 let (size, max_transfer) = (u32::MAX, u64::MAX);
                 let mode = Mode::Shared;
@@ -266,7 +266,7 @@ impl Judge {
         let (outstanding, rules) = (of.outstanding, of.queue);
         if rules.mode == Mode::Dedicated && outstanding > u64::from(rules.size) {
             let text = format!("has {outstanding} descriptors, and entries for {}", rules.size);
-            self.find(line, Some(number), None, Wrong::new("dedicated queue", "5.3", text));
+            self.find(line, Some(number), None, Violation::new("dedicated queue", "5.3", text));
         }
         for wrong in descriptor::check(descriptor, &rules, false) {
             self.find(line, Some(number), None, wrong);
@@ -281,7 +281,7 @@ impl Judge {
         if self.submitting != Some(number) {
             self.settle();
             let text = "does not follow the submission of its batch".to_owned();
-            self.find(line, Some(number), None, Wrong::new("member", "format", text));
+            self.find(line, Some(number), None, Violation::new("member", "format", text));
             return;
         }
         let Some(submitted) = self.outstanding.get_mut(&number) else { return };
@@ -291,7 +291,7 @@ impl Judge {
         if !is_batch(&submitted.descriptor, &rules) {
             if index == 0 {
                 let text = "has members, and is no batch".to_owned();
-                self.find(line, Some(number), None, Wrong::new("Operation", "8.3.2", text));
+                self.find(line, Some(number), None, Violation::new("Operation", "8.3.2", text));
             }
             return;
         }
@@ -305,7 +305,7 @@ impl Judge {
         self.settle();
         let Some(submitted) = self.outstanding.remove(&number) else {
             let why = if self.numbers.contains(&number) { "was answered before" } else { "was not submitted before" };
-            self.find(line, Some(number), None, Wrong::new("completion", "8.2", format!("is of what {why}")));
+            self.find(line, Some(number), None, Violation::new("completion", "8.2", format!("is of what {why}")));
             return;
         };
         let known = &mut self.queues[submitted.queue];
@@ -313,13 +313,13 @@ impl Judge {
         let rules = known.queue;
         if at < submitted.at {
             let text = format!("is {at}, and that of the submission {}", submitted.at);
-            self.find(line, Some(number), None, Wrong::new("time", "8.2", text));
+            self.find(line, Some(number), None, Violation::new("time", "8.2", text));
         }
         let bytes = record_bytes(rules.kind);
         if record.len() != bytes {
             let section = if rules.kind == Kind::Dsa { "8.2" } else { "IAA 6.2" };
             let text = format!("has {} bytes in place of {bytes}", record.len());
-            self.find(line, Some(number), None, Wrong::new("completion record", section, text));
+            self.find(line, Some(number), None, Violation::new("completion record", section, text));
             return;
         }
         for wrong in completion::check(&submitted.descriptor, record, &rules, false) {
@@ -338,17 +338,17 @@ impl Judge {
             (Some(answered), Some(record)) if answered.number == number => answered.members.push((line, record)),
             (Some(answered), None) if answered.number == number => {
                 let text = format!("has {} bytes in place of 32", record.len());
-                self.find(line, Some(number), None, Wrong::new("completion record", "8.2", text));
+                self.find(line, Some(number), None, Violation::new("completion record", "8.2", text));
             }
             _ => {
                 self.settle();
                 let text = "does not follow the completion of its batch".to_owned();
-                self.find(line, Some(number), None, Wrong::new("record of a member", "format", text));
+                self.find(line, Some(number), None, Violation::new("record of a member", "format", text));
             }
         }
     }
 
-    /// Ends the trace, at any point: missing members of the last batch are no findings.
+    /// Ends the trace, at any point: missing members of the last batch are not findings.
     pub fn finish(mut self) -> Verdict {
         let short = |number: &u64| {
             let submitted = self.outstanding.get(number);
@@ -367,7 +367,7 @@ impl Judge {
             self.summary.unanswered(&known.queue, &submitted.descriptor, submitted.members.first());
             if drained > number {
                 let text = format!("is missing, and drain {drained} behind it on {queue:?} is complete");
-                self.find(submitted.line, Some(number), None, Wrong::new("completion", "3.12", text));
+                self.find(submitted.line, Some(number), None, Violation::new("completion", "3.12", text));
             }
             list.push(Unanswered { line: submitted.line, submission: number, queue, operation });
         }
@@ -375,7 +375,7 @@ impl Judge {
             for (code, (line, number)) in std::mem::take(&mut self.queues[known].unsupported) {
                 if self.queues[known].executed.contains(&code) {
                     let text = format!("is 0x10 for operation {code:#04x}, which the same queue has executed");
-                    self.find(line, Some(number), None, Wrong::new("Status", "5.4", text));
+                    self.find(line, Some(number), None, Violation::new("Status", "5.4", text));
                 }
             }
         }
@@ -402,7 +402,7 @@ impl Judge {
         if !is_batch(&submitted.descriptor, &rules) {
             if let Some((line, _)) = members.first() {
                 let text = "is of a submission that is no batch".to_owned();
-                self.find(*line, Some(number), None, Wrong::new("record of a member", "8.3.2", text));
+                self.find(*line, Some(number), None, Violation::new("record of a member", "8.3.2", text));
             }
             return;
         }
@@ -423,13 +423,14 @@ impl Judge {
         }
     }
 
-    /// A queue has an operation or has it not (OPCAP, 5.4); and what a drain has waited for is over.
+    /// Checks that a queue either supports an operation or does not (OPCAP, 5.4), and that a drain's predecessors are
+    /// complete.
     fn supports(&mut self, submitted: &Submitted, number: u64, line: usize, descriptor: &[u8; 64], seen: u8) {
         let known = &mut self.queues[submitted.queue];
         let operation = dsa::OPERATION.get(descriptor) as u8;
         let in_batch = !std::ptr::eq(descriptor, &submitted.descriptor);
         match seen & 0x3f {
-            // Within a batch they are unsupported wherever.
+            // Within a batch these operations are never supported.
             status::BAD_OPERATION if in_batch && matches!(operation, code::BATCH | code::DRAIN) => {}
             status::BAD_OPERATION => _ = known.unsupported.entry(operation).or_insert((line, number)),
             status::SUCCESS..=0x0f => _ = known.executed.insert(operation),
@@ -440,10 +441,10 @@ impl Judge {
         }
     }
 
-    fn find(&mut self, line: usize, submission: Option<u64>, member: Option<usize>, wrong: Wrong) {
+    fn find(&mut self, line: usize, submission: Option<u64>, member: Option<usize>, wrong: Violation) {
         self.found += 1;
         if self.findings.len() < MAX_FINDINGS {
-            let Wrong { field, text, section, .. } = wrong;
+            let Violation { field, text, section, .. } = wrong;
             self.findings.push(Finding { line, submission, member, field, wrong: text, section });
         }
     }

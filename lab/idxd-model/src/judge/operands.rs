@@ -1,4 +1,4 @@
-//! Which memory a descriptor has a device read and write: what a fault address has to be in.
+//! The memory that a descriptor makes a device read and write. A fault address must be in one of these buffers.
 
 use crate::config::Kind;
 use crate::table::dsa::{self, code};
@@ -7,13 +7,13 @@ use crate::table::iaa;
 /// One buffer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Operand {
-    /// As table 8-13 numbers it.
+    /// The number in table 8-13.
     pub(super) id: u8,
     pub(super) address: u64,
     pub(super) bytes: u64,
     pub(super) read: bool,
     pub(super) written: bool,
-    /// Whether *Bytes Completed* counts from its start.
+    /// Whether *Bytes Completed* counts from the start of this operand.
     pub(super) counted: bool,
 }
 
@@ -30,7 +30,8 @@ impl Operand {
         Operand { counted: false, ..self }
     }
 
-    /// Whether the page of `address` has a byte of it at or behind `from`. Bits 11:0 may be reported as 0 (8.2.5).
+    /// Returns whether the page of `address` contains a byte of this operand at or behind `from`. Bits 11:0 may be
+    /// reported as 0 (8.2.5).
     pub(super) fn has_page(&self, address: u64, from: u64) -> bool {
         let page = u128::from(address & !0xfff);
         let (start, end) =
@@ -41,7 +42,7 @@ impl Operand {
     }
 }
 
-/// All of a descriptor.
+/// Returns all operands of a descriptor.
 pub(super) fn operands(descriptor: &[u8; 64], kind: Kind) -> Vec<Operand> {
     let operation = dsa::OPERATION.get(descriptor) as u8;
     if kind == Kind::Iaa {

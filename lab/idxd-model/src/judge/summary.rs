@@ -1,5 +1,6 @@
-//! What a trace has of each operation: how often, how it ended, how long it took. Times are those of *seeing* a record, so they
-//! are upper bounds of what the device took: what [`Timing`](crate::core::Timing) is to be calibrated with.
+//! Summarises each operation of a trace: how often it occurred, how it ended, how long it took. The times end when the
+//! record is *seen*, so they are upper bounds of the device's times. [`Timing`](crate::core::Timing) is calibrated with
+//! them.
 
 use std::collections::BTreeMap;
 
@@ -9,14 +10,14 @@ use super::is_batch;
 use crate::config::Kind;
 use crate::table::dsa;
 
-/// From submission to the record's being seen, ns.
+/// Time from the submission until the record was seen, ns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Latency {
-    /// Least.
+    /// The minimum.
     pub least: u64,
-    /// The middle one.
+    /// The median.
     pub median: u64,
-    /// Most.
+    /// The maximum.
     pub most: u64,
 }
 
@@ -25,19 +26,19 @@ pub struct Latency {
 pub struct OperationSummary {
     /// DSA or IAA.
     pub kind: Kind,
-    /// As the specification calls it; of batches also that of their first member.
+    /// The operation's name in the specification; for batches also that of their first member.
     pub operation: String,
-    /// Of members: their batch is what was submitted and seen.
+    /// Whether these are members of batches, whose times are those of their batch.
     pub in_batches: bool,
-    /// How many were submitted; of members, how many were answered.
+    /// How many were submitted; for members, how many have a record.
     pub count: u64,
-    /// Those of them that nobody saw complete.
+    /// How many of them were never seen to complete.
     pub unanswered: u64,
     /// Bytes of all *Transfer Size*, or descriptors of all batches.
     pub size: u64,
     /// How often each status was seen.
     pub statuses: BTreeMap<u8, u64>,
-    /// If any was answered.
+    /// The latency, if any completed.
     pub latency: Option<Latency>,
 }
 
@@ -50,7 +51,7 @@ struct Row {
     latencies: Vec<u64>,
 }
 
-/// What is gathered.
+/// The summary while the trace is read.
 #[derive(Default)]
 pub(super) struct Summary {
     rows: BTreeMap<(bool, bool, String), Row>,

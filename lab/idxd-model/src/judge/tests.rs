@@ -1,4 +1,4 @@
-//! The judge against the model's own checks, which are written apart from it.
+//! Compares the judge with the model's own checks, which are a separate implementation.
 
 use proptest::prelude::*;
 
@@ -43,9 +43,9 @@ fn descriptors(kind: Kind) -> impl Strategy<Value = [u8; 64]> {
         dsa::OPERATION.set(&mut bytes, code.into());
         dsa::FLAGS.set(&mut bytes, flags.into());
         dsa::RECORD.set(&mut bytes, at[0] & !0x3f);
-        let row = descriptor::operation(&bytes, kind).expect("it is of the table");
+        let row = descriptor::operation(&bytes, kind).expect("the code is in the table");
         let mut put = |offset: usize, field: &[u8]| {
-            // Mostly leaves alone what is reserved.
+            // Mostly leaves reserved fields zero.
             let reserved = row.reserved.iter().any(|&(first, last)| first < offset + field.len() && offset <= last);
             if !reserved {
                 bytes[offset..offset + field.len()].copy_from_slice(field);
@@ -76,7 +76,7 @@ fn descriptors(kind: Kind) -> impl Strategy<Value = [u8; 64]> {
         if let Some((at, value)) = noise {
             bytes[at] = value;
         }
-        // The processor's, and no matter of the device's checks.
+        // The processor sets these bits; the device does not check them.
         bytes[..4].fill(0);
         bytes
     })
@@ -94,12 +94,12 @@ proptest! {
     ) {
         let in_batch = in_batch && kind == Kind::Dsa;
         let queue = Queue { version: if later { 0x200 } else { 0x100 }, ..queue(kind) };
-        let wrongs = descriptor::check(&descriptor, &queue, in_batch);
+        let violations = descriptor::check(&descriptor, &queue, in_batch);
         match check(&descriptor, in_batch, &limits(&queue)) {
-            Ok(_) => prop_assert!(wrongs.is_empty(), "{wrongs:?}"),
+            Ok(_) => prop_assert!(violations.is_empty(), "{violations:?}"),
             Err(refused) => {
-                let reason = wrongs.iter().any(|wrong| wrong.status == refused.status);
-                prop_assert!(reason, "{refused:?} is not among {wrongs:?}");
+                let reason = violations.iter().any(|wrong| wrong.status == refused.status);
+                prop_assert!(reason, "{refused:?} is not among {violations:?}");
             }
         }
     }

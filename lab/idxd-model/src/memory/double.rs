@@ -1,38 +1,38 @@
-//! A memory of its own, without a process: for tests that want every page's state in their hands.
+//! A memory without a process, for tests that control the state of every page.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
 
 use super::{AddressSpace, Fault, PAGE};
 
-/// What a page is.
+/// The state of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageState {
     /// Readable and writable.
     Present,
-    /// Readable; writing faults and cannot be resolved.
+    /// Readable; a write faults, and a page request does not resolve the fault.
     ReadOnly,
-    /// Not there, and a page request brings it.
+    /// Not present; a page request makes the page present.
     Absent,
-    /// Not there, and cannot be.
+    /// Not present, and cannot be made present.
     Forbidden,
 }
 
 type Page = (PageState, Box<[u8]>);
 
-/// Pages by address; what was never set is [`PageState::Forbidden`].
+/// Pages by address; pages that were never set are [`PageState::Forbidden`].
 #[derive(Debug, Default)]
 pub struct TestMemory {
     pages: Mutex<HashMap<u64, Page>>,
 }
 
 impl TestMemory {
-    /// Nothing is there.
+    /// Returns a memory without pages.
     pub fn new() -> TestMemory {
         TestMemory::default()
     }
 
-    /// Makes pages of zeros of a range; pages that exist keep their content.
+    /// Sets the state of a range's pages. New pages are zero; existing ones keep their content.
     pub fn set(&self, address: u64, bytes: u64, state: PageState) {
         let mut pages = self.pages.lock().unwrap();
         for page in address / PAGE..(address + bytes).div_ceil(PAGE) {
@@ -40,7 +40,7 @@ impl TestMemory {
         }
     }
 
-    /// Writes whatever the state is.
+    /// Writes regardless of the pages' state.
     pub fn put(&self, address: u64, bytes: &[u8]) {
         let mut pages = self.pages.lock().unwrap();
         for (at, &byte) in (address..).zip(bytes) {
@@ -49,7 +49,7 @@ impl TestMemory {
         }
     }
 
-    /// Reads whatever the state is; what does not exist is zero.
+    /// Reads regardless of the pages' state; missing pages read as zero.
     pub fn get(&self, address: u64, bytes: usize) -> Vec<u8> {
         let pages = self.pages.lock().unwrap();
         (address..address + bytes as u64)

@@ -1,4 +1,4 @@
-//! What a device sees of memory: a translation that can fail, then bytes.
+//! A device's view of memory: a translation that can fail, then bytes.
 
 mod double;
 mod process;
@@ -11,7 +11,7 @@ pub use process::ProcessMemory;
 pub use scripted::{Rule, ScriptedMemory};
 pub use watch::Watch;
 
-/// Why an access stopped, and where.
+/// The fault that stopped an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The first address that could not be reached.
@@ -20,13 +20,13 @@ pub struct Fault {
     pub done: usize,
 }
 
-/// The memory that a device reaches, through page tables that it does not own.
+/// The memory that a device accesses, through page tables that it does not own.
 pub trait AddressSpace: Send + Sync + std::fmt::Debug {
-    /// Reads; on a fault the bytes before it are valid. Returns how many pages had no cached translation.
+    /// Reads. On a fault the bytes before the fault are valid. Returns how many pages had no cached translation.
     fn read(&self, address: u64, into: &mut [u8]) -> Result<u32, Fault>;
-    /// Writes; on a fault the bytes before it are written. Returns how many pages had no cached translation.
+    /// Writes. On a fault the bytes before the fault are written. Returns how many pages had no cached translation.
     fn write(&self, address: u64, from: &[u8]) -> Result<u32, Fault>;
-    /// Page request: makes the page present as the kernel would. False is an *invalid request* response.
+    /// Handles a page request: makes the page present as the kernel would. `false` is an *invalid request* response.
     fn resolve(&self, address: u64, write: bool) -> bool;
 
     /// Writes a completion record: its first byte is seen last.
@@ -36,20 +36,20 @@ pub trait AddressSpace: Send + Sync + std::fmt::Debug {
         self.write(address, &record[..1])
     }
 
-    /// What the device's translation cache has seen.
+    /// Returns the counters of the device's translation cache.
     fn translations(&self) -> Translations {
         Translations::default()
     }
 }
 
-/// Of the device's translation cache.
+/// Counters of the device's translation cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Translations {
-    /// Pages found in it.
+    /// Pages found in the cache.
     pub hits: u64,
-    /// Pages asked of the IOMMU.
+    /// Pages requested from the IOMMU.
     pub misses: u64,
-    /// Pages that had been translated and, when seen again, were no longer so: an invalidation had come between.
+    /// Pages whose cached translation was no longer valid at a later access: it was invalidated in between.
     pub flushes: u64,
     /// Accesses that could not be translated.
     pub faults: u64,
@@ -59,14 +59,14 @@ pub struct Translations {
 
 const PAGE: u64 = 4096;
 
-/// The pages that a range touches: first page number, and how many.
+/// Returns the pages that a range touches: the first page number, and the number of pages.
 fn pages(address: u64, bytes: usize) -> (u64, usize) {
     let first = address / PAGE;
     let last = address.saturating_add(bytes as u64 - 1) / PAGE;
     (first, (last - first + 1) as usize)
 }
 
-/// Bytes of a range that lie before page number `first + index`.
+/// Returns how many bytes of a range are before page number `first + index`.
 fn bytes_before(address: u64, first: u64, index: usize) -> usize {
     ((first + index as u64) * PAGE).saturating_sub(address) as usize
 }

@@ -1,14 +1,14 @@
-//! This process's own memory, as its page tables have it.
+//! This process's memory, as its page tables describe it.
 //!
-//! A device with shared virtual memory walks the process's page tables and takes what they say: a page that was never
-//! touched is not there for it, however valid the mapping is. So every access first asks `/proc/self/pagemap`, and only
-//! pages that are present are read or written, with `process_vm_readv` and `process_vm_writev` on this very process: what
-//! permissions forbid, or what was unmapped in the meantime, is an error number there, never a signal.
+//! A device with shared virtual memory walks the process's page tables: a page that was never touched is not present
+//! for the device, even in a valid mapping. So every access first reads `/proc/self/pagemap`, and only pages that are
+//! present are read or written, with `process_vm_readv` and `process_vm_writev` on this process. These calls return an
+//! error number for memory that is forbidden or was unmapped in the meantime, never a signal.
 //!
-//! Known to be less exact than hardware: a page made read-only by `fork` counts as writable again once the child is gone,
-//! though its page table entry stays read-only until the CPU writes; pages that NUMA balancing hides for a moment count as
-//! present; and between the question and the access the page can vanish, in which case the kernel brings it back (on
-//! memory registered with userfaultfd the engine then waits for whoever serves it).
+//! Known to be less exact than hardware: a page made read-only by `fork` counts as writable again once the child is
+//! gone, although its page table entry stays read-only until the CPU writes; pages that NUMA balancing hides for a
+//! moment count as present; and the page can vanish between the lookup and the access, in which case the kernel brings
+//! it back (on memory registered with userfaultfd the engine then waits for the handler of its page faults).
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -26,12 +26,12 @@ const EXCLUSIVE: u64 = 1 << 56;
 const WRITE_PROTECTED: u64 = 1 << 57;
 const FILE: u64 = 1 << 61;
 pub(super) const PRESENT: u64 = 1 << 63;
-/// What a change of means that the translation is another: all but soft-dirty.
+/// The bits whose change means a different translation: all except soft-dirty.
 pub(super) const IDENTITY: u64 = !(1 << 55);
 
-/// Pages looked up at once.
+/// Number of pages looked up at once.
 const ENTRIES: usize = 64;
-/// Translations that are remembered.
+/// Maximum number of cached translations.
 const CACHE: usize = 1 << 16;
 
 /// This process.
@@ -48,7 +48,7 @@ pub struct ProcessMemory {
 }
 
 impl ProcessMemory {
-    /// Opens the page tables. Fails where `/proc` is not mounted.
+    /// Opens the page tables. Fails if `/proc` is not mounted.
     pub fn new() -> io::Result<ProcessMemory> {
         Ok(ProcessMemory {
             pagemap: File::open("/proc/self/pagemap")?,
@@ -62,7 +62,7 @@ impl ProcessMemory {
         })
     }
 
-    /// Whether the device could write to a page with this entry. `mapping`: the last one that was asked for.
+    /// Returns whether the device could write to a page with this entry. `mapping`: the mapping of the last lookup.
     fn writable(&self, entry: u64, page: u64, mapping: &mut Option<(Range<u64>, bool)>) -> bool {
         if entry & WRITE_PROTECTED != 0 {
             return false;
@@ -75,11 +75,11 @@ impl ProcessMemory {
             }
             return mapping.as_ref().is_some_and(|&(_, shared)| shared);
         }
-        // Anonymous: the shared zero page, pages shared with a child and merged ones are mapped by others too.
+        // Anonymous: the shared zero page, pages shared with a child, and merged pages also have other mappings.
         entry & EXCLUSIVE != 0
     }
 
-    /// How many bytes of the range can be reached, and the first page that cannot.
+    /// Returns how many bytes of the range can be accessed, and the first page that cannot.
     fn translate(&self, address: u64, bytes: usize, write: bool, misses: &mut u32) -> (usize, Option<u64>) {
         let (first, count) = pages(address, bytes);
         let mut buffer = [0_u8; ENTRIES * 8];
@@ -123,7 +123,7 @@ impl ProcessMemory {
         (bytes, None)
     }
 
-    /// `call` moves up to so many bytes and returns how many, or less than 0.
+    /// Transfers bytes with `call`, which moves at most the given number and returns how many, or less than 0.
     fn transfer(
         &self,
         address: u64,
@@ -141,7 +141,7 @@ impl ProcessMemory {
             match call(done, reachable - done) {
                 moved if moved > 0 => done += moved as usize,
                 _ => {
-                    // Permissions, or gone since it was looked up.
+                    // Forbidden, or unmapped since the lookup.
                     self.faults.fetch_add(1, Ordering::Relaxed);
                     return Err(Fault { address: address + done as u64, done });
                 }
@@ -154,18 +154,19 @@ impl ProcessMemory {
     }
 }
 
-/// Reads from this process through the kernel: what cannot be read is an error.
+/// Reads from this process through the kernel: unreadable memory is an error, not a signal.
 fn read_self(address: u64, into: &mut [u8]) -> isize {
     let local = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
     let remote = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: into.len() };
-    // SAFETY: `local` is the caller's buffer, for as long as the call takes; the remote address is checked by the kernel.
+    // SAFETY: `local` is the caller's buffer, for as long as the call takes; the remote address is checked by the
+    // kernel.
     unsafe { libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) }
 }
 
 /// Writes to this process through the kernel.
 ///
-/// A device writes to whatever memory its submitter has named; that the submitter may hand this memory to a device is the
-/// contract of the real portal as well, which is why the submitting functions of drivers are `unsafe`.
+/// A device writes to the memory that its submitter has named. As for a real portal, the submitter guarantees that this
+/// memory may be given to a device; this is why the submitting functions of drivers are `unsafe`.
 fn write_self(address: u64, from: &[u8]) -> isize {
     let local = libc::iovec { iov_base: from.as_ptr().cast_mut().cast(), iov_len: from.len() };
     let remote = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: from.len() };
@@ -187,13 +188,13 @@ impl AddressSpace for ProcessMemory {
     }
 
     fn resolve(&self, address: u64, write: bool) -> bool {
-        // The IOMMU's fault path cannot wait, and userfaultfd would have to: it answers *invalid* there.
+        // The IOMMU's fault path cannot wait, as userfaultfd would require, so it answers *invalid*.
         if self.regions.userfault(address) {
             return false;
         }
-        // Making a page writable without changing it: no write of ours can do that to a byte that the CPU may be writing
-        // at the same moment, so the kernel is asked to populate the page. Not read before: that would map the zero page, only
-        // to be replaced.
+        // The page must become writable without a change of its content. A write from here could race with one of the
+        // CPU, so the kernel populates the page. The page is not read before: that would map the zero page, only to be
+        // replaced.
         if !write {
             let mut byte = [0];
             if read_self(address, &mut byte) != 1 {

@@ -1,4 +1,5 @@
-//! What the page tables alone do not say: whether a mapping is shared, and whether userfaultfd watches it.
+//! Properties of mappings that page tables do not contain: whether a mapping is shared, and whether it is registered
+//! with userfaultfd.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -21,15 +22,15 @@ struct Region {
 #[derive(Debug)]
 pub(super) struct Regions {
     maps: File,
-    /// The kernel is older than 6.11 and has no query.
+    /// Whether the kernel is older than 6.11 and has no `PROCMAP_QUERY`.
     no_query: AtomicBool,
-    parsed: Mutex<Known>,
-    details: Mutex<Known>,
+    parsed: Mutex<CachedMappings>,
+    details: Mutex<CachedMappings>,
 }
 
-/// Mappings as they were a moment ago: reading all of them costs more than the accesses that ask.
+/// Cached mappings: reading all of them costs more than the accesses that need them.
 #[derive(Debug, Default)]
-struct Known {
+struct CachedMappings {
     regions: Vec<Region>,
     until: Option<Instant>,
 }
@@ -44,7 +45,7 @@ impl Regions {
         })
     }
 
-    /// The mapping at this address, and whether it is a shared one.
+    /// Returns the mapping at this address, and whether it is shared.
     pub(super) fn shared(&self, address: u64) -> Option<(Range<u64>, bool)> {
         if !self.no_query.load(Ordering::Relaxed) {
             match query(&self.maps, address) {
@@ -56,7 +57,7 @@ impl Regions {
         Some((region.start..region.end, region.shared))
     }
 
-    /// Whether the mapping at this address is registered with userfaultfd.
+    /// Returns whether the mapping at this address is registered with userfaultfd.
     pub(super) fn userfault(&self, address: u64) -> bool {
         uses_userfaultfd() && look(&self.details, "/proc/self/smaps", address).is_some_and(|region| region.userfault)
     }
@@ -75,12 +76,12 @@ struct Query {
     rest: [u64; 7],
 }
 
-/// `PROCMAP_QUERY`: one mapping for the price of a system call.
+/// Reads one mapping with one system call (`PROCMAP_QUERY`).
 fn query(maps: &File, address: u64) -> io::Result<Option<(Range<u64>, bool)>> {
     const PROCMAP_QUERY: libc::c_ulong = 0xc068_6611;
     const SHARED: u64 = 8;
     let mut query = Query { size: size_of::<Query>() as u64, address, ..Query::default() };
-    // SAFETY: the structure has the size that the request's number says; names and build ids are not asked for.
+    // SAFETY: the structure has the size in the request's number; names and build ids are not requested.
     if unsafe { libc::ioctl(maps.as_raw_fd(), PROCMAP_QUERY as _, &raw mut query) } == 0 {
         return Ok(Some((query.start..query.end, query.vma_flags & SHARED != 0)));
     }
@@ -88,7 +89,7 @@ fn query(maps: &File, address: u64) -> io::Result<Option<(Range<u64>, bool)>> {
     if error.raw_os_error() == Some(libc::ENOENT) { Ok(None) } else { Err(error) }
 }
 
-/// `smaps` walks every page table, so it is read only where somebody in this process has a userfaultfd at all.
+/// Returns whether this process has a userfaultfd. Only then is `smaps` read, which walks every page table.
 fn uses_userfaultfd() -> bool {
     let Ok(files) = fs::read_dir("/proc/self/fd") else { return true };
     files.flatten().any(|file| {
@@ -96,10 +97,11 @@ fn uses_userfaultfd() -> bool {
     })
 }
 
-fn look(known: &Mutex<Known>, path: &str, address: u64) -> Option<Region> {
+fn look(known: &Mutex<CachedMappings>, path: &str, address: u64) -> Option<Region> {
     let mut known = known.lock().unwrap();
-    let find =
-        |known: &Known| known.regions.iter().find(|region| (region.start..region.end).contains(&address)).copied();
+    let find = |known: &CachedMappings| {
+        known.regions.iter().find(|region| (region.start..region.end).contains(&address)).copied()
+    };
     let started = Instant::now();
     if known.until.is_some_and(|until| started < until)
         && let Some(region) = find(&known)
@@ -107,7 +109,7 @@ fn look(known: &Mutex<Known>, path: &str, address: u64) -> Option<Region> {
         return Some(region);
     }
     known.regions = read(path).unwrap_or_default();
-    // Valid for as long as it took to read it, so that half of the time at most is spent with this.
+    // Valid for as long as the reading took, so that reading takes at most half of the time.
     known.until = Some(Instant::now() + started.elapsed().min(Duration::from_millis(2)));
     find(&known)
 }
@@ -118,7 +120,7 @@ fn read(path: &str) -> io::Result<Vec<Region>> {
     Ok(parse(&text))
 }
 
-/// `maps` and `smaps` alike (proc_pid_maps(5), proc_pid_smaps(5)); `um`, `uw` and `ui` are userfaultfd's modes.
+/// Parses `maps` and `smaps` (proc_pid_maps(5), proc_pid_smaps(5)); `um`, `uw` and `ui` are userfaultfd's modes.
 fn parse(text: &str) -> Vec<Region> {
     let mut regions: Vec<Region> = Vec::new();
     for line in text.lines() {
@@ -143,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_query_says_what_the_file_says() {
+    fn the_query_and_the_file_agree() {
         let regions = Regions::new().unwrap();
         let on_stack = [0_u8; 8];
         let address = on_stack.as_ptr() as u64;
@@ -155,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn both_files_are_understood() {
+    fn both_files_are_parsed() {
         let text = "7f00-8000 rw-s 00000000 00:01 1024  /memfd:ram (deleted)\nSize: 4 kB\nVmFlags: rd wr mr mw um sd\n\
                     8000-9000 r--p 00000000 00:00 0\nVmFlags: rd mr mw me\n";
         let regions = parse(text);

@@ -1,27 +1,27 @@
-//! Faults by address, on top of another memory.
+//! Scripted faults by address, on top of another memory.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use super::{AddressSpace, Fault, Translations};
 
-/// Accesses that fault although the memory below would not.
+/// Accesses that fault although the underlying memory would not.
 #[derive(Clone, Debug)]
 pub struct Rule {
     /// Addresses.
     pub range: Range<u64>,
     /// Only writes, only reads, or (None) both.
     pub write: Option<bool>,
-    /// Accesses to the range that go well first.
+    /// Number of accesses to the range that succeed first.
     pub after: u64,
-    /// How many then fault; the next go well again.
+    /// Number of accesses that fault then; later ones succeed again.
     pub times: u64,
-    /// Whether a page request resolves it.
+    /// Whether a page request resolves the fault.
     pub resolvable: bool,
 }
 
 impl Rule {
-    /// Every access to the range faults, and cannot be resolved.
+    /// Returns a rule by which every access to the range faults and cannot be resolved.
     pub fn always(range: Range<u64>) -> Rule {
         Rule { range, write: None, after: 0, times: u64::MAX, resolvable: false }
     }
@@ -35,7 +35,7 @@ pub struct ScriptedMemory {
 }
 
 impl ScriptedMemory {
-    /// Without rules yet.
+    /// Returns a memory without rules.
     pub fn new(below: Arc<dyn AddressSpace>) -> ScriptedMemory {
         ScriptedMemory { below, rules: Mutex::default() }
     }
@@ -45,12 +45,12 @@ impl ScriptedMemory {
         self.rules.lock().unwrap().push(rule);
     }
 
-    /// Forgets all rules.
+    /// Removes all rules.
     pub fn clear(&self) {
         self.rules.lock().unwrap().clear();
     }
 
-    /// The first address of the access that faults.
+    /// Returns the first address of the access that faults.
     fn fault(&self, address: u64, bytes: usize, write: bool) -> Option<u64> {
         let end = address.saturating_add(bytes as u64);
         let mut first = None;
@@ -101,7 +101,7 @@ impl AddressSpace for ScriptedMemory {
                 if !rule.resolvable {
                     return false;
                 }
-                // Present from now on.
+                // The page is present from now on.
                 rule.times = 0;
             }
         }

@@ -1,13 +1,13 @@
-//! What an IOMMU is told about memory that a process shares with devices.
+//! Counts the invalidations that an IOMMU receives for memory that a process shares with devices.
 //!
-//! The kernel does not know which translations a device holds. Whenever a page that was mapped is mapped otherwise, or no
-//! longer, it has the address invalidated for all devices bound to the address space, and that is what its counters of IOTLB
-//! flushes show. [`Translations::flushes`](super::Translations::flushes) counts fewer: only what a device had translated and
-//! met again. So the page tables themselves are watched here.
+//! The kernel does not know which translations a device holds. Whenever a mapped page is remapped or unmapped, the
+//! kernel invalidates the address for all devices bound to the address space; its counters of IOTLB flushes show these
+//! invalidations. [`Translations::flushes`](super::Translations::flushes) counts fewer: only translations that a device
+//! had cached and used again. So this module watches the page tables themselves.
 //!
-//! A look shows each page's change since the last one: a page that changed twice in between counts once, and each page of a
-//! range that was taken away at once counts, though the kernel may flush the range in one go. A huge page is as many pages as
-//! it has.
+//! A look compares each page with the last look. A page that changed twice in between counts once. Each page of a range
+//! that was unmapped at once counts, although the kernel may flush the range with one command. A huge page counts as
+//! all its small pages.
 
 use std::fs::File;
 use std::io;
@@ -30,7 +30,7 @@ pub struct Watch {
 const ENTRY: usize = 8;
 
 impl Watch {
-    /// Watches the pages that the range touches, from now on. Fails where `/proc` is not mounted.
+    /// Watches the pages that the range touches, from now on. Fails if `/proc` is not mounted.
     pub fn new(address: u64, bytes: usize) -> io::Result<Watch> {
         assert!(bytes > 0, "a range of no bytes at {address:#x}");
         let (first, count) = pages(address, bytes);
@@ -40,12 +40,12 @@ impl Watch {
         Ok(watch)
     }
 
-    /// How many pages that were mapped at the last look are mapped otherwise now, or no longer.
+    /// Returns how many pages that were mapped at the last look are now remapped or unmapped.
     pub fn look(&mut self) -> io::Result<u64> {
         self.look_at(0..self.entries.len() / ENTRY)
     }
 
-    /// The same of some of its pages, counted from the range's first.
+    /// Does the same as [`look`](Self::look) for some pages, counted from the range's first.
     pub fn look_at(&mut self, pages: Range<usize>) -> io::Result<u64> {
         let (first, bytes) = (self.first + pages.start as u64, pages.start * ENTRY..pages.end * ENTRY);
         let (before, now) = (&mut self.entries[bytes.clone()], &mut self.looked[bytes]);
@@ -58,7 +58,7 @@ impl Watch {
         Ok(changed as u64)
     }
 
-    /// Bytes that are watched.
+    /// Returns the number of watched bytes.
     pub fn bytes(&self) -> u64 {
         (self.entries.len() / ENTRY) as u64 * PAGE
     }

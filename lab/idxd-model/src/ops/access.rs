@@ -1,31 +1,32 @@
-//! How an operation reaches memory: translation, faults, page requests, and the faults that a test has asked for.
+//! An operation's access to memory: translation, faults, page requests, and scripted faults.
 
 use super::Limits;
 use crate::memory::AddressSpace;
 use crate::table::status;
 
-/// What a script does to one descriptor while it is executed.
+/// The effects of scripts on one descriptor while it is executed.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Effects {
     /// A page fault after so many bytes have been read and written.
     pub fault_after: Option<u64>,
     /// Whether a page request resolves that fault.
     pub resolvable: bool,
-    /// One bit of the output, or else of the result, is wrong.
+    /// One bit of the output is wrong, or of the result if there is no output.
     pub corrupt: bool,
-    /// Writes are handed back in place of being done.
+    /// Writes are returned instead of being performed.
     pub defer: bool,
     /// Fails with this status.
     pub status: Option<u8>,
 }
 
-/// Page requests for one page, each answered and none of use, before the device gives up (table 5-6, 0x04).
-pub(crate) const REQUESTS_MOST: u32 = 64;
+/// Maximum number of page requests for one page, answered without effect, before the descriptor fails (table 5-6,
+/// 0x04).
+pub(crate) const MAX_PAGE_REQUESTS: u32 = 64;
 
-/// An access that could not be finished.
+/// An access that was not completed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stop {
-    /// Bytes of this access that were.
+    /// Bytes of this access that were completed.
     pub(crate) done: usize,
     pub(crate) address: u64,
     pub(crate) status: u8,
@@ -40,8 +41,8 @@ pub(crate) struct Access<'a> {
     moved: u64,
     trapped: bool,
     corrupted: bool,
-    /// The page that was last asked for, and how often in a row.
-    asked: (u64, u32),
+    /// The page of the last page request, and how often in a row it was requested.
+    requested: (u64, u32),
     pub(super) requests: u32,
     pub(super) misses: u32,
     pub(super) late: Vec<(u64, Vec<u8>)>,
@@ -57,19 +58,19 @@ impl<'a> Access<'a> {
             moved: 0,
             trapped: false,
             corrupted: false,
-            asked: (0, 0),
+            requested: (0, 0),
             requests: 0,
             misses: 0,
             late: Vec::new(),
         }
     }
 
-    /// Whether a wrong result was asked for, and no data was written that could carry it.
+    /// Returns whether a scripted wrong result is due in the record, because no data was written.
     pub(super) fn corrupt_record(&self) -> bool {
         self.effects.corrupt && !self.corrupted
     }
 
-    /// Bytes until the scripted fault.
+    /// Returns the bytes until the scripted fault.
     fn until_trap(&self, len: usize) -> usize {
         match self.effects.fault_after {
             Some(after) if !self.trapped => len.min(usize::try_from(after.saturating_sub(self.moved)).unwrap_or(len)),
@@ -77,7 +78,7 @@ impl<'a> Access<'a> {
         }
     }
 
-    /// At a fault: Ok if the page was made present.
+    /// Handles a fault. Returns `Ok` if the page was made present.
     fn fault(&mut self, done: usize, address: u64, write: bool, resolves: impl FnOnce() -> bool) -> Result<(), Stop> {
         let bit = if write { status::WRITE } else { 0 };
         if !self.translation {
@@ -89,8 +90,8 @@ impl<'a> Access<'a> {
         }
         self.requests += 1;
         let page = address / 0x1000;
-        self.asked = (page, if self.asked.0 == page { self.asked.1 + 1 } else { 1 });
-        if self.asked.1 <= REQUESTS_MOST && resolves() {
+        self.requested = (page, if self.requested.0 == page { self.requested.1 + 1 } else { 1 });
+        if self.requested.1 <= MAX_PAGE_REQUESTS && resolves() {
             return Ok(());
         }
         Err(Stop { done, address, status: status::INVALID_RESPONSE | bit })
@@ -149,7 +150,7 @@ impl<'a> Access<'a> {
                         self.moved += part as u64;
                         done += part;
                     }
-                    // 3.13.1: without translation service nobody learns of it; the rest of the page is lost.
+                    // 3.13.1: without translation service the fault is not reported; the rest of the page is lost.
                     Err(fault) if !self.translation => {
                         let lost = (0x1000 - (fault.address & 0xfff)) as usize;
                         done = (done + fault.done + lost).min(from.len());

@@ -16,7 +16,7 @@ fn invalid<T>(status: u8) -> Result<T, Invalid> {
     Err(Invalid { status, flags: 0 })
 }
 
-/// All checks that need no memory. The order is this model's: the specification permits any.
+/// Performs all checks that need no memory. The specification permits any order.
 pub(crate) fn check(descriptor: &[u8; 64], in_batch: bool, limits: &Limits) -> Result<&'static Operation, Invalid> {
     if limits.kind == Kind::Iaa {
         return super::iaa::check(descriptor, limits);
@@ -38,7 +38,7 @@ pub(crate) fn check(descriptor: &[u8; 64], in_batch: bool, limits: &Limits) -> R
     Ok(operation)
 }
 
-/// Tables 5-3, 5-4 and 5-5.
+/// Checks the flags (tables 5-3, 5-4 and 5-5).
 fn flags_allowed(operation: &Operation, flags: u32, in_batch: bool, limits: &Limits) -> Result<(), Invalid> {
     let mut allowed = dsa::ANY | operation.flags;
     let mut forbid = |mask: u32, when: bool| {
@@ -102,7 +102,7 @@ fn sizes(operation: &Operation, descriptor: &[u8; 64], limits: &Limits) -> Resul
             }
             let create = operation.code == code::CREATE_DELTA;
             let (record, least) = if create {
-                (dsa::DELTA_LIMIT.get(descriptor), dsa::DELTA_LIMIT_LEAST)
+                (dsa::DELTA_LIMIT.get(descriptor), dsa::MIN_DELTA_LIMIT)
             } else {
                 (dsa::DELTA_SIZE.get(descriptor), dsa::DELTA as u64)
             };
@@ -119,7 +119,7 @@ fn sizes(operation: &Operation, descriptor: &[u8; 64], limits: &Limits) -> Resul
     Ok(())
 }
 
-/// Overlaps, and the addresses that have to agree.
+/// Checks overlaps, and addresses that must agree.
 fn buffers(operation: &Operation, descriptor: &[u8; 64], flags: u32, limits: &Limits) -> Result<(), Invalid> {
     let (source, destination) = (dsa::SOURCE.get(descriptor), dsa::DESTINATION.get(descriptor));
     let size = dsa::SIZE.get(descriptor);

@@ -4,7 +4,7 @@ use super::access::{Access, Stop};
 use super::{CHUNK, Limits, Report, Scratch, predicate, tile};
 use crate::table::dsa;
 
-/// Both sources of a chunk: how much of both is valid, and what stopped it.
+/// Reads a chunk of both sources. Returns how much of both is valid, and the fault that stopped the reading.
 pub(super) fn read_both(
     access: &mut Access<'_>,
     at: (u64, u64),
@@ -22,7 +22,7 @@ pub(super) fn read_both(
     }
 }
 
-/// The first byte in which they differ.
+/// Returns the index of the first byte that differs.
 fn difference(first: &[u8], second: &[u8]) -> Option<usize> {
     if first == second { None } else { first.iter().zip(second).position(|(one, two)| one != two) }
 }

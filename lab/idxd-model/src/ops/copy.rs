@@ -1,4 +1,4 @@
-//! Operations that move bytes: memory move, fill, dualcast; and the cache flush, which only translates.
+//! Operations that move bytes: memory move, fill, dualcast; and cache flush, which only translates.
 
 use super::access::Access;
 use super::{CHUNK, Limits, Report, Scratch, overlap, tile};
@@ -35,7 +35,8 @@ pub(super) fn memory_move(
     Report { bytes: size, ..Report::ok() }
 }
 
-/// From the end, in pieces that touch one page of either buffer, so that a piece is done or is not.
+/// Copies from the end, in pieces that touch only one page of either buffer, so that a piece is copied wholly or not at
+/// all.
 fn reverse(source: u64, destination: u64, size: u64, access: &mut Access<'_>, scratch: &mut Scratch) -> Report {
     let mut left = size;
     while left > 0 {

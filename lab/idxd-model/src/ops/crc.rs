@@ -6,7 +6,7 @@ use crate::table::dsa::{self, record};
 
 /// CRC-32C, bit reflected.
 const REFLECTED: u32 = 0x82f6_3b78;
-/// CRC-32C, as the appendix writes it.
+/// CRC-32C, in the appendix's form.
 const POLYNOMIAL: u32 = 0x1edc_6f41;
 
 const fn tables() -> [[u32; 256]; 8] {
@@ -58,7 +58,8 @@ pub fn crc32c(seed: u32, bytes: &[u8]) -> u32 {
     !value
 }
 
-/// With the bypass flags, bit by bit: `inverted` is the normal treatment of seed and result, `reflected` that of data.
+/// Computes bit by bit, for the bypass flags: `inverted` is the normal treatment of seed and result, `reflected` that
+/// of data.
 fn general(seed: u32, bytes: &[u8], inverted: bool, reflected: bool) -> u32 {
     let mut register = if inverted { (!seed).reverse_bits() } else { seed };
     for &byte in bytes {

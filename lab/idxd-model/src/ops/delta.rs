@@ -6,7 +6,7 @@ use super::{Report, Scratch, predicate};
 use crate::table::dsa::{self, record};
 use crate::table::status;
 
-/// Compared at once; its deltas are written before the next.
+/// Bytes compared at once; the deltas of a piece are written before the next piece is compared.
 const PIECE: usize = 4096;
 
 /// Create delta record: source 2's words where they differ.
@@ -50,7 +50,7 @@ pub(super) fn create(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &m
             scratch.output.extend_from_slice(&scratch.second[at..at + 8]);
         }
         if let Err(stop) = access.write(target.wrapping_add(used), &scratch.output) {
-            // Whole deltas only; the first that was not written is where it has to be resumed.
+            // Whole deltas only: the operation is resumed at the first delta that was not written.
             let whole = stop.done / dsa::DELTA;
             let missing = &scratch.output[whole * dsa::DELTA..];
             let completed = 8 * u64::from(u16::from_le_bytes([missing[0], missing[1]]));

@@ -1,7 +1,7 @@
-//! What one descriptor does: checked against the table, executed on an address space, turned into a completion record.
+//! The execution of one descriptor: it is checked against the table, executed on an address space, and turned into a
+//! completion record.
 //!
-//! Pure in everything but the memory: no queues, no time. An [`Outcome`] has what the engine has to know for
-//! both.
+//! This module knows only memory, neither queues nor time. An [`Outcome`] contains what the engine needs for both.
 
 mod access;
 mod check;
@@ -12,7 +12,7 @@ mod delta;
 pub mod iaa;
 
 use access::{Access, Stop};
-pub(crate) use access::{Effects, REQUESTS_MOST};
+pub(crate) use access::{Effects, MAX_PAGE_REQUESTS};
 pub(crate) use check::{Invalid, check};
 
 use crate::config::Kind;
@@ -20,7 +20,7 @@ use crate::memory::AddressSpace;
 use crate::table::dsa::{self, code, record};
 use crate::table::status;
 
-/// What the queue and the device permit.
+/// The limits of the queue and the device.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// DSA or IAA.
@@ -33,9 +33,9 @@ pub struct Limits {
     pub max_batch: u64,
     /// The queue's *Block On Fault Enable*.
     pub block_on_fault: bool,
-    /// Page requests are answered for this queue.
+    /// Whether page requests are answered for this queue.
     pub page_requests: bool,
-    /// Address translation service; without it faulting writes are lost.
+    /// Whether address translation service is on; without it faulting writes are lost.
     pub translation: bool,
     /// GENCAP *Overlapping Copy Support*.
     pub overlapping_copy: bool,
@@ -49,12 +49,12 @@ pub struct Limits {
     pub pattern_granule: u32,
 }
 
-/// Where the record goes.
+/// The destination of the record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// Nobody asked for one.
+    /// The descriptor requests no record.
     Nowhere,
-    /// Its address.
+    /// The record's address.
     Address(u64),
     /// The software error register, or the event log: there is no usable address.
     SoftwareError,
@@ -63,26 +63,26 @@ pub enum Target {
 /// A completion record: 32 bytes of a DSA, 64 of an IAA.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Record {
-    /// Its bytes; of a DSA the first 32.
+    /// The bytes; for DSA the first 32 of them.
     pub bytes: [u8; 64],
     /// 32 or 64.
     pub len: usize,
 }
 
 impl Record {
-    /// With this status and nothing else.
+    /// Returns a record that contains only this status.
     pub fn new(kind: Kind, status: u8) -> Record {
         let mut bytes = [0; 64];
         record::STATUS.set(&mut bytes, u64::from(status));
         Record { bytes, len: if kind == Kind::Dsa { record::BYTES } else { crate::table::iaa::record::BYTES } }
     }
 
-    /// Its first byte.
+    /// Returns the status, the first byte.
     pub fn status(&self) -> u8 {
         self.bytes[0]
     }
 
-    /// The bytes that are written.
+    /// Returns the bytes that are written.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
@@ -94,26 +94,26 @@ impl std::fmt::Debug for Record {
     }
 }
 
-/// What came of one descriptor.
+/// The result of one descriptor.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// Status with the write bit.
     pub status: u8,
     /// The record, written or not.
     pub record: Record,
-    /// Where it goes.
+    /// Where the record is written.
     pub target: Target,
-    /// Bytes that decide how long it took: of reading operations all sources, of writing ones what was written.
+    /// The bytes that determine the duration: all sources of operations that only read, otherwise the bytes written.
     pub bytes: u64,
-    /// Whether it wrote to a destination.
+    /// Whether the operation wrote to a destination.
     pub writes: bool,
     /// Page requests made.
     pub page_requests: u32,
     /// Pages whose translation was not cached.
     pub misses: u32,
-    /// Ended by a page fault.
+    /// Whether a page fault ended the operation.
     pub faulted: bool,
-    /// Writes that are to land later.
+    /// Writes that are performed later.
     pub late: Vec<(u64, Vec<u8>)>,
 }
 
@@ -131,10 +131,10 @@ impl Default for Scratch {
     }
 }
 
-/// What is read or written at once.
+/// Maximum bytes read or written at once.
 pub(crate) const CHUNK: usize = 64 << 10;
 
-/// What an operation reports, before it is a record.
+/// The result of an operation, before it is encoded as a record.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Report {
     status: u8,
@@ -155,13 +155,13 @@ impl Report {
         Report { status, ..Report::default() }
     }
 
-    /// `operand` as table 8-13 numbers them.
+    /// Returns the report of a fault. `operand` is a number of table 8-13.
     fn fault(stop: Stop, operand: u8, completed: u64) -> Report {
         Report { status: stop.status, completed, fault: Some(stop), operand, ..Report::default() }
     }
 }
 
-/// Does one descriptor that is no batch and no drain.
+/// Executes one descriptor that is neither a batch nor a drain.
 pub(crate) fn execute(
     descriptor: &[u8; 64],
     in_batch: bool,
@@ -205,7 +205,7 @@ pub(crate) fn execute(
     finish(descriptor, limits, operation.writes, report, access)
 }
 
-/// A descriptor that failed a check of 5.4.
+/// Returns the outcome of a descriptor that failed a check of 5.4.
 pub(crate) fn refused(descriptor: &[u8; 64], limits: &Limits, invalid: Invalid) -> Outcome {
     let mut record = Record::new(limits.kind, invalid.status);
     if invalid.flags != 0 {
@@ -226,7 +226,8 @@ pub(crate) fn refused(descriptor: &[u8; 64], limits: &Limits, invalid: Invalid) 
     }
 }
 
-/// Where a record with this status goes (flags *Completion Record Address Valid* and *Request Completion Record*).
+/// Returns the target of a record with this status (flags *Completion Record Address Valid* and *Request Completion
+/// Record*).
 pub(crate) fn target(descriptor: &[u8; 64], code: u8) -> Target {
     let flags = dsa::FLAGS.get(descriptor) as u32;
     let good = matches!(code & 0x3f, status::SUCCESS | status::FALSE_PREDICATE | status::BATCH_FAIL);
@@ -242,7 +243,7 @@ pub(crate) fn target(descriptor: &[u8; 64], code: u8) -> Target {
 fn finish(descriptor: &[u8; 64], limits: &Limits, writes: bool, mut report: Report, access: Access<'_>) -> Outcome {
     let mut record = Record::new(limits.kind, 0);
     if access.corrupt_record() && report.status <= status::FALSE_PREDICATE {
-        // Nothing was written that could have been wrong, so what is reported is.
+        // No data was written that could carry the scripted error, so the reported result does.
         report.result ^= 1;
         report.completed = 0;
         if let Some((field, value)) = &mut report.detail
@@ -279,13 +280,13 @@ fn finish(descriptor: &[u8; 64], limits: &Limits, writes: bool, mut report: Repo
     }
 }
 
-/// The status of an operation with *Check Result* (tables 8-17 and 8.3.8).
+/// Returns the status of an operation with *Check Result* (tables 8-17 and 8.3.8).
 fn predicate(descriptor: &[u8; 64], as_expected: bool) -> u8 {
     let checked = dsa::FLAGS.get(descriptor) as u32 & dsa::CHECK_RESULT != 0;
     if checked && !as_expected { status::FALSE_PREDICATE } else { status::SUCCESS }
 }
 
-/// Fills with a pattern of 8 bytes, the last one perhaps in part.
+/// Fills with a pattern of 8 bytes; the last repetition may be partial.
 fn tile(buffer: &mut [u8], pattern: [u8; 8]) {
     let mut filled = buffer.len().min(8);
     buffer[..filled].copy_from_slice(&pattern[..filled]);
@@ -296,7 +297,7 @@ fn tile(buffer: &mut [u8], pattern: [u8; 8]) {
     }
 }
 
-/// Whether two ranges share a byte.
+/// Returns whether two ranges share a byte.
 fn overlap(first: u64, first_bytes: u64, second: u64, second_bytes: u64) -> bool {
     u128::from(first) < u128::from(second) + u128::from(second_bytes)
         && u128::from(second) < u128::from(first) + u128::from(first_bytes)

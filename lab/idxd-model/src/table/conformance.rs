@@ -1,14 +1,14 @@
-//! Which test shows which row of the specification. `docs/accelerators-conformance.md` is written from these rows; a test
-//! holds both together, and holds that every test named here exists.
+//! The requirements of the specification, and the tests that show each. `docs/accelerators-conformance.md` is generated
+//! from these rows; a test checks that both agree, and that every test named here exists.
 
 use std::fmt::Write;
 
 /// One requirement.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
-    /// Section or table; of the IAA specification if it says so.
+    /// Section or table, of the DSA specification unless it names IAA.
     pub section: &'static str,
-    /// What it requires, in our words.
+    /// The requirement, paraphrased.
     pub requires: &'static str,
     /// Function names of tests of this crate.
     pub tests: &'static [&'static str],
@@ -47,7 +47,7 @@ rows! {
         => configurations_that_the_kernel_would_refuse_are_refused;
     "5.3": "ENQCMD is retried from the threshold on"
         => enqcmd_is_retried_from_the_threshold_on;
-    "5.3": "a full dedicated queue drops the descriptor and says 0x53"
+    "5.3": "a full dedicated queue drops the descriptor and reports 0x53"
         => a_full_dedicated_queue_drops_and_says_0x53_once;
     "5.3": "the wrong kind of write, a disabled queue, a halted device: Retry or nothing"
         => the_wrong_instruction_for_a_queue_goes_nowhere, disabled_halted_and_reset_are_all_told_to_retry;
@@ -57,7 +57,7 @@ rows! {
         => batch_and_drain_are_no_operations_within_a_batch;
     "5.4": "a misaligned record address is software error 0x1b; nothing is written"
         => a_record_needs_its_address_to_be_valid;
-    "5.4": "whatever the descriptor, it ends with a record or a software error"
+    "5.4": "every descriptor ends with a record or a software error"
         => any_descriptor_ends_somehow, any_addresses_and_any_content_end_somehow;
     "table 5-3": "flags allowed per operation; others are 0x11 and are named in the record"
         => flags_are_those_of_table_5_3;
@@ -65,9 +65,9 @@ rows! {
         => reserved_bytes_are_those_of_table_5_3;
     "table 5-4": "conditional fields: record address, interrupt handle, CRC seed and its address"
         => a_record_needs_its_address_to_be_valid, reserved_bytes_are_those_of_table_5_3, crc_is_crc32c_and_continues_from_a_seed;
-    "table 5-5": "operations with a result require a record; Drain requires somebody to tell"
-        => operations_with_a_result_require_a_record, a_drain_needs_somebody_to_tell;
-    "5.7": "halt: everything in flight is gone, submissions are told to retry"
+    "table 5-5": "operations with a result require a record; Drain requires a record or an interrupt"
+        => operations_with_a_result_require_a_record, a_drain_needs_a_record_or_an_interrupt;
+    "5.7": "halt: everything in flight is lost, submissions return retry"
         => a_halt_in_mid_flight_leaves_no_record_behind, disabled_halted_and_reset_are_all_told_to_retry;
     "table 5-6, 0x03": "page fault without Block On Fault, read and write, on this process's real page tables"
         => a_page_never_touched_is_a_fault_and_a_page_request_brings_it, the_shared_zero_page_can_be_read_and_not_written, pages_without_permission_fault_and_cannot_be_brought, addresses_where_nothing_is_mapped_fault, beyond_the_end_of_a_file_there_is_nothing, a_private_page_of_a_file_is_copied_on_write_only_after_a_request, a_page_shared_with_a_child_is_copied_on_write, memory_unmapped_in_flight_is_a_fault_never_a_signal;
@@ -107,7 +107,7 @@ rows! {
     "8.3.2": "a resolved fault on a member's record may make the batch 0x05"
         => a_members_record_that_needed_a_page_request_may_make_the_batch_05;
     "8.3.2": "Batch Error of a continued batch (version 2)" => a_continued_batch_remembers_its_error;
-    "8.3.3": "Drain" => a_drain_completes_after_everything_that_was_before_it, a_drain_needs_somebody_to_tell;
+    "8.3.3": "Drain" => a_drain_completes_after_everything_that_was_before_it, a_drain_needs_a_record_or_an_interrupt;
     "8.3.4": "Memory Move, overlapping copies, both directions of resumption"
         => memory_move_copies_any_size_and_alignment, memory_move_of_overlapping_buffers_is_as_if_by_way_of_a_copy, a_reversed_move_resumes_with_the_same_addresses_and_a_smaller_size, moves_resume_to_the_end;
     "8.3.5": "Fill" => fill_repeats_eight_bytes_and_stops_at_a_fault;
@@ -150,7 +150,7 @@ rows! {
     "IAA 7.1": "no partial completion but of overflow; no batch" => faults_are_not_partly_done, descriptors_are_checked;
 }
 
-/// The document.
+/// Returns the text of the document.
 pub fn document() -> String {
     let mut text = "# Conformance of the software model\n\n\
         Written from `lab/idxd-model/src/table/conformance.rs`; `cargo test -p sterna-idxd-model conformance` holds both\n\

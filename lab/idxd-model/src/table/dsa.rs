@@ -43,7 +43,7 @@ fields! {
 pub mod record {
     use super::{Field, fields};
 
-    /// Its size and its alignment.
+    /// The record's size and alignment in bytes.
     pub const BYTES: usize = 32;
 
     fields! {
@@ -79,7 +79,7 @@ flags! {
     FENCE = "Fence", 0, "8.1.3";
     /// Waits for page faults to be resolved.
     BLOCK_ON_FAULT = "Block On Fault", 1, "8.1.3";
-    /// The record's address is one.
+    /// The record's address is valid.
     RECORD_VALID = "Completion Record Address Valid", 2, "8.1.3";
     /// A record in any case.
     REQUEST_RECORD = "Request Completion Record", 3, "8.1.3";
@@ -103,18 +103,18 @@ flags! {
     STRICT_ORDERING = "Strict Ordering", 13, "8.1.3";
     /// Cache hint: destination readback.
     CACHE_CONTROL_2 = "Cache Control 2", 14, "8.1.3";
-    /// Of a continued batch: there had been an error.
+    /// For a continued batch: an earlier part had an error.
     BATCH_ERROR = "Batch Error", 16, "8.3.2";
-    /// Of *CRC*: the seed is in memory.
+    /// For *CRC*: the seed is in memory.
     READ_SEED = "Read CRC Seed", 16, "8.3.12";
-    /// Of *CRC*: seed and result as they are.
+    /// For *CRC*: seed and result are used unchanged.
     BYPASS_INVERSION = "Bypass CRC Inversion and Reflection", 17, "8.3.12";
-    /// Of *CRC*: bit 7 first.
+    /// For *CRC*: bit 7 first.
     BYPASS_REFLECTION = "Bypass Data Reflection", 18, "8.3.12";
 }
 
-/// What any operation may have set (table 5-3: flags not listed are allowed for all); each is still subject to the
-/// conditions of table 5-4.
+/// Flags that any operation may have (table 5-3: flags not listed are allowed for all). The conditions of table 5-4
+/// apply in addition.
 pub const ANY: u32 = FENCE | RECORD_VALID | REQUEST_RECORD | REQUEST_INTERRUPT | RECORD_CLASS;
 
 const CACHE: u32 = CACHE_CONTROL_1 | CACHE_CONTROL_2;
@@ -151,8 +151,8 @@ pub mod code {
     pub const CACHE_FLUSH: u8 = 0x20;
 }
 
-/// What a device of version 1.0 does here (tables 8-2, 5-3, 5-5). The DIF operations and those of later versions are
-/// not modelled: they are unsupported operation codes, which the specification permits (OPCAP).
+/// The operations of a device of version 1.0 (tables 8-2, 5-3, 5-5). The DIF operations and those of later versions are
+/// not modelled: they are unsupported operation codes, as the specification permits (OPCAP).
 pub const OPERATIONS: &[Operation] = &[
     Operation {
         code: code::NOOP,
@@ -303,12 +303,12 @@ pub const OPERATIONS: &[Operation] = &[
 pub const DELTA_TRANSFER: u64 = 0x80000;
 /// Bytes of one delta: offset / 8 in 2 bytes, 8 bytes of data (8.3.8).
 pub const DELTA: usize = 10;
-/// Least *Maximum Delta Record Size* (8.3.8).
-pub const DELTA_LIMIT_LEAST: u64 = 80;
+/// Minimum of *Maximum Delta Record Size* (8.3.8).
+pub const MIN_DELTA_LIMIT: u64 = 80;
 /// Bytes of a descriptor, and the alignment of a list of them (8.3.2).
 pub const DESCRIPTOR: usize = 64;
 
-/// The row of a code.
+/// Returns the row of an operation code.
 pub fn operation(code: u8) -> Option<&'static Operation> {
     OPERATIONS.iter().find(|operation| operation.code == code)
 }

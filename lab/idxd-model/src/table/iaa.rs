@@ -1,7 +1,7 @@
-//! IAA: what differs from DSA. Sections are those of the IAA specification (revision 2.1).
+//! The differences of IAA from DSA. Sections are those of the IAA specification (revision 2.1).
 //!
-//! The printed copy that was at hand has lost two things, which are taken from what Intel's own software does and are
-//! not verified: the two upper CRC64 flags (table 6-13) and the place of the CRC64 value (figure 6-8).
+//! Two facts are missing in our copy of the specification: the two upper CRC64 flags (table 6-13) and the position of
+//! the CRC64 value (figure 6-8). They are taken from Intel's software and are not verified.
 
 use super::dsa::{
     ADDRESS_1_CLASS, ADDRESS_2_CLASS, ADDRESS_3_CLASS, BLOCK_ON_FAULT, CACHE_CONTROL_1, CACHE_CONTROL_2, RECORD_CLASS,
@@ -34,7 +34,7 @@ fields! {
 pub mod record {
     use super::{Field, fields};
 
-    /// Its size and its alignment.
+    /// The record's size and alignment in bytes.
     pub const BYTES: usize = 64;
 
     fields! {
@@ -48,7 +48,7 @@ pub mod record {
         INVALID_FLAGS = "Invalid Flags", 16, 4, "IAA 6.2.6";
         /// Bytes written to the destination.
         OUTPUT_SIZE = "Output Size", 24, 4, "IAA 6.2.7";
-        /// Bits of the last of them; 0 is all.
+        /// Bits of the last output byte; 0 means all.
         OUTPUT_BITS = "Output Bits", 28, 1, "IAA 6.2.8";
         /// XOR of 16-bit words.
         XOR = "XOR Checksum", 30, 2, "IAA 6.2.9";
@@ -98,7 +98,7 @@ pub mod decompression {
     pub const STOP: u16 = 1 << 2;
     /// The last token has to be an end of block.
     pub const CHECK: u16 = 1 << 3;
-    /// Only that of a final block counts.
+    /// Only the end of a final block counts.
     pub const FINAL: u16 = 1 << 4;
     /// Bits to ignore at the end, three bits.
     pub const IGNORE: u16 = 7 << 6;
@@ -108,7 +108,7 @@ pub mod decompression {
     pub const KNOWN: u16 = ENABLE | FLUSH | STOP | CHECK | FINAL | IGNORE | SUPPRESS;
 }
 
-/// CRC64 flags (table 6-13; these two are not legible there).
+/// CRC64 flags (table 6-13; these two are illegible in our copy).
 pub mod crc64 {
     /// Starts with ones, and the result is inverted.
     pub const INVERT: u16 = 1 << 14;
@@ -124,11 +124,11 @@ pub mod compress_aecs {
 
     /// Its size.
     pub const BYTES: usize = 1568;
-    /// What is written back without header generation (table 3-3).
+    /// Bytes that are written back without header generation (table 3-3).
     pub const WRITTEN: usize = 64;
     /// Output accumulator.
     pub const ACCUMULATOR: usize = 0x20;
-    /// Bits that it holds.
+    /// Size of the output accumulator in bits.
     pub const ACCUMULATOR_BITS: u64 = 2048;
     /// Literal and length codes, 286 times 4 bytes.
     pub const LITERALS: usize = 0x120;
@@ -151,13 +151,13 @@ pub mod decompress_aecs {
 
     /// Its size.
     pub const BYTES: usize = 5376;
-    /// Output accumulator: whole bytes that make no word yet.
+    /// Output accumulator: whole bytes that do not form a word yet.
     pub const OUTPUT: usize = 0xa8;
     /// Input accumulator.
     pub const INPUT: usize = 0xb8;
     /// Bits in each of its 32 quadwords.
     pub const INPUT_SIZES: usize = 0x1b8;
-    /// Where this model keeps what a real device keeps in its internal state (opaque to software, 6.4.1.1).
+    /// Where this model keeps the counterpart of a real device's internal state (opaque to software, 6.4.1.1).
     pub const STATE: usize = 0x1e0;
     /// History buffer.
     pub const HISTORY: usize = 0x4e8;
@@ -171,7 +171,7 @@ pub mod decompress_aecs {
         OUTPUT_BITS = "Output Bits Valid", 0xb0, 1, "IAA 6.4.1";
         /// The parser's state; bit 0 start of a header, bit 1 stored, bit 2 final, bit 3 ended.
         PARSER = "Decompress State", 0x434, 1, "IAA 6.4.1.1";
-        /// Of a stored block.
+        /// Remaining bytes of a stored block.
         STORED = "Stored Block Bytes Remaining", 0x438, 2, "IAA 6.4.1.1";
         /// Bytes of history that are valid.
         HISTORY_POINTER = "History Buffer Write Pointer", 0x4e4, 2, "IAA 6.4.1.1";
@@ -182,8 +182,8 @@ pub mod decompress_aecs {
 pub const WINDOW: usize = 4096;
 /// Words of the statistics (table 3-4).
 pub const STATISTICS_WORDS: usize = 318;
-/// Largest count (3.4.1).
-pub const STATISTICS_MOST: u32 = (1 << 19) - 1;
+/// Maximum count (3.4.1).
+pub const MAX_STATISTICS_COUNT: u32 = (1 << 19) - 1;
 
 /// Error codes of status 0x0a (table 4-8).
 pub mod error {
@@ -219,7 +219,7 @@ pub mod error {
     pub const BAD_DISTANCE: u8 = 0x11;
     /// Distance before the start.
     pub const BEFORE_START: u8 = 0x12;
-    /// A value of the AECS.
+    /// Invalid value in the AECS.
     pub const AECS: u8 = 0x16;
     /// The output does not fit, and the operation is not *Decompress*.
     pub const UNRECOVERABLE_OVERFLOW: u8 = 0x19;
@@ -245,7 +245,7 @@ pub mod code {
     pub const CRC64: u8 = 0x44;
 }
 
-/// What any operation may have set.
+/// Flags that any operation may have.
 pub const ANY: u32 = RECORD_VALID | REQUEST_RECORD | REQUEST_INTERRUPT | RECORD_CLASS;
 
 const DATA: u32 = BLOCK_ON_FAULT
@@ -315,7 +315,7 @@ pub const OPERATIONS: &[Operation] = &[
     },
 ];
 
-/// The row of a code.
+/// Returns the row of an operation code.
 pub fn operation(code: u8) -> Option<&'static Operation> {
     OPERATIONS.iter().find(|operation| operation.code == code)
 }

@@ -1,6 +1,6 @@
-//! The specification as data. The device decodes with these rows and nothing else; each names the section of the
-//! *Intel Data Streaming Accelerator Architecture Specification* (341204-006US) or, marked IAA, of the *Intel In-Memory
-//! Analytics Accelerator Architecture Specification* that it comes from.
+//! The specification as data. The device decodes only with these rows. Each row names its section of the *Intel Data
+//! Streaming Accelerator Architecture Specification* (341204-006US) or, marked IAA, of the *Intel In-Memory Analytics
+//! Accelerator Architecture Specification*.
 
 pub mod conformance;
 pub mod dsa;
@@ -21,14 +21,14 @@ pub struct Field {
 }
 
 impl Field {
-    /// Little endian.
+    /// Reads the field, little endian.
     pub fn get(&self, from: &[u8]) -> u64 {
         let mut value = [0; 8];
         value[..self.bytes].copy_from_slice(&from[self.offset..self.offset + self.bytes]);
         u64::from_le_bytes(value)
     }
 
-    /// Little endian; what does not fit is cut off.
+    /// Writes the field, little endian; excess bits are cut off.
     pub fn set(&self, into: &mut [u8], value: u64) {
         into[self.offset..self.offset + self.bytes].copy_from_slice(&value.to_le_bytes()[..self.bytes]);
     }
@@ -51,7 +51,7 @@ pub struct Operation {
     pub reserved: &'static [(usize, usize)],
     /// Whether it writes to a destination.
     pub writes: bool,
-    /// Whether *Transfer Size* is one, and must not be 0.
+    /// Whether *Transfer Size* is a size that must not be 0.
     pub sized: bool,
 }
 
@@ -60,13 +60,13 @@ pub struct Operation {
 pub struct Flag {
     /// As the specification calls it.
     pub name: &'static str,
-    /// Its bit alone.
+    /// The flag's bit.
     pub mask: u32,
     /// Where it says so.
     pub section: &'static str,
 }
 
-/// Gives the rows of a table names, so that the code can name the row it uses.
+/// Defines a constant for each row of a table, so that code names the row that it uses.
 macro_rules! fields {
     ($($(#[$doc:meta])* $constant:ident = $name:literal, $offset:literal, $bytes:literal, $section:literal;)*) => {
         $($(#[$doc])* pub const $constant: Field =

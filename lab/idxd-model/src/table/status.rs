@@ -5,9 +5,9 @@
 pub struct Status {
     /// Bits 5:0 of the record's first byte, or the code in the software error register.
     pub code: u8,
-    /// What it says.
+    /// The meaning.
     pub meaning: &'static str,
-    /// Where.
+    /// The section.
     pub section: &'static str,
 }
 

@@ -1,4 +1,4 @@
-//! `ENQCMD r64, m512` (F2 0F 38 F8 /r) and `MOVDIR64B r64, m512` (66 0F 38 F8 /r), with every form of address.
+//! Decodes `ENQCMD r64, m512` (F2 0F 38 F8 /r) and `MOVDIR64B r64, m512` (66 0F 38 F8 /r), with every form of address.
 
 /// The instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -7,7 +7,7 @@ pub(super) enum Instruction {
     Movdir64b,
 }
 
-/// What it does, with this state of the registers.
+/// An instruction, evaluated with the state of the registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Decoded {
     pub(super) instruction: Instruction,
@@ -19,19 +19,20 @@ pub(super) struct Decoded {
     pub(super) length: usize,
 }
 
-/// Longest instruction there is.
-pub(super) const LONGEST: usize = 15;
+/// Maximum length of an instruction, in bytes.
+pub(super) const MAX_INSTRUCTION_BYTES: usize = 15;
 
 /// Why nothing was decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Undecoded {
-    /// So far it is one of the two, and there is more of it.
+    /// The bytes are the beginning of one of the two instructions.
     CutOff,
-    /// Some other instruction.
+    /// Another instruction.
     Foreign,
 }
 
-/// `registers` in the order of their numbers (rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 …).
+/// Decodes an instruction. `registers` are in the order of their numbers (rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8
+/// …).
 pub(super) fn decode(code: &[u8], address: u64, registers: &[u64; 16]) -> Result<Decoded, Undecoded> {
     let mut at = 0;
     let byte = |at: usize| code.get(at).copied().ok_or(Undecoded::CutOff);
@@ -158,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_something_else_is_left_alone() {
+    fn other_instructions_are_not_decoded() {
         let foreign = |code: &[u8]| decode(code, ADDRESS, &registers()) == Err(Undecoded::Foreign);
         assert!(foreign(&[0x0f, 0x0b]), "ud2");
         assert!(foreign(&[0x66, 0x0f, 0x0b]), "ud2 with a prefix");

@@ -1,7 +1,7 @@
 //! The handler of SIGILL, SIGBUS and SIGSEGV.
 //!
-//! It is entered by the instruction itself, never in the middle of something, so it may take locks and memory like the
-//! function call that it stands for.
+//! The instruction itself enters the handler, never in the middle of other code. So the handler may use locks and
+//! allocate memory, like the function call that it replaces.
 
 use std::cell::UnsafeCell;
 use std::fs;
@@ -9,7 +9,7 @@ use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::decode::{Instruction, LONGEST, Undecoded, decode};
+use super::decode::{Instruction, MAX_INSTRUCTION_BYTES, Undecoded, decode};
 use super::{TrapError, Trapped};
 use crate::model::{ModelQueue, enqcmd_permits};
 
@@ -17,16 +17,17 @@ static ENQCMDS: AtomicU64 = AtomicU64::new(0);
 static RETRIES: AtomicU64 = AtomicU64::new(0);
 static MOVDIR64BS: AtomicU64 = AtomicU64::new(0);
 
-/// By which the instruction ends up here: a processor without it, a portal without memory, `ENQCMD` without an address space.
+/// The signals that the instruction raises: on a processor without it, on a portal without memory, for `ENQCMD` without
+/// an address space.
 const SIGNALS: [libc::c_int; 3] = [libc::SIGILL, libc::SIGBUS, libc::SIGSEGV];
 
-/// The handlers that were there before: written once, before the new ones are in place.
-struct Before(UnsafeCell<Option<[libc::sigaction; SIGNALS.len()]>>);
+/// The previous handlers: written once, before the new ones are set.
+struct PreviousHandlers(UnsafeCell<Option<[libc::sigaction; SIGNALS.len()]>>);
 
-// SAFETY: written by `install` alone, under `OnceLock` and before any handler that reads it exists.
-unsafe impl Sync for Before {}
+// SAFETY: only `install` writes this, under `OnceLock` and before any handler that reads it exists.
+unsafe impl Sync for PreviousHandlers {}
 
-static BEFORE: Before = Before(UnsafeCell::new(None));
+static PREVIOUS: PreviousHandlers = PreviousHandlers(UnsafeCell::new(None));
 
 pub(super) fn trapped() -> Trapped {
     Trapped {
@@ -44,18 +45,18 @@ pub(super) fn install() -> Result<(), TrapError> {
 
 fn set() -> io::Result<()> {
     let done = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
-    // SAFETY: all bytes zero is a valid sigaction; the calls are given valid pointers; `BEFORE` is written before the new
-    // handlers exist, by the only thread that is in the `OnceLock`.
+    // SAFETY: all bytes zero is a valid sigaction; the calls are given valid pointers; `PREVIOUS` is written before the
+    // new handlers exist, by the only thread that is in the `OnceLock`.
     unsafe {
         let mut before: [libc::sigaction; SIGNALS.len()] = std::mem::zeroed();
         for (signal, before) in SIGNALS.iter().zip(&mut before) {
             done(libc::sigaction(*signal, std::ptr::null(), before))?;
         }
-        *BEFORE.0.get() = Some(before);
+        *PREVIOUS.0.get() = Some(before);
         let mut new: libc::sigaction = std::mem::zeroed();
         new.sa_sigaction = handle as *const () as usize;
-        // Not SA_ONSTACK: the instruction is where a call would be, so there is as much stack as for a call, and the
-        // alternative stacks that Rust's threads have are too small for what is done here.
+        // Not SA_ONSTACK: the instruction stands for a call, so there is as much stack as for a call, and the
+        // alternative stacks of Rust's threads are too small for this handler.
         new.sa_flags = libc::SA_SIGINFO;
         for signal in SIGNALS {
             done(libc::sigaction(signal, &raw const new, std::ptr::null_mut()))?;
@@ -90,50 +91,50 @@ const ZF: i64 = 1 << 6;
 
 extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let errno = io::Error::last_os_error().raw_os_error().unwrap_or(0);
-    // SAFETY: the kernel hands a handler with SA_SIGINFO a ucontext_t that is this frame's alone.
+    // SAFETY: the kernel passes a handler with SA_SIGINFO a ucontext_t that belongs to this frame alone.
     let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
-    // SAFETY: these signals come with the address that they are about.
+    // SAFETY: for these signals the field contains the address.
     let about = unsafe { (*info).si_addr() }.addr() as u64;
-    // A jump to nowhere: there is no instruction to look at.
+    // A jump to an invalid address: there is no instruction to decode.
     let not_fetched = signal != libc::SIGILL && about == registers[libc::REG_RIP as usize].cast_unsigned();
     // SAFETY: the registers are those of this thread, which has fetched the instruction that it is stopped at.
     let done = !not_fetched && unsafe { execute(registers) };
     if !done {
         // SAFETY: written before this handler was set, never after.
-        let before = unsafe { (*BEFORE.0.get()).as_ref() };
+        let before = unsafe { (*PREVIOUS.0.get()).as_ref() };
         let before = before.and_then(|all| SIGNALS.iter().position(|each| *each == signal).map(|at| &all[at]));
-        pass_on(before, signal, info, context);
+        forward(before, signal, info, context);
     }
     // SAFETY: the address is this thread's errno.
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Executes the instruction. False if it is none of ours.
+/// Executes the instruction. Returns `false` if it is not one of the two.
 ///
 /// # Safety
 ///
-/// The registers are those of the thread that runs this, stopped at an instruction it has fetched.
+/// The registers are those of the calling thread, stopped at an instruction that the processor has fetched.
 unsafe fn execute(context: &mut [i64; 23]) -> bool {
     let address = context[libc::REG_RIP as usize].cast_unsigned();
     let registers = REGISTERS.map(|register| context[register as usize].cast_unsigned());
-    // The instruction may end at the end of its page: no further than that unless it has to be.
-    let mut code = [0; LONGEST];
-    let in_page = LONGEST.min((0x1000 - (address & 0xfff)) as usize);
+    // The instruction may end at the end of its page, so the next page is read only if necessary.
+    let mut code = [0; MAX_INSTRUCTION_BYTES];
+    let in_page = MAX_INSTRUCTION_BYTES.min((0x1000 - (address & 0xfff)) as usize);
     // SAFETY: the processor has fetched from this address, and the bytes are in the same page.
     unsafe { std::ptr::copy_nonoverlapping(address as *const u8, code.as_mut_ptr(), in_page) };
     let decoded = match decode(&code[..in_page], address, &registers) {
-        // Others may end with the last page that there is. Of this one the processor has seen enough not to have it, or it
-        // faults here as it would have there.
-        Err(Undecoded::CutOff) if in_page < LONGEST => {
-            // SAFETY: the instruction goes on in the next page.
-            unsafe { std::ptr::copy_nonoverlapping(address as *const u8, code.as_mut_ptr(), LONGEST) };
+        // Other instructions may end with the last mapped page. For this one the read faults here as the processor's
+        // would have.
+        Err(Undecoded::CutOff) if in_page < MAX_INSTRUCTION_BYTES => {
+            // SAFETY: the instruction continues in the next page.
+            unsafe { std::ptr::copy_nonoverlapping(address as *const u8, code.as_mut_ptr(), MAX_INSTRUCTION_BYTES) };
             decode(&code, address, &registers)
         }
         decoded => decoded,
     };
     let Ok(decoded) = decoded else { return false };
     if decoded.destination % 64 != 0 {
-        // A general protection fault of the real instruction.
+        // The real instruction raises a general protection fault.
         return false;
     }
     let Some(queue) = queue_at(decoded.destination) else { return false };
@@ -163,8 +164,8 @@ unsafe fn execute(context: &mut [i64; 23]) -> bool {
     true
 }
 
-/// The queue whose device file is mapped there, by the process's own list of mappings: nothing has to be told where a
-/// driver has mapped it.
+/// Returns the queue whose device file is mapped at the address, found in the process's list of mappings: the driver
+/// does not have to register its mapping.
 fn queue_at(address: u64) -> Option<ModelQueue> {
     let maps = fs::read_to_string("/proc/self/maps").ok()?;
     for line in maps.lines() {
@@ -186,7 +187,7 @@ fn queue_at(address: u64) -> Option<ModelQueue> {
     None
 }
 
-fn pass_on(
+fn forward(
     before: Option<&libc::sigaction>,
     signal: libc::c_int,
     info: *mut libc::siginfo_t,
@@ -205,7 +206,7 @@ fn pass_on(
                 handler(signal);
             }
         }
-        // The default: back in the instruction it is raised again, and ends the process.
+        // The default action: the instruction raises the signal again, which ends the process.
         // SAFETY: setting the default handler has no other effect.
         _ => unsafe {
             libc::signal(signal, libc::SIG_DFL);
@@ -223,7 +224,7 @@ mod tests {
     #[repr(align(64))]
     struct Aligned([u8; 64]);
 
-    /// The beginning of a `siginfo_t` of a signal that is about an address (`sigaction(2)`).
+    /// The beginning of a `siginfo_t` of a signal with an address (`sigaction(2)`).
     #[repr(C)]
     struct About {
         head: [libc::c_int; 4],
@@ -231,7 +232,7 @@ mod tests {
         rest: [u64; 13],
     }
 
-    /// As the kernel enters it, by whichever of the signals the processor has raised at `ENQCMD`.
+    /// Enters the handler as the kernel does, by each signal that a processor may raise at `ENQCMD`.
     #[test]
     fn the_instruction_reaches_the_model_by_each_of_the_signals() {
         let model = Model::manual(ModelConfig::dsa()).unwrap();
@@ -245,7 +246,7 @@ mod tests {
         // enqcmd rax, [rcx]
         let code = [0xf2_u8, 0x0f, 0x38, 0xf8, 0x01, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
         let mut noop = Aligned([0; 64]);
-        // A record is asked for, at an address where none can be written: the model counts it.
+        // A record is requested at an address where none can be written: the model counts the submission.
         noop.0[4] = 0x0c;
         for (number, (signal, address)) in
             [(libc::SIGILL, code.as_ptr().addr()), (libc::SIGBUS, portal.addr()), (libc::SIGSEGV, 0)]
@@ -265,7 +266,7 @@ mod tests {
 
             let registers = &context.uc_mcontext.gregs;
             assert_eq!(registers[libc::REG_RIP as usize], code.as_ptr().addr() as i64 + 5, "signal {signal}");
-            assert_eq!(registers[libc::REG_EFL as usize], 0, "signal {signal}: taken");
+            assert_eq!(registers[libc::REG_EFL as usize], 0, "signal {signal}: accepted");
             assert_eq!(model.queue("wq0.0").unwrap().in_flight(), number as u32 + 1);
         }
         // SAFETY: mapped above.

@@ -323,7 +323,7 @@ fn a_drain_completes_after_everything_that_was_before_it() {
 }
 
 #[test]
-fn a_drain_needs_somebody_to_tell() {
+fn a_drain_needs_a_record_or_an_interrupt() {
     let bench = Bench::new(|_| {});
     assert_eq!(bench.run(drain(RECORDS).without(8)).status, 0x11);
 }
@@ -651,8 +651,8 @@ fn both_forms_of_configuration_are_read() {
     assert!(ModelConfig::from_json(r#"{ "devicez": [] }"#).is_err());
 }
 
-/// In the form of `contrib/configs/net_profile.conf` and `test/configs/2g2q_user_2.conf` of idxd-config 4.1.6, which `accel-config
-/// load-config` takes: a comma behind the last element, groups with nothing in them.
+/// In the form of `contrib/configs/net_profile.conf` and `test/configs/2g2q_user_2.conf` of idxd-config 4.1.6, which
+/// `accel-config load-config` takes: a comma behind the last element, groups with nothing in them.
 #[test]
 fn a_file_of_accel_config_with_trailing_commas_is_read() {
     let file = r#"[

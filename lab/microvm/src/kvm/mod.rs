@@ -19,10 +19,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU8;
+use sterna::{DirtyLog, KvmLog, KvmRingLog, KvmSlot, RingHarvester};
 use sterna_guest::share::{FAILED, RAM_START, SERIAL, SERIAL_BYTES, STEPS_DONE};
-use sterna_memory::dirty::kvm_log::KvmLog;
-use sterna_memory::dirty::kvm_ring::{self, KvmRingLog, RingHarvester};
-use sterna_memory::dirty::{DirtyLog, KvmSlot};
 
 pub(crate) use state::KvmVcpuState;
 
@@ -72,7 +70,7 @@ impl KvmMachine {
         let vm_fd = unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) };
         if tracking == Tracking::Ring {
             // Must be enabled before vCPUs are made.
-            kvm_ring::enable(vm_fd, RING_BYTES)?;
+            sterna::enable_kvm_ring(vm_fd, RING_BYTES)?;
         }
         let mut slots = Vec::new();
         let mut guest_address = RAM_START;

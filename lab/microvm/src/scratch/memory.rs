@@ -5,9 +5,9 @@
 
 use std::fmt;
 
+use sterna::PageBitmap;
 use sterna_guest::content::Page;
 use sterna_guest::page::{FIRST_GENERATION, Fault, Fill, Pages};
-use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::checksum::Crc32c;
 
 /// Bytes of a block.

@@ -10,8 +10,7 @@
 use std::io::{BufRead, Read, Write};
 use std::sync::Arc;
 
-use sterna_engine::device_state::{Ahead, DeviceId, LoadDevice, SaveDevice};
-use sterna_engine::vmm::VmmError;
+use sterna::{Ahead, DeviceId, LoadDevice, SaveDevice, VmmError};
 
 use super::memory::BLOCK;
 use super::{Scratch, State};

@@ -1,4 +1,4 @@
-//! Devices with a state of their own: they stand and go on with the guest, and their state moves besides.
+//! Devices with a state of their own: they pause and continue with the guest, and their state moves separately.
 
 use sterna_microvm::migration::{devices_to_load, devices_to_save};
 use sterna_microvm::{Config, Error, Machine};
@@ -26,7 +26,7 @@ fn all_right(machine: &Machine) {
 }
 
 #[test]
-fn devices_stand_while_the_guest_does_and_go_on_in_another_machine() {
+fn devices_pause_with_the_guest_and_continue_in_another_machine() {
     let output = SerialOutput::default();
     let source = filled(&with_devices(), &output).unwrap();
     writes_on(&source, &[0, 0]);
@@ -55,7 +55,7 @@ fn devices_stand_while_the_guest_does_and_go_on_in_another_machine() {
     destination.pause().unwrap();
     all_right(&destination);
 
-    // And at the source, where nothing has happened since.
+    // And at the source, where nothing has changed since.
     assert_eq!(written(&source), stopped);
     source.resume().unwrap();
     writes_on(&source, &stopped);

@@ -1,14 +1,14 @@
-//! Dirty logs of running guests, as a migration uses them: what they name, copied round by round, is all that was written.
+//! Dirty logs of running guests, as a migration uses them: the pages that they name, copied round by round, are all
+//! written pages.
 
 use crate::support::{
     KINDS, LONG, PAGE, SerialOutput, all_pages, busy, config, copy, filled, goes_on_well, machine, move_state, page,
     read,
 };
-use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::DirtyLog;
+use sterna::{DirtyLog, PageBitmap};
 use sterna_microvm::{Execution, Machine, Pattern, Tracking, Workload};
 
-/// Copies what was written since the last call; the number of pages.
+/// Copies the pages written since the last call, and returns their number.
 fn round(log: &mut dyn DirtyLog, from: &Machine, to: &Machine) -> u64 {
     let mut copied = 0;
     for (block, ram) in from.blocks().iter().enumerate() {
@@ -35,7 +35,7 @@ fn live_move(source: &Machine, destination: &Machine, rounds: u64) {
     round(&mut *log, source, destination);
     source.pause().unwrap();
     round(&mut *log, source, destination);
-    assert_eq!(round(&mut *log, source, destination), 0, "{what}: named although the guest stands");
+    assert_eq!(round(&mut *log, source, destination), 0, "{what}: named although the guest is paused");
     log.stop().unwrap();
     let differ = |place: &(usize, u64)| read(page(source, *place)) != read(page(destination, *place));
     let differing: Vec<_> = all_pages(source).filter(differ).collect();
@@ -49,7 +49,7 @@ fn no_write_of_a_running_guest_is_missed_and_the_guest_agrees() {
         for vcpus in [1, 2, 4] {
             let config = config(kind, vcpus, Workload { pattern: Pattern::Hot, ..busy() });
             let Some(mut source) = filled(&config, &SerialOutput::default()) else { continue };
-            // Twice, so that a machine that took over gives its guest away again.
+            // Twice, so that a machine that received a guest also sends it.
             for _ in 0..2 {
                 let destination = machine(&config, &SerialOutput::default()).unwrap();
                 live_move(&source, &destination, 20);
@@ -79,8 +79,7 @@ fn only_what_is_written_is_named() {
             log.collect(block, &mut dirty).unwrap();
             named += dirty.count();
         }
-        // A tenth of 10 MiB is 256 pages; the rest is what the guest uses for itself, and (on KVM) read for the first
-        // time.
+        // A tenth of 10 MiB is 256 pages; the guest uses the rest for itself, and (on KVM) reads it for the first time.
         assert!((200..1000).contains(&named), "{named}: {}", machine.description());
     }
 }
@@ -100,7 +99,7 @@ fn a_log_outlives_its_machine() {
 
 /// A failed migration: the guest stays, and can be moved later.
 #[test]
-fn a_guest_whose_move_was_given_up_goes_on_and_moves_later() {
+fn a_guest_whose_move_failed_continues_and_moves_later() {
     for kind in KINDS.into_iter().chain([(Execution::Auto, Tracking::WriteProtect)]) {
         let config = config(kind, 2, busy());
         let Some(source) = filled(&config, &SerialOutput::default()) else { continue };

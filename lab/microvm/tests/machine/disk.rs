@@ -1,4 +1,5 @@
-//! A disk whose reads are in flight while its guest is moved: what they bring is at the destination where the monitor waits for them.
+//! A disk whose reads are in flight while its guest is moved: their data is at the destination if the monitor waits for
+//! them.
 //!
 //! `STERNA_DISK_MOVES=100` for the full proof of moves one after the other.
 
@@ -7,12 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna_engine::cancel::Cancel;
-use sterna_engine::destination::Destination;
-use sterna_engine::report::Report;
-use sterna_engine::source::Source;
-use sterna_engine::transport::Security;
-use sterna_engine::vmm::{SourceVmm, VmmError};
+use sterna::{Cancel, Destination, Report, Security, Source, SourceVmm, VmmError};
 use sterna_microvm::disk::DiskReport;
 use sterna_microvm::migration::{Movable, guest_ram};
 use sterna_microvm::{Config, Execution, Machine, Rate, Tracking, Workload};
@@ -40,7 +36,7 @@ impl SourceVmm for WithHeldDisk {
 
     fn settle_io(&mut self) -> Result<(), VmmError> {
         if self.settles {
-            // The read after the one that is waited for is not held: it might be waited for instead.
+            // The next read is not held, because the monitor might wait for it instead.
             self.held.stop_holding();
             self.held.release_all();
             self.machine.settle_io()?;
@@ -65,7 +61,7 @@ impl SourceVmm for WithHeldDisk {
     }
 }
 
-/// Moves the guest of `source`, of which the library hears by `monitor`, to `destination`.
+/// Moves the guest of `source`, which the library controls through `monitor`, to `destination`.
 fn migrated(source: &Machine, destination: &Arc<Machine>, monitor: &mut dyn SourceVmm) -> Report {
     let listening =
         Destination::new(guest_ram(destination).unwrap()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
@@ -85,8 +81,8 @@ fn migrated(source: &Machine, destination: &Arc<Machine>, monitor: &mut dyn Sour
     })
 }
 
-/// Moves a guest while a read of its disk is in flight; what the disk's pages are found to be at the destination. None where this
-/// machine lacks something.
+/// Moves a guest while a read of its disk is in flight. Returns the result of checking the disk's pages at the
+/// destination; `None` if this machine lacks something.
 fn moved(kind: (Execution, Tracking), settles: bool) -> Option<DiskReport> {
     let image = DiskImage::new(0, 4 << 20).unwrap();
     let held = skip_if_unavailable(HeldDisk::serve(&image.path()))?;
@@ -112,7 +108,7 @@ fn moved(kind: (Execution, Tracking), settles: bool) -> Option<DiskReport> {
 }
 
 #[test]
-fn what_reads_in_flight_bring_is_at_the_destination() {
+fn data_of_reads_in_flight_is_at_the_destination() {
     for kind in KINDS {
         let Some(found) = moved(kind, true) else { continue };
         assert_eq!((found.bad, &found.failed), (0, &None), "{kind:?}");
@@ -120,20 +116,21 @@ fn what_reads_in_flight_bring_is_at_the_destination() {
 }
 
 #[test]
-fn where_pages_are_protected_what_reads_in_flight_bring_is_lost_without_waiting_for_them() {
+fn with_write_protection_data_of_reads_in_flight_is_lost_without_waiting() {
     for kind in KINDS {
         let Some(found) = moved(kind, false) else { continue };
-        // KVM's logs are told of a read when it has ended.
+        // KVM's logs record a read when it has ended.
         assert_eq!(found.bad > 0, kind.1 == Tracking::WriteProtect, "{kind:?}: {found:?}");
     }
 }
 
 /// Moves one after the other in an ordinary test run, of each kind of machine.
-const FEW: u64 = 3;
+const DEFAULT_MOVES: u64 = 3;
 
 #[test]
 fn a_guest_that_reads_and_writes_its_disk_is_moved_again_and_again_and_finds_nothing_wrong() {
-    let moves = std::env::var("STERNA_DISK_MOVES").map_or(FEW, |text| text.parse().expect("a number of moves"));
+    let moves =
+        std::env::var("STERNA_DISK_MOVES").map_or(DEFAULT_MOVES, |text| text.parse().expect("a number of moves"));
     for kind in KINDS {
         let image = DiskImage::new(0, 8 << 20).unwrap();
         let Some(slow) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };

@@ -1,4 +1,4 @@
-//! Guests whose memory went wrong on the way notice it. Without this, everything else here would prove nothing.
+//! Guests notice memory that was damaged in a move. Without this, the other tests would prove nothing.
 
 use crate::support::{
     FILLS, KINDS, LONG, PAGE, SerialOutput, all_pages, busy, config, copy, filled, machine, move_state, page, read,
@@ -8,7 +8,7 @@ use sterna_microvm::{Bad, Config, Error, Execution, Fault, Fill, Machine, Rate, 
 
 const BOTH: [(Execution, Tracking); 2] = [KINDS[0], KINDS[2]];
 
-/// Waits until the guest has seen all of its pages since it stood.
+/// Waits until the guest has verified all of its pages since it was paused.
 fn after_a_pass(machine: &Machine) -> Report {
     let before = machine.report();
     machine.resume().unwrap();
@@ -74,7 +74,7 @@ fn a_stale_page_is_noticed_in_every_kind_of_content() {
             let workload = Workload { fill, whole: false, ..busy() };
             let Some(machine) = filled(&config(kind, 1, workload), &SerialOutput::default()) else { continue };
             machine.wait_until(LONG, |now| now.written() > 3000).unwrap();
-            // Not amid a page, which would be none of any generation.
+            // Not in the middle of a page write, which would have no generation.
             let pause_after_writing = || {
                 machine.set_write_rate(Rate::PagesPerSecond(0));
                 // Orders given before the rate changed are done.
@@ -106,7 +106,7 @@ fn a_stale_page_is_noticed_in_every_kind_of_content() {
     }
 }
 
-/// Pages of the guest that are not content, and how they were before it was let run until `reached`. Without its stack,
+/// Returns the pages of the guest that are not content, as they were before it ran until `reached`. Omits its stack,
 /// which may hold nothing that it needs again.
 fn own_pages_before(
     source: &Machine,
@@ -123,7 +123,7 @@ fn own_pages_before(
     before.into_iter().filter(|(place, old)| read(page(source, *place)) != *old)
 }
 
-/// Whether a guest that goes on elsewhere, with one page as it was before, notices it.
+/// Returns whether a guest that continues elsewhere, with one page as it was before, notices that.
 fn notices(source: &Machine, config: &Config, place: (usize, u64), old: &[u64; PAGE / 8]) -> bool {
     let before = source.report();
     let destination = machine(config, &SerialOutput::default()).unwrap();
@@ -153,11 +153,12 @@ fn a_stale_page_of_the_table_is_noticed() {
     }
 }
 
-/// The monitor itself writes orders into the guest's memory, which KVM's logs do not see: the guest would.
+/// The monitor itself writes orders into the guest's memory. KVM's logs do not contain these writes, but the guest
+/// notices stale orders.
 #[test]
 fn stale_orders_and_counters_are_noticed() {
     for kind in BOTH {
-        // A guest with nothing to do waits for orders when it is paused, but for the odd time.
+        // A guest with nothing to do is nearly always waiting for orders when it is paused.
         let idle = Workload { write: Rate::PagesPerSecond(0), check: Rate::PagesPerSecond(0), ..busy() };
         let config = config(kind, 1, idle);
         let Some(source) = filled(&config, &SerialOutput::default()) else { continue };
@@ -177,7 +178,7 @@ fn stale_orders_and_counters_are_noticed() {
 fn a_payload_that_breaks_stops_the_machine_with_a_reason() {
     let Some(machine) = filled(&config(KINDS[1], 2, busy()), &SerialOutput::default()) else { return };
     machine.pause().unwrap();
-    // The payload is what block 0 begins with: undefined instructions (ud2).
+    // Block 0 begins with the payload: replace it by undefined instructions (ud2).
     for number in 0..20 {
         write(page(&machine, (0, number)), &[0x0B0F_0B0F_0B0F_0B0F; PAGE / 8]);
     }

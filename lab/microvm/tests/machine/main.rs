@@ -1,6 +1,6 @@
-//! Machines with their guests, on KVM and without: they run, stop, move and notice what went wrong.
+//! Machines with their guests, on KVM and without: they run, stop, move and notice faults.
 //!
-//! Nothing here waits for a time to pass: guests are waited for by what they have done.
+//! Nothing here waits for a time to pass: tests wait for guests by their progress.
 
 mod devices;
 mod dirty;

@@ -1,4 +1,4 @@
-//! Guests that go on in another machine.
+//! Guests that continue in another machine.
 
 use crate::support::{
     FILLS, KINDS, LONG, PATTERNS, SerialOutput, all_pages, busy, config, copy, filled, goes_on_well, machine,
@@ -138,9 +138,9 @@ fn states_of_other_machines_are_refused_and_leave_the_machine_as_it_was() {
     }
 }
 
-/// Each byte of a state, changed: the machine takes it or says why not, and is not harmed.
+/// Changes each byte of a state: the machine accepts it, or refuses it with the reason, and is not damaged.
 #[test]
-fn damaged_states_are_taken_or_refused() {
+fn damaged_states_are_accepted_or_refused() {
     for kind in [KINDS[0], KINDS[1]] {
         let config = config(kind, 1, busy());
         let Some(source) = filled(&config, &SerialOutput::default()) else { continue };

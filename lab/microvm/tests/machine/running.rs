@@ -1,4 +1,4 @@
-//! Machines that stay where they are.
+//! Machines that are not moved.
 
 use crate::support::{KINDS, LONG, PAGE, SerialOutput, busy, config, filled, goes_on_well, machine, page, write};
 use std::time::Duration;
@@ -62,7 +62,7 @@ fn a_rate_is_kept_in_the_guests_own_time() {
         let report = machine.wait_until(LONG, |now| now.written() >= before + 400).unwrap();
         let seconds = (machine.clock() - start).as_secs_f64();
         let most = 2000.0 * seconds + 300.0;
-        // More than was due is never written; less is, where others have the processors.
+        // Never more than was due is written; less is, if other processes use the processors.
         assert!(((report.written() - before) as f64) < most, "{} in {seconds} s", report.written() - before);
     }
 }
@@ -108,7 +108,7 @@ fn a_guest_that_never_leaves_by_itself_is_paused_and_throttled_all_the_same() {
     for turn in 0..100u64 {
         machine.throttle(if turn % 4 == 3 { 60 } else { 0 });
         machine.resume().unwrap();
-        // Some are paused at once, some after a while; nothing else tells how long they are there.
+        // Some are paused at once, some after a while; nothing else shows how long they have run.
         let end = machine.clock() + Duration::from_micros(turn * 50);
         while machine.clock() < end {
             std::hint::spin_loop();
@@ -121,7 +121,7 @@ fn a_guest_that_never_leaves_by_itself_is_paused_and_throttled_all_the_same() {
 #[test]
 fn throttled_guests_do_less() {
     for kind in [KINDS[0], KINDS[1], KINDS[3]] {
-        // Two side by side, so that whatever else is on the processors slows down both.
+        // Two side by side, so that other load on the processors slows down both.
         let config = config(kind, 1, busy());
         let Some(full) = filled(&config, &SerialOutput::default()) else { continue };
         let throttled = filled(&config, &SerialOutput::default()).unwrap();
@@ -133,7 +133,7 @@ fn throttled_guests_do_less() {
         throttled.throttle(95);
         let (most, least) = race();
         assert!(least < most / 2, "{least} of {most}: {}", throttled.description());
-        // A throttled guest can be paused, and one that is let go is as fast as ever.
+        // A throttled guest can be paused, and is as fast as before without throttling.
         throttled.throttle(99);
         throttled.pause().unwrap();
         throttled.resume().unwrap();
@@ -159,7 +159,7 @@ fn without_kvm_threads_do_the_work_and_the_machine_says_so() {
 }
 
 #[test]
-fn what_comes_in_the_wrong_order_is_refused_in_words() {
+fn operations_in_the_wrong_order_are_refused_with_the_reason() {
     for kind in [KINDS[0], KINDS[1]] {
         let Some(machine) =
             machine(&config(kind, 1, Workload { fill: Fill::Ones, ..busy() }), &SerialOutput::default())

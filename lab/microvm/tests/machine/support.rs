@@ -1,4 +1,4 @@
-//! What the tests make machines of, and how they look at RAM that a guest writes.
+//! Configurations for the tests' machines, and access to RAM that a guest writes.
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
@@ -7,11 +7,11 @@ use sterna_microvm::{
     Backing, BlockConfig, Config, Execution, Fill, Machine, Pattern, Rate, Report, Tracking, Workload,
 };
 
-/// Far more than anything here takes.
+/// A time limit that no correct test reaches.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 pub(crate) const PAGE: usize = 4096;
 
-/// Both ways to run vCPUs, and how they can note written pages.
+/// Both ways to run vCPUs, and how each can track written pages.
 pub(crate) const KINDS: [(Execution, Tracking); 4] = [
     (Execution::Threads, Tracking::WriteProtect),
     (Execution::Kvm, Tracking::WriteProtect),
@@ -43,7 +43,7 @@ pub(crate) fn config(kind: (Execution, Tracking), vcpus: usize, workload: Worklo
     }
 }
 
-/// What guests wrote to their serial ports.
+/// The output of guests on their serial ports.
 #[derive(Clone, Default)]
 pub(crate) struct SerialOutput(Arc<Mutex<Vec<u8>>>);
 
@@ -64,7 +64,7 @@ impl Write for SerialOutput {
     }
 }
 
-/// A machine, or a printed reason why there is none here.
+/// Returns a machine, or prints why this host cannot have it.
 pub(crate) fn machine(config: &Config, output: &SerialOutput) -> Option<Machine> {
     match Machine::new(config, Box::new(output.clone())) {
         Ok(machine) => Some(machine),
@@ -80,7 +80,7 @@ fn lacks_kvm() -> bool {
     kvm_ioctls::Kvm::new().and_then(|kvm| kvm.create_vm()).is_err()
 }
 
-/// The same, with a guest that runs and has filled its memory.
+/// Returns a machine with a guest that runs and has filled its memory.
 pub(crate) fn filled(config: &Config, output: &SerialOutput) -> Option<Machine> {
     let machine = machine(config, output)?;
     machine.boot().unwrap();
@@ -89,7 +89,7 @@ pub(crate) fn filled(config: &Config, output: &SerialOutput) -> Option<Machine> 
     Some(machine)
 }
 
-/// The guest goes on, has verified each page at least once since, and found nothing wrong.
+/// Waits until the guest has verified each page at least once since, and checks that it found nothing wrong.
 pub(crate) fn goes_on_well(machine: &Machine, since: &Report, what: &str) -> Report {
     let report = machine.wait_until(LONG, |now| now.passes_since(since) >= 2 || now.faults() > 0);
     let report = report.unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -98,7 +98,7 @@ pub(crate) fn goes_on_well(machine: &Machine, since: &Report, what: &str) -> Rep
     report
 }
 
-/// A place in a machine's RAM.
+/// Returns the address of a page of a machine's RAM.
 pub(crate) fn page(machine: &Machine, (block, page): (usize, u64)) -> *mut u8 {
     let block = &machine.blocks()[block];
     assert!(page < block.bytes() / PAGE as u64);
@@ -109,21 +109,21 @@ pub(crate) fn page(machine: &Machine, (block, page): (usize, u64)) -> *mut u8 {
 pub(crate) fn read(from: *const u8) -> [u64; PAGE / 8] {
     let mut words = [0; PAGE / 8];
     for (at, word) in words.iter_mut().enumerate() {
-        // SAFETY: callers have it from `page`, of a machine that is there.
+        // SAFETY: callers have the address from `page`, of a machine that exists.
         *word = unsafe { from.cast::<u64>().add(at).read_volatile() };
     }
     words
 }
 
-/// Writes a page of a guest that stands.
+/// Writes a page of a paused guest.
 pub(crate) fn write(to: *mut u8, words: &[u64; PAGE / 8]) {
     for (at, word) in words.iter().enumerate() {
-        // SAFETY: callers have it from `page`, of a machine that is there.
+        // SAFETY: callers have the address from `page`, of a machine that exists.
         unsafe { to.cast::<u64>().add(at).write_volatile(*word) };
     }
 }
 
-/// All pages of a machine's RAM.
+/// Returns all pages of a machine's RAM.
 pub(crate) fn all_pages(machine: &Machine) -> impl Iterator<Item = (usize, u64)> {
     let pages: Vec<u64> = machine.blocks().iter().map(|block| block.bytes() / PAGE as u64).collect();
     pages.into_iter().enumerate().flat_map(|(block, pages)| (0..pages).map(move |page| (block, page)))
@@ -136,7 +136,7 @@ pub(crate) fn copy(from: &Machine, to: &Machine, pages: impl Iterator<Item = (us
     }
 }
 
-/// Moves a standing guest into a new machine, all but RAM.
+/// Moves a paused guest into a new machine, without its RAM.
 pub(crate) fn move_state(from: &Machine, to: &Machine) {
     let mut state = Vec::new();
     from.save(&mut state).unwrap();

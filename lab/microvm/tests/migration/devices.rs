@@ -1,4 +1,4 @@
-//! Guests with devices that have a large state of their own: four of them, which write on while they are moved, and verify themselves.
+//! Guests with four devices that have a large state of their own, write while they are moved, and verify themselves.
 
 use rustix::process::Signal;
 
@@ -8,7 +8,7 @@ const DEVICES: usize = 4;
 /// At both ends: 512 blocks each.
 const FOUR: &str = "--devices 4 --device-state 2";
 const STATE: u64 = 2 << 20;
-/// However slow the machine is, the guest is to be stopped.
+/// A downtime so long that the guest is paused on any machine.
 const PATIENT: &str = "--downtime 20000";
 
 fn of_each(devices: &serde_json::Value, figure: &str) -> Vec<u64> {
@@ -16,7 +16,7 @@ fn of_each(devices: &serde_json::Value, figure: &str) -> Vec<u64> {
     devices.iter().map(|device| device[figure].as_u64().unwrap_or_else(|| panic!("{device}"))).collect()
 }
 
-/// All blocks were looked at so often, and none was wrong.
+/// Checks that all blocks were verified so often, and none was wrong.
 #[track_caller]
 fn are_whole(ended: &Ended, looks: u64) {
     let devices = &ended.json["devices"];
@@ -25,7 +25,7 @@ fn are_whole(ended: &Ended, looks: u64) {
     assert!(ended.output.contains("4 devices of 2.00 MiB"), "{}", ended.output);
 }
 
-/// They are there as they were stopped, and wrote on.
+/// Checks that the devices arrived as they were stopped, and continued to write.
 #[track_caller]
 fn have_moved(sent: &Ended, received: &Ended) {
     let told = &sent.report()["devices"];
@@ -65,14 +65,14 @@ fn devices_move_over_channels_of_their_own() {
 }
 
 #[test]
-fn devices_move_one_after_the_other_while_the_guest_stands() {
+fn devices_move_one_after_the_other_while_the_guest_is_paused() {
     let (sent, received) = moves(FOUR, &format!("--serial-device-state {PATIENT}"), "");
     have_moved(&sent, &received);
     assert_eq!(of_each(&sent.report()["devices"], "ahead_bytes"), [0; DEVICES]);
 }
 
 #[test]
-fn devices_are_there_when_the_guest_goes_on_before_its_memory() {
+fn devices_are_loaded_when_the_guest_continues_before_its_memory() {
     if !post_copy_is_possible() {
         return;
     }
@@ -101,7 +101,7 @@ fn other_devices_than_the_destinations_are_refused_before_anything_is_begun() {
     sent.guest_is_well();
     are_whole(&sent, 1);
     receiving.wait_for(lacks);
-    // It waits for one that has the same.
+    // The destination waits for a source with the same devices.
     let same = Microvm::start(&format!("--insecure --migrate-to {address} --devices 5 --device-state 2 {PATIENT}"));
     moved(same.end(), receiving);
 }
@@ -120,7 +120,7 @@ fn devices_of_another_size_are_refused_while_the_guest_runs() {
     are_whole(&sent, 1);
 }
 
-/// A guest whose devices are sent for half a minute while it stands, and the destination, once it does.
+/// Starts a guest whose devices are sent for half a minute while it is paused. Returns both ends once it is paused.
 fn in_the_stop() -> (Microvm, Microvm) {
     let both = "--insecure --memory 4 --devices 4 --device-state 16";
     let (receiving, address) = Microvm::destination(both);
@@ -130,7 +130,7 @@ fn in_the_stop() -> (Microvm, Microvm) {
     (sending, receiving)
 }
 
-/// The guest and its devices have gone on at the source.
+/// Checks that the guest and its devices continue at the source.
 #[track_caller]
 fn stayed(sent: &Ended, words: &str) {
     assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("RunsAtSource")), "{}", sent.output);
@@ -141,7 +141,7 @@ fn stayed(sent: &Ended, words: &str) {
 }
 
 #[test]
-fn a_destination_that_is_killed_while_the_guest_stands_leaves_it_at_the_source() {
+fn a_destination_that_is_killed_while_the_guest_is_paused_leaves_it_at_the_source() {
     let (sending, mut receiving) = in_the_stop();
     receiving.kill();
     assert_eq!(receiving.end().code, None);

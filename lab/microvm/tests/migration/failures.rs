@@ -1,16 +1,16 @@
-//! Migrations that do not come to their good end: the guest runs on at the source and is well, or is nowhere twice.
+//! Migrations that fail: the guest continues at the source and is intact, and never runs twice.
 
 use crate::process::{Ended, Kind, Microvm};
 use rustix::process::Signal;
 
-/// A guest whose rounds never end: as fast as it can, where 10 MB/s are sent.
+/// A guest whose rounds never end: it writes as fast as it can, and 10 MB/s are sent.
 const ENDLESS: &str = "--write-rate unlimited --bandwidth 10000000 --downtime 1";
 
 fn possible() -> impl Iterator<Item = Kind> {
     [Kind::Threads, Kind::KvmLog, Kind::KvmRing].into_iter().filter(|kind| kind.is_possible())
 }
 
-/// Both ends in the middle of the rounds.
+/// Returns both ends in the middle of the rounds.
 fn in_the_rounds(kind: Kind) -> (Microvm, Microvm) {
     let (receiving, address) = Microvm::destination(&format!("--insecure {}", kind.options()));
     let mut sending = Microvm::start(&format!("--insecure --migrate-to {address} {ENDLESS} {}", kind.options()));
@@ -57,7 +57,7 @@ fn a_destination_that_is_cancelled_leaves_the_guest_at_the_source() {
 
 #[test]
 fn a_destination_that_is_killed_leaves_the_guest_at_the_source() {
-    // All at once: a source offers its abort for some seconds to a destination that is gone.
+    // All at the same time: a source offers its abort for some seconds to a destination that is gone.
     let pairs: Vec<_> = possible().map(in_the_rounds).collect();
     let killed = pairs.into_iter().map(|(sending, mut receiving)| {
         receiving.kill();
@@ -82,7 +82,7 @@ fn a_source_that_is_killed_before_the_commit_leaves_nothing_running_at_the_desti
 }
 
 #[test]
-fn a_guest_that_does_not_fit_is_given_up_in_words() {
+fn a_guest_that_does_not_converge_is_given_up_with_the_reason() {
     for kind in possible() {
         let (receiving, address) = Microvm::destination(&format!("--insecure {}", kind.options()));
         // Small, so that a round is short.
@@ -95,7 +95,7 @@ fn a_guest_that_does_not_fit_is_given_up_in_words() {
 }
 
 #[test]
-fn machines_that_differ_are_refused_on_both_sides_before_anything_is_done() {
+fn different_machines_are_refused_on_both_sides_before_anything_is_changed() {
     let (mut receiving, address) = Microvm::destination("--insecure --memory 30");
     let sent = Microvm::start(&format!("--insecure --migrate-to {address}")).end();
     assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.output);
@@ -104,7 +104,7 @@ fn machines_that_differ_are_refused_on_both_sides_before_anything_is_done() {
     receiving.signal(Signal::INT);
     assert_eq!(receiving.end().code, Some(3));
 
-    // Noticed only when the state is there.
+    // Noticed only when the state has arrived.
     let (receiving, address) = Microvm::destination("--insecure --vcpus 2");
     let sent = Microvm::start(&format!("--insecure --migrate-to {address} --vcpus 3")).end();
     stayed(&sent, "it is of 3 vCPUs, this machine has 2");
@@ -112,7 +112,7 @@ fn machines_that_differ_are_refused_on_both_sides_before_anything_is_done() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_before_the_guest_is_begun() {
+fn impossible_options_are_refused_before_the_guest_boots() {
     let cases = [
         ("--migrate-to 127.0.0.1:1", "say how the connection is protected"),
         ("--incoming 127.0.0.1:0", "say how the connection is protected"),
@@ -128,7 +128,7 @@ fn what_cannot_be_is_refused_before_the_guest_is_begun() {
 }
 
 #[test]
-fn a_guest_that_nobody_takes_runs_on() {
+fn a_guest_without_a_destination_continues() {
     let sent = Microvm::start("--insecure --migrate-to 127.0.0.1:1").end();
     assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.output);
     sent.guest_is_well();

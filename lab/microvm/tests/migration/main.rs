@@ -1,6 +1,6 @@
 //! Guests that move between two processes of the program, over loopback, and verify their memory before, during and after.
 //!
-//! Nothing here waits for a time to pass: processes are waited for by what they say, and guests by what they have done.
+//! Nothing here waits for a time to pass: tests wait for processes by their output, and for guests by their progress.
 
 mod devices;
 mod failures;

@@ -1,10 +1,10 @@
-//! Guests that move and go on.
+//! Guests that move and continue.
 
 use rustix::process::Signal;
 
 use crate::process::{Ended, Kind, Microvm, certificates, moved, moves};
 
-/// What guests do: idle, and each content at a set rate and as fast as they can.
+/// The guests' work: idle, and each content at a set rate and as fast as they can.
 const WORK: [&str; 6] = [
     "--fill mixed --write-rate 0",
     "--fill ones --write-rate 20000 --pattern sequential",
@@ -66,7 +66,7 @@ fn huge_pages_move() {
 }
 
 #[test]
-fn a_guest_moves_over_tls_from_who_may_send() {
+fn a_guest_moves_over_tls_from_a_permitted_source() {
     let (dir, records) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     certificates(dir.path());
     let both = format!("--tls {} --state-dir {}", dir.path().display(), records.path().display());
@@ -80,7 +80,7 @@ fn a_guest_moves_over_tls_from_who_may_send() {
 #[test]
 fn a_guest_that_dirties_too_fast_is_slowed_down_until_it_fits() {
     for kind in [Kind::Threads, Kind::KvmRing].into_iter().filter(|kind| kind.is_possible()) {
-        // 80 MB/s where 60 are sent, in 13 MB of memory.
+        // 80 MB/s are written and 60 are sent, in 13 MB of memory.
         let work = "--write-rate 20000 --span 40 --pattern sequential --fill random";
         let source = format!("{work} --bandwidth 60000000 --downtime 100 --not-converging throttle");
         let (sent, received) = moves(kind.options(), &source, "");

@@ -1,4 +1,5 @@
-//! A guest on KVM whose writes are tracked from another process, by a userfaultfd that was made in the monitor's process and taken out of it.
+//! A guest on KVM whose writes are tracked from another process, by a userfaultfd that was made in the monitor's
+//! process and duplicated into this one.
 //!
 //! The monitor is stopped for each comparison, so that memory and dirty log are of the same moment: each page that differs from the
 //! copy must be named. vCPUs write by KVM's own page tables, so this shows that KVM follows the protection, also that of a
@@ -26,7 +27,7 @@ const PAGES: u64 = 16 * MIB / PAGE_SIZE as u64;
 const ROUNDS: usize = 10;
 /// Pages that the guest writes before each comparison, at least.
 const WRITTEN: usize = 50;
-/// Far more than anything here takes.
+/// A time limit that no correct test reaches.
 const LONG: Duration = Duration::from_secs(60);
 
 fn stop(microvm: &Microvm) {
@@ -47,7 +48,7 @@ fn differing(one: &[u8], other: &[u8]) -> Vec<u64> {
     (0..).zip(pages).filter(|(_, (one, other))| one != other).map(|(number, _)| number).collect()
 }
 
-/// Tracks a guest, whose monitor gets `input`. Prints why where that cannot be had.
+/// Tracks a guest, whose monitor gets `input`. Prints the reason if that is not possible here.
 fn tracks(kind: Kind, backing: &str, input: Stdio, origin: UserfaultOrigin) {
     let options =
         format!("{} --memory 16 --vcpus 2 --backing {backing} --write-rate 20000 --passes 1000000", kind.options());
@@ -78,7 +79,7 @@ fn tracks(kind: Kind, backing: &str, input: Stdio, origin: UserfaultOrigin) {
         Err(error) => panic!("{error}"),
     }
     let mut copy = pages_of(&ram);
-    // What was written since the start is named by the first collecting, or is in the copy.
+    // Pages written since the start are named by the first collection, or are in the copy.
     let (mut all_named, mut all_written) = (0, 0);
     for round in 0..ROUNDS {
         // The guest fills its memory first, and writes it again and again then.

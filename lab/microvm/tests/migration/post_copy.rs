@@ -1,13 +1,13 @@
-//! Guests that go on at the destination before all of their memory is there.
+//! Guests that continue at the destination before all of their memory has arrived.
 
 use crate::process::{Kind, Microvm, moves, post_copy_is_possible};
 use rustix::process::Signal;
 
-/// A guest that never converges: as fast as it can, where 100 MB/s are sent.
+/// A guest that never converges: it writes as fast as it can, and 100 MB/s are sent.
 const FAST: &str = "--write-rate unlimited --pattern random --bandwidth 100000000 --downtime 10";
 
 #[test]
-fn guests_that_never_converge_go_on_at_the_destination() {
+fn guests_that_never_converge_continue_at_the_destination() {
     if !post_copy_is_possible() {
         return;
     }
@@ -40,7 +40,7 @@ fn huge_pages_follow_the_guest() {
 }
 
 #[test]
-fn a_destination_that_may_not_watch_for_page_faults_refuses_in_words_and_the_guest_is_not_touched() {
+fn a_destination_that_may_not_receive_page_faults_refuses_with_the_reason_and_the_guest_is_not_touched() {
     let options = "--insecure --execution threads";
     let anybody = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
     if anybody.is_ok_and(|anybody| anybody.trim() == "1") {

@@ -13,10 +13,10 @@ use tempfile::TempDir;
 const PROGRAM: &str = env!("CARGO_BIN_EXE_microvm");
 /// The user and group that own nothing (Linux's overflow ids).
 const NOBODY: u32 = 65534;
-/// Far more than anything here takes.
+/// A time limit that no correct test reaches.
 const LONG: Duration = Duration::from_secs(60);
 
-/// How vCPUs run and how written pages are noted, as options.
+/// How vCPUs run and how written pages are tracked, as options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Threads,
@@ -37,7 +37,7 @@ impl Kind {
         }
     }
 
-    /// Whether it can be had here; says so if not.
+    /// Returns whether this host can run it; prints the reason if not.
     pub(crate) fn is_possible(self) -> bool {
         if self == Kind::Threads {
             return true;
@@ -50,7 +50,7 @@ impl Kind {
     }
 }
 
-/// Whether missing pages can be watched here; says why not.
+/// Returns whether this host can report missing pages; prints the reason if not.
 pub(crate) fn post_copy_is_possible() -> bool {
     let opened = Userfault::open(Faults::All, 0);
     if let Err(error) = &opened {
@@ -68,39 +68,39 @@ pub(crate) struct Microvm {
     _dir: TempDir,
 }
 
-/// How one ended.
+/// The end of a program.
 #[derive(Debug)]
 pub(crate) struct Ended {
-    /// None: by a signal.
+    /// `None`: it ended by a signal.
     pub(crate) code: Option<i32>,
-    /// What it wrote to its `--json`.
+    /// The content of its `--json` file.
     pub(crate) json: Value,
     /// Its whole output.
     pub(crate) output: String,
 }
 
 impl Microvm {
-    /// Starts one with these options, separated by spaces. Its guest has 32 MiB, unless they say otherwise, and verifies as
-    /// fast as it can; the program ends when it has verified all of its memory twice more.
+    /// Starts a program with these options, separated by spaces. Its guest has 32 MiB, unless the options change that,
+    /// and verifies as fast as it can; the program ends when the guest has verified all of its memory twice more.
     pub(crate) fn start(options: &str) -> Self {
         Self::start_with(options, Stdio::inherit())
     }
 
-    /// As [`Microvm::start`], with this as its standard input, which it does not read.
+    /// Starts a program as [`Microvm::start`] does, with `input` as its standard input, which it does not read.
     pub(crate) fn start_with(options: &str, input: impl Into<Stdio>) -> Self {
         let mut command = Command::new(PROGRAM);
         command.stdin(input);
         Self::spawn(command, tempfile::tempdir().unwrap(), options)
     }
 
-    /// Its process number.
+    /// Returns its process number.
     pub(crate) fn pid(&self) -> rustix::process::Pid {
         rustix::process::Pid::from_child(&self.child)
     }
 
-    /// A destination that runs as a user without rights, as [`Microvm::destination`]. To be asked for as root.
+    /// Starts a destination as [`Microvm::destination`] does, as a user without privileges. Needs root.
     pub(crate) fn destination_of_nobody(options: &str) -> (Self, String) {
-        // Where it may read the program and write its report.
+        // A directory where this user may read the program and write its report.
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("microvm");
         std::fs::copy(PROGRAM, &program).unwrap();
@@ -139,7 +139,7 @@ impl Microvm {
         Self { child, lines, output: Vec::new(), json, _dir: dir }
     }
 
-    /// A destination, and the address that it listens on.
+    /// Starts a destination. Returns it and the address on which it listens.
     pub(crate) fn destination(options: &str) -> (Self, String) {
         Self::start(&format!("--incoming 127.0.0.1:0 {options}")).and_its_address()
     }
@@ -201,7 +201,7 @@ impl Drop for Microvm {
 }
 
 impl Ended {
-    /// The guest is here, has verified all of its memory since and found nothing wrong.
+    /// Checks that the guest is here, has verified all of its memory since and found nothing wrong.
     #[track_caller]
     pub(crate) fn guest_is_well(&self) {
         let faults = self.json["faults"].as_u64();
@@ -209,12 +209,12 @@ impl Ended {
         assert!(self.json["after"]["passes"].as_u64() >= Some(2), "{}", self.output);
     }
 
-    /// The migration's report.
+    /// Returns the migration's report.
     pub(crate) fn report(&self) -> &Value {
         &self.json["migration"]
     }
 
-    /// The migration's error.
+    /// Returns the migration's error.
     pub(crate) fn error(&self) -> &Value {
         &self.json["error"]
     }
@@ -228,11 +228,11 @@ pub(crate) fn moves(both: &str, source: &str, destination: &str) -> (Ended, Ende
     moved(sending.end(), receiving)
 }
 
-/// Both ends, which must be well.
+/// Waits for both ends, and checks that the migration completed and the guest is intact.
 #[track_caller]
 pub(crate) fn moved(sent: Ended, mut receiving: Microvm) -> (Ended, Ended) {
     if sent.code != Some(0) {
-        // It may wait for a better source.
+        // The destination may wait for another source.
         receiving.kill();
     }
     let received = receiving.end();
@@ -244,7 +244,7 @@ pub(crate) fn moved(sent: Ended, mut receiving: Microvm) -> (Ended, Ended) {
     (sent, received)
 }
 
-/// Certificates for both sides; the source's name is `source.example`.
+/// Writes certificates for both sides; the source's name is `source.example`.
 pub(crate) fn certificates(dir: &Path) {
     use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose};
     let mut authority = CertificateParams::default();

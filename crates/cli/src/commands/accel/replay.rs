@@ -2,22 +2,12 @@
 
 use std::fmt::Write as _;
 use std::io::BufReader;
-use std::path::PathBuf;
 
-use clap::Args;
 use sterna_idxd_model::Kind;
 use sterna_idxd_model::judge::{OperationSummary, Verdict};
 use sterna_offload::trace::{Replay, replay};
 
-use super::{Exit, Failure, Out};
-
-/// `sterna accel replay`.
-#[derive(Debug, Args)]
-pub(crate) struct ReplayArgs {
-    /// The trace
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-}
+use super::{Exit, Failure, Out, ReplayArgs};
 
 /// Maximum number of unanswered descriptors that are listed; the others are counted.
 const MAX_LISTED: usize = 10;

@@ -164,22 +164,22 @@ pub(crate) fn busy_guest(version: QemuVersion, machine: &str) -> QemuOptions {
     options
 }
 
-/// `sterna receive` for the QEMU at `qmp`.
+/// Returns the command `sterna receive` for the QEMU at `qmp`.
 pub(crate) fn receive(qmp: &Path, state: &Path) -> Command {
     let mut command = sterna();
     command.args(["receive", "--listen", "127.0.0.1:0", "--qmp"]).arg(qmp).arg("--state-dir").arg(state);
     command
 }
 
-/// Both ways of moving a guest, as `--mode` names them.
+/// Both values of `--mode` that choose how a guest is moved.
 pub(crate) const MODES: [&str; 2] = ["stream", "direct"];
 
-/// `sterna send` for the QEMU at `qmp`, by its own migration stream, with the report in `json`.
+/// Returns the command `sterna send` for the QEMU at `qmp`, by QEMU's migration stream, with its report in `json`.
 pub(crate) fn send(qmp: &Path, to: &str, state: &Path, json: &Path) -> Command {
     send_by("stream", qmp, to, state, json)
 }
 
-/// `sterna send --mode MODE` for the QEMU at `qmp`, with its report in `json`.
+/// Returns the command `sterna send --mode MODE` for the QEMU at `qmp`, with its report in `json`.
 pub(crate) fn send_by(mode: &str, qmp: &Path, to: &str, state: &Path, json: &Path) -> Command {
     let mut command = sterna();
     command
@@ -192,12 +192,12 @@ pub(crate) fn send_by(mode: &str, qmp: &Path, to: &str, state: &Path, json: &Pat
     command
 }
 
-/// The report that `sterna send --json` wrote.
+/// Reads the report of `sterna send --json`.
 pub(crate) fn report(json: &PathBuf) -> Value {
     serde_json::from_slice(&std::fs::read(json).expect("the report was written")).expect("the report is JSON")
 }
 
-/// `sterna recover` of one side.
+/// Returns the command `sterna recover` of one side.
 pub(crate) fn recover(id: &str, side: &str, state: &Path) -> Command {
     let mut command = sterna();
     command.args(["recover", id, "--side", side, "--insecure", "--state-dir"]).arg(state);

@@ -1,5 +1,5 @@
-//! One complete migration for the tables of cases: the backing of guest RAM, and the move itself, with all of memory compared from
-//! outside before the destination's guest starts.
+//! One complete migration for the tables of cases: the backing of guest RAM, and the move itself, with all of memory
+//! compared from outside before the destination's guest starts.
 
 use std::path::Path;
 
@@ -74,13 +74,13 @@ pub(crate) struct Move {
 }
 
 impl Move {
-    /// Moves the guest of `pair`, and returns the report. `relay` returns the address to which `send` connects, given the one on which
-    /// `receive` listens. An error means that memory differs before the destination's guest starts.
+    /// Moves the guest of `pair`, and returns the report. `relay` returns the address to which `send` connects, given
+    /// the one on which `receive` listens. An error means that memory differs before the destination's guest starts.
     pub(crate) fn run(&self, pair: &Pair, relay: impl Fn(String) -> String) -> Result<Value, String> {
         self.run_while(pair, relay, |_| {})
     }
 
-    /// As [`Move::run`]; calls `meanwhile` once `send` has started.
+    /// Moves a guest as [`Move::run`] does, and calls `meanwhile` once `send` has started.
     pub(crate) fn run_while(
         &self,
         pair: &Pair,
@@ -126,14 +126,16 @@ impl Move {
 
 /// How often to try a row whose source is QEMU 7.2.
 ///
-/// An emulating QEMU 7.2 itself loses writes: a migration between two QEMU 7.2 without Sterna shows differing pages, or a crashed
-/// guest, in about one of ten runs on a busy machine, one between two QEMU 10.0 in none. It does not track a guest's writes through
-/// translations that were cached before a round began (QEMU's commit 03bfc2188f, "Fix migration dirty bitmap coherency with TCG
-/// memory access", and similar ones). So differing pages there are no fault of Sterna, unless they always differ. Each such row has
-/// a similar one with the same streams from a QEMU 10.0, which must succeed at once.
+/// An emulating QEMU 7.2 itself loses writes: a migration between two QEMU 7.2 without Sterna shows differing pages, or
+/// a crashed guest, in about one of ten runs on a busy machine, one between two QEMU 10.0 in none. It does not track a
+/// guest's writes through translations that were cached before a round began (QEMU's commit 03bfc2188f, "Fix migration
+/// dirty bitmap coherency with TCG memory access", and similar ones). So differing pages there are no fault of Sterna,
+/// unless they always differ. Each such row has a similar one with the same streams from a QEMU 10.0, which must
+/// succeed at once.
 const TRIES_OF_7_2: usize = 3;
 
-/// Calls `moved` until memory does not differ, at most as often as the source's release requires. Returns none if it was skipped.
+/// Calls `moved` until memory does not differ, at most as often as the source's release requires. Returns none if it
+/// was skipped.
 pub(crate) fn tried<T>(
     from: sterna_qemu_lab::QemuVersion,
     mut moved: impl FnMut() -> Option<Result<T, String>>,
@@ -142,15 +144,15 @@ pub(crate) fn tried<T>(
     for left in (0..tries).rev() {
         match moved()? {
             Ok(result) => return Some(result),
-            Err(differing) if left > 0 => eprintln!("QEMU 7.2 as the source, once more: {differing}"),
+            Err(differing) if left > 0 => eprintln!("QEMU 7.2 as the source, another try: {differing}"),
             Err(differing) => panic!("{differing}"),
         }
     }
     unreachable!("the last try returns or panics")
 }
 
-/// Kernel options for a Linux guest of a QEMU 7.2: with separate page tables for the kernel, each interrupt drops the cached
-/// translations, which avoids most of the lost writes.
+/// Kernel options for a Linux guest of a QEMU 7.2: with separate page tables for the kernel, each interrupt drops the
+/// cached translations, which avoids most of the lost writes.
 pub(crate) fn kernel_words(from: sterna_qemu_lab::QemuVersion) -> String {
     if from == sterna_qemu_lab::QemuVersion::V7_2 { "pti=on".into() } else { String::new() }
 }

@@ -16,23 +16,23 @@ pub(crate) enum Spoil {
     PayloadBit,
     /// One bit of the header differs.
     HeaderBit,
-    /// It comes twice.
+    /// It is sent twice.
     Twice,
-    /// It does not come.
+    /// It is not sent.
     Lost,
-    /// Its first run lies beyond the end of the RAM block; checksums fit.
+    /// Its first run is beyond the end of the RAM block; checksums match.
     OutsideBlock,
-    /// It names a RAM block that does not exist; checksums fit.
+    /// It names a RAM block that does not exist; checksums match.
     NoSuchBlock,
-    /// It claims more payload than there may be; checksums fit.
+    /// It claims more payload than permitted; checksums match.
     HugePayload,
-    /// It claims a longer table than there may be; checksums fit.
+    /// It claims a longer table than permitted; checksums match.
     HugeTable,
-    /// It claims less content than its table has; checksums fit.
+    /// It claims less content than its table has; checksums match.
     WrongContent,
-    /// It names a compression method that does not exist; checksums fit.
+    /// It names a compression method that does not exist; checksums match.
     NoSuchMethod,
-    /// The connection ends inside of it.
+    /// The connection ends within the packet.
     Truncated,
     /// Nothing follows its first half, and the connection stays open.
     Silence,
@@ -57,7 +57,7 @@ impl Spoil {
 }
 
 /// Number of the damaged packet of pages on a RAM channel, from 0.
-const SPOILT: usize = 20;
+const DAMAGED_PACKET: usize = 20;
 
 /// Starts a relay to `target`. Returns its address, and whether a packet has been damaged yet.
 pub(crate) fn relay(target: &str, spoil: Spoil) -> (String, Arc<AtomicBool>) {
@@ -96,7 +96,7 @@ fn forward(mut near: &TcpStream, mut far: &TcpStream, spoil: Spoil, spoilt: &Ato
             if packet.header.kind == PacketKind::Pages && packet.header.payload_length > 0 {
                 pages += 1;
             }
-            if pages > SPOILT && !spoilt.swap(true, Ordering::AcqRel) {
+            if pages > DAMAGED_PACKET && !spoilt.swap(true, Ordering::AcqRel) {
                 return packet.spoil(near, far, spoil);
             }
             far.write_all(&packet.encode())?;
@@ -172,7 +172,7 @@ impl Packet {
             Spoil::Truncated => return far.write_all(&bytes[..bytes.len() / 2]),
             Spoil::Silence => {
                 far.write_all(&bytes[..bytes.len() / 2])?;
-                // Until the sender gives up.
+                // Until the sender ends the connection.
                 return io::copy(&mut near, &mut io::sink()).map(drop);
             }
         }
@@ -190,8 +190,8 @@ pub(crate) enum Still {
     All,
 }
 
-/// Starts a relay to `target`. Once the second returned value is set, the connections that `still` selects stay open but forward nothing, in
-/// either direction. Returns the relay's address.
+/// Starts a relay to `target`. Once the second returned value is set, the connections that `still` selects stay open
+/// but forward nothing, in either direction. Returns the relay's address.
 pub(crate) fn still_relay(target: &str, still: Still) -> (String, Arc<AtomicBool>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();

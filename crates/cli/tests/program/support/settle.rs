@@ -105,7 +105,7 @@ impl Migration {
         Self::start_by("stream", pair, words, source, destination)
     }
 
-    /// As [`Migration::start`], with `send --mode MODE`.
+    /// Starts a migration as [`Migration::start`] does, with `send --mode MODE`.
     pub(crate) fn start_by(
         mode: &str,
         pair: Pair,
@@ -139,8 +139,8 @@ impl Migration {
         killed(status)
     }
 
-    /// Recovers each side whose process has ended, and lets the others end by themselves. If one side still waits for
-    /// another one that has ended or is not settled, recovers that one, too, as the documents describe.
+    /// Recovers each side whose process has ended, and waits for the others to end. If a side still waits for one that
+    /// has ended or is not settled, recovers that one, too, as the documents describe.
     pub(crate) fn settle(&mut self) -> Result<(), String> {
         let mut working = Vec::new();
         for (side, process) in [(Side::Source, self.sender.take()), (Side::Destination, self.receiver.take())] {
@@ -196,9 +196,9 @@ impl Migration {
             (true, false) => Side::Source,
             (false, true) => Side::Destination,
             (both, _) => {
-                let told = [source.status(), destination.status()];
+                let statuses = [source.status(), destination.status()];
                 let word = if both { "BOTH RUN" } else { "NEITHER RUNS" };
-                return Err(format!("{word}: {told:?}, records {:?}", self.records()));
+                return Err(format!("{word}: {statuses:?}, records {:?}", self.records()));
             }
         };
         self.pair.never_both()?;

@@ -1,9 +1,9 @@
-//! The state machine of the header: its single steps as a table, and the ways that are made of them.
+//! The state machine of the header: its single steps as a table, and the paths composed of them.
 
 use super::super::device::{Flags, State};
 use State::{PreCopy, PreCopyP2p, Resuming, Running, RunningP2p, Stop, StopCopy};
 
-/// What a device must have for a step to be one.
+/// The features that a device must have for a step to exist.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum If {
     Always,
@@ -15,8 +15,8 @@ enum If {
     PreCopyP2p,
 }
 
-/// The steps that a driver implements. Each is an entry of the header's list; those with `NoP2p` stand for two entries of
-/// which the state between is not offered ("behave as though the device was fully running").
+/// The steps that a driver implements. Each is an entry of the header's list; a step with `NoP2p` stands for two
+/// entries whose intermediate state is not offered ("behave as though the device was fully running").
 const STEPS: [(State, State, If); 18] = [
     (Stop, StopCopy, If::Always),
     (StopCopy, Stop, If::Always),
@@ -50,34 +50,35 @@ fn holds(condition: If, flags: Flags) -> bool {
     }
 }
 
-/// Whether a driver with these flags implements this step.
+/// Returns whether a driver with these flags implements this step.
 pub fn is_step(flags: Flags, from: State, to: State) -> bool {
     STEPS.iter().any(|(a, b, condition)| (*a, *b) == (from, to) && holds(*condition, flags))
 }
 
-/// The "saving group": states that share a stream.
+/// Returns whether a state is in the "saving group", whose states share a stream.
 pub fn saves(state: State) -> bool {
     matches!(state, PreCopy | PreCopyP2p | StopCopy)
 }
 
-/// Whether the step begins a stream.
+/// Returns whether the step begins a stream.
 pub fn begins_stream(from: State, to: State) -> bool {
     (saves(to) && !saves(from)) || to == Resuming
 }
 
-/// Whether the step ends a stream.
+/// Returns whether the step ends a stream.
 pub fn ends_stream(from: State, to: State) -> bool {
     (saves(from) && !saves(to)) || from == Resuming
 }
 
-/// The way from one state to another, without the first: empty where they are the same. `None`: the kernel refuses with
-/// `EINVAL`.
+/// Returns the path from one state to another, without the first: empty if both are the same. `None`: the kernel
+/// refuses with `EINVAL`.
 ///
-/// The shortest way. On it, a state of the saving group lies only between states of the saving group: else a stream would
-/// begin and end unseen. STOP_COPY → PRE_COPY and STOP_COPY → PRE_COPY_P2P are not permitted by any way; nothing leads to
-/// ERROR, and nothing leads out of it. Never ask a kernel for those two: Linux 6.12 has them in its table, as the header wants,
-/// but `vfio_mig_get_next_state` then steps from ERROR to ERROR for ever, in the kernel.
-pub fn way(flags: Flags, from: State, to: State) -> Option<Vec<State>> {
+/// This is the shortest path on which a state of the saving group is only between states of the saving group: otherwise
+/// a stream would begin and end unnoticed. No path leads from STOP_COPY to PRE_COPY or PRE_COPY_P2P, none leads to
+/// ERROR, and none leads out of ERROR. Never request the two transitions from STOP_COPY of a kernel: Linux 6.12 has
+/// them in its table, as the header requires, but `vfio_mig_get_next_state` then steps from ERROR to ERROR for ever, in
+/// the kernel.
+pub fn path(flags: Flags, from: State, to: State) -> Option<Vec<State>> {
     let refused = [from, to].iter().any(|state| *state == State::Error || !state.offered(flags));
     if refused || (from == StopCopy && matches!(to, PreCopy | PreCopyP2p)) {
         return None;

@@ -45,7 +45,7 @@ impl Log {
         self.page_size
     }
 
-    /// The device writes.
+    /// Records a write of the device.
     pub(super) fn note(&mut self, write: DmaRange) {
         for range in &self.ranges {
             let from = write.iova.max(range.iova);
@@ -72,7 +72,7 @@ impl Log {
                 bitmap[(bit / 64) as usize] |= 1 << (bit % 64);
             }
         }
-        // What lies in part outside of the range stays, to be told again with the rest.
+        // Pages that are partly outside of the range stay, and are reported again with the rest.
         let page_size = self.page_size;
         self.written
             .retain(|page| !(pages.contains(page) && page * page_size >= range.iova && (page + 1) * page_size <= to));

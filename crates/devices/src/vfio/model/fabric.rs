@@ -1,4 +1,4 @@
-//! What several devices do to each other: DMA between them, seen from what the header says of P2P.
+//! DMA between the devices of a guest, by the header's rules about P2P.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,22 +7,22 @@ use super::super::device::State;
 /// One step of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// The device's number on its fabric.
+    /// The device's number on the fabric.
     pub device: usize,
-    /// From this state.
+    /// The state before.
     pub from: State,
-    /// To this one.
+    /// The state after.
     pub to: State,
 }
 
-/// The devices of one guest, which may write to each other. Notes every step of each in the order in which they happen,
-/// and what must not be: a device that may start DMA to others while one of these is stopped.
+/// The devices of one guest, which may write to each other. Records every step of each in order, and every violation: a
+/// device that may start DMA to others while one of them is stopped.
 #[derive(Clone, Debug, Default)]
 pub struct Fabric(Arc<Mutex<Inner>>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// State of each device, and whether it has a guest's state.
+    /// The state of each device, and whether it has a guest's state.
     devices: Vec<(State, bool)>,
     steps: Vec<Step>,
     violations: Vec<String>,
@@ -33,17 +33,17 @@ impl Fabric {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Every step so far.
+    /// Returns every step so far.
     pub fn steps(&self) -> Vec<Step> {
         self.inner().steps.clone()
     }
 
-    /// When a device could have written to one that was stopped.
+    /// Returns the occasions on which a device could have written to a stopped one.
     pub fn violations(&self) -> Vec<String> {
         self.inner().violations.clone()
     }
 
-    /// Devices that run with a guest's state.
+    /// Returns how many devices run with a guest's state.
     pub fn running(&self) -> usize {
         self.inner().devices.iter().filter(|(state, live)| *live && state.runs()).count()
     }
@@ -54,7 +54,7 @@ impl Fabric {
         inner.devices.len() - 1
     }
 
-    /// A device is elsewhere. `step`: it went there by itself, in one step.
+    /// Records a device's new state. `step`: whether the device reached the state in one step of its own.
     pub(super) fn moved(&self, device: usize, to: State, live: bool, step: bool) {
         let mut inner = self.inner();
         let from = std::mem::replace(&mut inner.devices[device], (to, live)).0;
@@ -75,8 +75,8 @@ impl Fabric {
             None
         };
         if let Some((other, (state, _))) = against {
-            let told = format!("device {device} went from {from} to {to} while device {other} was in {state}");
-            inner.violations.push(told);
+            let violation = format!("device {device} went from {from} to {to} while device {other} was in {state}");
+            inner.violations.push(violation);
         }
     }
 }

@@ -1,9 +1,9 @@
-//! The model's stream of state. To who reads and writes it, it is opaque, as every driver's is; this one can tell a
-//! complete state from one that lacks or repeats a byte.
+//! The model's stream of state. It is opaque to its readers and writers, like every driver's; the model itself detects
+//! a missing or repeated byte.
 //!
 //! ```text
 //! header   0x01, bytes of state (u64)
-//! piece    0x02, where (u64), how many (u32), bytes; a later one takes the place of an earlier one
+//! piece    0x02, where (u64), how many (u32), bytes; a later one replaces an earlier one
 //! trailer  0x03, sum over the whole state (u64)
 //! ```
 
@@ -26,13 +26,13 @@ fn piece_of(state: &[u8], piece: usize) -> &[u8] {
 /// The stream of a device in the saving group.
 #[derive(Debug)]
 pub(super) struct Saving {
-    /// What comes next, from `at` on.
+    /// The next record, to be read from `at` on.
     ready: Vec<u8>,
     at: usize,
-    /// `ready` is of the first pass.
+    /// Whether `ready` belongs to the first pass.
     ready_is_initial: bool,
     header_sent: bool,
-    /// The first piece that was not put into `ready` yet.
+    /// The next piece of the first pass.
     next: usize,
     pieces: usize,
     changed: BTreeSet<usize>,
@@ -53,7 +53,7 @@ impl Saving {
         }
     }
 
-    /// A byte of the state has changed.
+    /// Records that a byte of the state has changed.
     pub(super) fn changed(&mut self, at: usize) {
         let piece = at / PIECE;
         if piece < self.next {
@@ -61,7 +61,7 @@ impl Saving {
         }
     }
 
-    /// Makes `ready` the next record if it is used up. False: there is none.
+    /// Makes `ready` the next record if it is used up. Returns `false` if there is none.
     fn prepare(&mut self, state: &[u8], stopped: bool) -> bool {
         if self.at < self.ready.len() {
             return true;
@@ -94,7 +94,7 @@ impl Saving {
         self.ready.extend(bytes);
     }
 
-    /// At most `most` bytes into `buffer`; 0: nothing more (now, or at all).
+    /// Reads at most `most` bytes into `buffer`. Returns 0 if there is nothing more, now or ever.
     pub(super) fn read(&mut self, state: &[u8], stopped: bool, most: usize, buffer: &mut [u8]) -> usize {
         let mut read = 0;
         let most = most.min(buffer.len());
@@ -111,27 +111,28 @@ impl Saving {
         if self.ready_is_initial == initial { (self.ready.len() - self.at) as u64 } else { 0 }
     }
 
-    /// Bytes of the first pass that are left.
+    /// Returns the remaining bytes of the first pass.
     pub(super) fn initial_bytes(&self, state: &[u8]) -> u64 {
         let pieces = (self.next..self.pieces).map(|piece| PIECE_HEADER + piece_of(state, piece).len() as u64);
         let header = if self.header_sent { 0 } else { HEADER };
         self.left_in_ready(true) + header + pieces.sum::<u64>()
     }
 
-    /// Bytes that changed after they were read.
+    /// Returns the bytes that changed after they were read.
     pub(super) fn dirty_bytes(&self, state: &[u8]) -> u64 {
         let pieces = self.changed.iter().map(|piece| PIECE_HEADER + piece_of(state, *piece).len() as u64);
         self.left_in_ready(false) + pieces.sum::<u64>()
     }
 
-    /// Bytes to the end of the stream, if the device were stopped now.
+    /// Returns the bytes to the end of the stream, if the device were stopped now.
     pub(super) fn left(&self, state: &[u8]) -> u64 {
         let trailer = if self.trailer_sent { 0 } else { 1 + 8 };
         self.initial_bytes(state) + self.dirty_bytes(state) + trailer
     }
 }
 
-/// The state that a whole stream describes, if it is one of a device of `size` bytes of state.
+/// Parses a complete stream of a device with `size` bytes of state. Returns the state, or `None` if the stream is
+/// invalid.
 pub(super) fn parse(mut stream: &[u8], size: usize) -> Option<Vec<u8>> {
     fn take<const N: usize>(stream: &mut &[u8]) -> Option<[u8; N]> {
         let (taken, rest) = stream.split_first_chunk::<N>()?;

@@ -1,4 +1,4 @@
-//! A back-end that does nothing by itself: its test reads each message and answers it, or not.
+//! A back-end without behaviour of its own: the test reads each message and answers it, or not.
 //!
 //! It knows the protocol by the specification's numbers, not by the crate that the product uses.
 
@@ -36,11 +36,11 @@ pub(super) const LOAD: u32 = 1;
 
 pub(super) struct Double {
     socket: UnixStream,
-    /// The request that an answer is for.
+    /// The last request, to which an answer refers.
     request: u32,
 }
 
-/// A front-end and a back-end that have negotiated what of `offered` the front-end knows.
+/// Returns a front-end and a back-end that have negotiated those of the `offered` features that the front-end knows.
 pub(super) fn connected(offered: u64) -> (Frontend, VhostUserProtocolFeatures, Double) {
     let (ours, theirs) = UnixStream::pair().expect("a socket pair");
     let shaking = std::thread::spawn(move || {
@@ -67,7 +67,8 @@ pub(super) fn connected(offered: u64) -> (Frontend, VhostUserProtocolFeatures, D
 }
 
 impl Double {
-    /// The next message: its request, payload and file descriptor; `None` where the front-end closed the connection.
+    /// Returns the next message: its request, payload and file descriptor; `None` if the front-end closed the
+    /// connection.
     pub(super) fn next(&mut self) -> Option<(u32, Vec<u8>, Option<OwnedFd>)> {
         let mut header = [0u8; 12];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -89,7 +90,8 @@ impl Double {
         Some((self.request, payload, descriptor))
     }
 
-    /// The next message must be this one, in the only phase there is; gives the back-end's end of the pipe.
+    /// Checks that the next message is `SET_DEVICE_STATE_FD`, in the only phase, and returns the back-end's end of the
+    /// pipe.
     pub(super) fn expect_state_fd(&mut self, direction: u32) -> File {
         let (request, payload, descriptor) = self.next().expect("a message");
         assert_eq!(request, SET_DEVICE_STATE_FD);
@@ -107,7 +109,7 @@ impl Double {
         self.reply_to(self.request, value, channel);
     }
 
-    /// Answers as if the last message had been another.
+    /// Answers as if the last message had been a different one.
     pub(super) fn reply_to(&mut self, request: u32, value: u64, channel: Option<BorrowedFd<'_>>) {
         const VERSION_AND_REPLY: u32 = 1 | 1 << 2;
         let mut message = Vec::new();

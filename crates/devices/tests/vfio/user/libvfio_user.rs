@@ -1,5 +1,5 @@
-//! A device that libvfio-user serves, the library that other people's devices are made with, where `STERNA_LIBVFIO_USER` names a checkout
-//! of it that was built (with `meson setup build && ninja -C build`); packages of it there are none.
+//! A device that libvfio-user serves, the library that most vfio-user devices use. Runs if `STERNA_LIBVFIO_USER` names
+//! a checkout of the library that was built (with `meson setup build && ninja -C build`); there are no packages.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,10 +21,10 @@ const CHECKOUT: &str = "STERNA_LIBVFIO_USER";
 const DMA_MAP: Command = Command(2);
 const REGION_READ: Command = Command(9);
 const REGION_WRITE: Command = Command(10);
-/// Bytes of the device's state, as the program has them.
+/// Bytes of the device's state in the program.
 const STATE: usize = 256 << 10;
 
-/// The program, built; none where there is no library.
+/// Builds the program; returns `None` without the library.
 fn program(directory: &Path) -> Option<PathBuf> {
     let Ok(checkout) = std::env::var(CHECKOUT) else {
         println!("skipped: {CHECKOUT} names no checkout of libvfio-user (docs/devices.md says how)");
@@ -40,7 +40,7 @@ fn program(directory: &Path) -> Option<PathBuf> {
     Some(program)
 }
 
-/// A device in a process of its own, and what a monitor does with it besides.
+/// A device in a separate process, with a monitor's other operations on it.
 struct Peer {
     process: Child,
     client: Arc<Client>,
@@ -65,7 +65,7 @@ impl Peer {
     }
 
     fn write(&self, region: u32, offset: usize, bytes: &[u8]) {
-        // What the kernel would divide the library takes for cut off.
+        // The library treats a message that the kernel would divide as truncated.
         for (number, piece) in bytes.chunks(16 << 10).enumerate() {
             let head = Self::region(region, offset + (number << 14), piece.len());
             let written = self.client.call_with(REGION_WRITE, [&head, piece], &[], [&mut [0; 16], &mut []]).unwrap();
@@ -88,7 +88,7 @@ impl Peer {
         self.client.call_with(DMA_MAP, [&request, &[]], &[memory.as_fd()], [&mut [], &mut []]).unwrap();
     }
 
-    /// The device writes its address there.
+    /// Makes the device write its address there.
     fn dma(&self, iova: u64) {
         self.write(1, 0, &iova.to_ne_bytes());
     }
@@ -102,7 +102,7 @@ impl Drop for Peer {
 }
 
 #[test]
-fn a_device_of_libvfio_user_moves_with_what_it_changed_and_wrote() {
+fn a_device_of_libvfio_user_moves_with_its_changes_and_writes() {
     let directory = tempfile::tempdir().unwrap();
     let Some(program) = program(directory.path()) else { return };
     let socket = |name: &str| directory.path().join(name);
@@ -118,20 +118,20 @@ fn a_device_of_libvfio_user_moves_with_what_it_changed_and_wrote() {
     let mut expected = some_state(STATE);
     expected[123_456..126_456].fill(0x55);
     expected[STATE - 1] = 0x66;
-    assert!(to.state() == expected, "the state is another");
+    assert!(to.state() == expected, "the state differs");
     assert_eq!((from.device().state().unwrap(), to.device().state().unwrap()), (State::Stop, State::Running));
-    // And back, in small messages, all of it when it stands.
+    // And back, in small messages, all of it while the device is stopped.
     let mut saver = Saver::new(to.device(), "there").unwrap();
     assert!(!saver.flags().p2p() && saver.flags().pre_copy());
     saver.stop().unwrap();
     saver.abort().unwrap();
     from.device().set_state(State::Running).unwrap();
     carry(to.device(), from.device(), 777, || ()).unwrap();
-    assert!(from.state() == expected, "the state is another");
+    assert!(from.state() == expected, "the state differs");
 }
 
 #[test]
-fn a_state_of_which_some_is_missing_does_not_load_and_a_reset_does_not_help() {
+fn an_incomplete_state_does_not_load_and_a_reset_does_not_help() {
     let directory = tempfile::tempdir().unwrap();
     let Some(program) = program(directory.path()) else { return };
     let peer = Peer::start(&program, &directory.path().join("peer"));
@@ -140,24 +140,24 @@ fn a_state_of_which_some_is_missing_does_not_load_and_a_reset_does_not_help() {
     loader.write(&[0; 4]).unwrap();
     let error = loader.finish().unwrap_err();
     assert!(matches!(&error, VfioError::Transition { now: Some(State::Resuming), .. }), "{error}");
-    // Here it is that the library resets the device and not the state of its migration.
+    // The library resets the device, but not the state of its migration.
     let error = loader.abort().unwrap_err();
     assert!(error.to_string().contains("in RESUMING after its reset"), "{error}");
 }
 
 #[test]
-fn libvfio_user_keeps_what_the_header_promises_but_for_its_reset() {
+fn libvfio_user_keeps_the_headers_guarantees_except_for_its_reset() {
     let directory = tempfile::tempdir().unwrap();
     let Some(program) = program(directory.path()) else { return };
     let peer = Peer::start(&program, &directory.path().join("peer"));
     let device = Conformance(Arc::new(peer.device()));
-    device.refuses_what_is_no_state();
+    device.refuses_invalid_states();
     device.does_not_go_back_from_stop_copy();
-    device.runs_again_when_given_up();
+    device.runs_again_after_abort();
 }
 
 #[test]
-fn what_a_device_of_libvfio_user_writes_is_in_its_log() {
+fn pages_that_a_device_of_libvfio_user_writes_are_in_its_log() {
     const PAGES: u64 = 200;
     let directory = tempfile::tempdir().unwrap();
     let Some(program) = program(directory.path()) else { return };
@@ -180,7 +180,7 @@ fn what_a_device_of_libvfio_user_writes_is_in_its_log() {
             log.collect(block, dirty).unwrap();
         }
     }
-    assert!(dirty[0].is_clean(), "it was written before");
+    assert!(dirty[0].is_clean(), "the page was written before");
     let pages: Vec<u64> = (0..PAGES).filter(|page| dirty[1].contains(*page)).collect();
     assert_eq!(pages, [3, 64, 199]);
     let mut word = [0; 8];

@@ -1,4 +1,5 @@
-//! A vfio-user server around any device: strict about what the specification asks of a client, and, where a test wants it, wrong itself.
+//! A vfio-user server for any device: it checks strictly what the specification requires of a client, and has faults on
+//! demand.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -14,24 +15,24 @@ const SET: u32 = 1 << 17;
 pub(crate) const REPLY: u32 = 1;
 const NO_REPLY: u32 = 0x10;
 const ERROR: u32 = 0x20;
-/// `VFIO_USER_DMA_READ`: a command of the server's.
+/// `VFIO_USER_DMA_READ`: a command that the server sends.
 const DMA_READ: u16 = 11;
 
-/// How the server speaks.
+/// The behaviour of the server.
 #[derive(Clone, Debug)]
 pub(crate) struct Manner {
-    /// What its reply to the client's version is: major, minor, and the text with the 0 behind it.
+    /// Its reply to the client's version: major, minor, and the text with the 0 behind it.
     pub(crate) version: (u16, u16),
     pub(crate) capabilities: Vec<u8>,
     /// Bytes of data that a message may carry.
     pub(crate) max_data: usize,
-    /// There is nothing to read now: `ENOMSG`, as the kernel has it, and not 0 bytes.
+    /// Whether it answers `ENOMSG` if there is nothing to read now, like the kernel, instead of 0 bytes.
     pub(crate) enomsg: bool,
-    /// Replies to reads are as long as was asked for, whatever is in them, as libvfio-user's are.
+    /// Whether replies to reads are as long as requested, whatever their content, like libvfio-user's.
     pub(crate) padded: bool,
-    /// What goes wrong with which command, after so many of them.
+    /// The faulty command, after how many of them, and the fault.
     pub(crate) trouble: Option<(Command, u32, Trouble)>,
-    /// In which state of the device after the command these count; none: in any.
+    /// Counts only commands after which the device is in this state; `None`: in any state.
     pub(crate) only_in: Option<State>,
 }
 
@@ -53,21 +54,21 @@ impl Manner {
     }
 }
 
-/// What a server does wrong.
+/// A fault of the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Trouble {
     /// The reply to another message.
     OtherNumber,
     /// The reply to another command.
     OtherCommand,
-    /// A header that says less than its own length.
+    /// A header with a size below its own length.
     NoSize,
     /// So many bytes behind the reply.
     Longer(usize),
     /// The reply without its last byte.
     Shorter,
-    /// The reply says that it holds more than was asked for.
-    SaysMore,
+    /// The reply claims more content than requested.
+    ClaimsMore,
     /// An error with a payload, as libvfio-user's may have.
     LoudError(i32),
     /// This error, or 0.
@@ -76,34 +77,34 @@ pub(crate) enum Trouble {
     Silence,
     /// The connection ends before the reply.
     Ends,
-    /// It ends within the reply.
+    /// The connection ends within the reply.
     EndsMidway,
-    /// Commands of its own before the reply: with payload, without, and one that wants no reply. Not wrong.
-    Asks,
-    /// A command of its own that is too long to be one.
-    AsksTooMuch,
-    /// Commands of its own, and no end of them.
+    /// The server sends commands before the reply: with payload, without, and one that needs no reply. This is correct.
+    SendsCommands,
+    /// The server sends a command that is too long.
+    SendsTooLong,
+    /// The server sends commands without end.
     Floods,
     /// Neither a command nor a reply.
     OtherType,
-    /// The reply to a change of state says that it went to another.
+    /// The reply to a change of state reports another state.
     OtherState,
 }
 
-/// A server whose device's one client is connected.
+/// A server to which the device's only client is connected.
 pub(crate) struct Server {
     thread: Option<JoinHandle<()>>,
     stream: UnixStream,
 }
 
 impl Server {
-    /// Serves `device`, and gives the client's end.
+    /// Serves `device`, and returns the client's end.
     pub(crate) fn start<D: Device + 'static>(device: D, manner: Manner) -> (Self, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (stream, ending) = (ours.try_clone().unwrap(), ours.try_clone().unwrap());
         let serving = Serving { device, data: None, watched: Vec::new(), stream: ours, manner };
         let thread = std::thread::spawn(move || {
-            // That a client goes is no error, and where it is not understood it is left.
+            // A client that disconnects is not an error; one that is not understood is disconnected.
             let _ = serving.run();
             let _ = ending.shutdown(std::net::Shutdown::Both);
         });
@@ -119,7 +120,7 @@ impl Drop for Server {
     }
 }
 
-/// The device by a connection, as patient as a test is.
+/// Returns the device behind a connection, with a test's time limit.
 pub(crate) fn reach(stream: UnixStream) -> io::Result<VfioUserDevice<Client>> {
     Ok(VfioUserDevice::new(Arc::new(Client::new(stream, Duration::from_secs(60))?)))
 }
@@ -127,7 +128,7 @@ pub(crate) fn reach(stream: UnixStream) -> io::Result<VfioUserDevice<Client>> {
 struct Serving<D: Device> {
     device: D,
     data: Option<D::Data>,
-    /// What DMA is logged of.
+    /// The ranges whose DMA is logged.
     watched: Vec<DmaRange>,
     stream: UnixStream,
     manner: Manner,
@@ -166,7 +167,11 @@ fn header(id: u16, command: u16, payload: usize, flags: u32, error: u32) -> [u8;
 impl<D: Device> Serving<D> {
     fn run(mut self) -> io::Result<()> {
         let version = self.receive()?;
-        assert_eq!((version.command, &version.payload[..4]), (1, &[0, 0, 1, 0][..]), "it begins with the version");
+        assert_eq!(
+            (version.command, &version.payload[..4]),
+            (1, &[0, 0, 1, 0][..]),
+            "the connection begins with the version"
+        );
         let text = version.payload[4..].strip_suffix(&[0]).expect("it ends in 0");
         let text: serde_json::Value = serde_json::from_slice(text).unwrap();
         assert_eq!(text["capabilities"]["max_data_xfer_size"], 1 << 20);
@@ -187,7 +192,7 @@ impl<D: Device> Serving<D> {
         let half = |at: usize| u16::from_ne_bytes(bytes[at..at + 2].try_into().unwrap());
         let (size, flags) = (number32(&bytes, 4)? as usize, number32(&bytes, 8)?);
         assert_eq!((flags & 0xf, number32(&bytes, 12)?), (0, 0), "commands have no error");
-        // As large as libvfio-user takes them.
+        // The maximum size that libvfio-user accepts.
         assert!((16..=(1 << 20) + 32).contains(&size), "{size} bytes");
         let mut payload = vec![0; size - 16];
         self.stream.read_exact(&mut payload)?;
@@ -287,7 +292,7 @@ impl<D: Device> Serving<D> {
                     return Err(errno(libc::EINVAL));
                 }
                 if !self.watched.contains(&range) {
-                    // libvfio-user reports all of what was mapped at once, and nothing else.
+                    // libvfio-user reports only whole mappings.
                     return Err(errno(libc::ENOTSUP));
                 }
                 let mut bitmap = vec![0; range.length.div_ceil(page_size).div_ceil(64) as usize];
@@ -304,7 +309,7 @@ impl<D: Device> Serving<D> {
         Ok(reply)
     }
 
-    /// The trouble that this message meets, if any.
+    /// Returns the fault for this message, if any.
     fn trouble(&mut self, message: &Message) -> Option<Trouble> {
         let (command, after, trouble) = self.manner.trouble.as_mut()?;
         let other = |state| self.device.state().is_ok_and(|is| is != state);
@@ -335,7 +340,7 @@ impl<D: Device> Serving<D> {
             Some(Trouble::NoSize) => shortened = payload.len() + 1,
             Some(Trouble::Longer(bytes)) => payload.resize(payload.len() + bytes, 0),
             Some(Trouble::Shorter) => _ = payload.pop(),
-            Some(Trouble::SaysMore) => payload[4..8].copy_from_slice(&u32::MAX.to_ne_bytes()),
+            Some(Trouble::ClaimsMore) => payload[4..8].copy_from_slice(&u32::MAX.to_ne_bytes()),
             Some(Trouble::LoudError(number)) => {
                 (payload, flags, error) = (vec![0; 70_000], REPLY | ERROR, number as u32);
             }
@@ -347,7 +352,7 @@ impl<D: Device> Serving<D> {
                 self.stream.write_all(&bytes[..bytes.len() - 1])?;
                 return Err(io::ErrorKind::ConnectionAborted.into());
             }
-            Some(Trouble::Asks) => {
+            Some(Trouble::SendsCommands) => {
                 for (payload, flags) in [(5000, 0), (0, 0), (16, NO_REPLY)] {
                     self.stream.write_all(&header(77, DMA_READ, payload, flags, 0))?;
                     self.stream.write_all(&vec![1; payload])?;
@@ -358,7 +363,7 @@ impl<D: Device> Serving<D> {
                     }
                 }
             }
-            Some(Trouble::AsksTooMuch) => {
+            Some(Trouble::SendsTooLong) => {
                 return self.stream.write_all(&header(77, DMA_READ, 1 << 30, 0, 0));
             }
             Some(Trouble::Floods) => loop {

@@ -1,4 +1,4 @@
-//! virtiofsd as a process: where it is found, started, stopped and what it logged.
+//! virtiofsd as a process: finding, starting and stopping it, and its log.
 
 use std::fs::File;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,7 +10,8 @@ use rustix::io::FdFlags;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use tempfile::TempDir;
 
-/// The program that `scripts/setup` built; says why a test is skipped where there is none, and fails where it must not be.
+/// Returns the program that `scripts/setup` built. Without it, prints why the test is skipped, or panics if tools are
+/// required.
 pub(crate) fn program() -> Option<PathBuf> {
     let named = std::env::var_os("STERNA_TOOLS").map(PathBuf::from);
     let places = named.into_iter().chain([PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../target/tools")]);
@@ -22,7 +23,7 @@ pub(crate) fn program() -> Option<PathBuf> {
     found
 }
 
-/// A running virtiofsd; killed, and its log shown if the test fails, when it is dropped.
+/// A running virtiofsd. When it is dropped, it is killed, and its log is printed if the test has failed.
 pub(crate) struct Daemon {
     child: Child,
     socket: PathBuf,
@@ -30,16 +31,17 @@ pub(crate) struct Daemon {
     _directory: TempDir,
 }
 
-/// No other daemon may be started while a listening socket can be inherited.
+/// Held while a listening socket can be inherited, so that no other daemon is started meanwhile.
 static STARTING: Mutex<()> = Mutex::new(());
 
 impl Daemon {
-    /// Shares `directory`. `--sandbox=none` because the tests also run where namespaces may not be made; seccomp stays on.
+    /// Starts a daemon that shares `directory`. `--sandbox=none` because the tests also run where namespaces may not be
+    /// made; seccomp stays on.
     pub(crate) fn start(program: &Path, directory: &Path, options: &[&str]) -> Daemon {
         let own = tempfile::tempdir().expect("a directory");
         let (socket, log) = (own.path().join("socket"), own.path().join("log"));
         let _alone = STARTING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // Given as a file descriptor it listens before the daemon runs: nobody has to wait for it.
+        // A socket passed as a file descriptor listens before the daemon runs, so no test has to wait for it.
         let listener = UnixListener::bind(&socket).expect("a socket");
         rustix::io::fcntl_setfd(&listener, FdFlags::empty()).expect("inheritable");
         let child = Command::new(program)
@@ -54,21 +56,21 @@ impl Daemon {
     }
 
     pub(crate) fn connect(&self) -> UnixStream {
-        UnixStream::connect(&self.socket).expect("it listens")
+        UnixStream::connect(&self.socket).expect("virtiofsd listens")
     }
 
-    /// Killed, and gone when this returns.
+    /// Kills the daemon. It has ended when this returns.
     pub(crate) fn kill(&mut self) {
         self.child.kill().expect("it can be killed");
         self.child.wait().expect("it ends");
     }
 
-    /// Whether it has ended.
+    /// Returns whether the daemon has ended.
     pub(crate) fn is_dead(&mut self) -> bool {
         self.child.try_wait().expect("its status").is_some()
     }
 
-    /// Stopped as a process that hangs, and standing still when this returns.
+    /// Stops the daemon like a process that hangs. It is stopped when this returns.
     pub(crate) fn hang(&mut self) {
         let pid = Pid::from_child(&self.child);
         kill_process(pid, Signal::STOP).expect("it can be stopped");
@@ -83,7 +85,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // It may have ended by itself, as it does when its front-end goes away.
+        // The daemon may have ended by itself, as it does when its front-end disconnects.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {

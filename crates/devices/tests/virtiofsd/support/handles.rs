@@ -1,8 +1,8 @@
-//! Whether virtiofsd can move files by their handles here. The tests of the gateway ask the same.
+//! Checks whether virtiofsd can move files by their handles here. The tests of the gateway use this, too.
 
 use std::path::Path;
 
-/// Whether files can be opened by their handles; says why not.
+/// Returns whether files can be opened by their handles; prints the reason if not.
 pub(crate) fn may_open_by_handle(directory: &Path) -> bool {
     const CAP_DAC_READ_SEARCH: u64 = 1 << 2;
     const OVERLAYFS_SUPER_MAGIC: u64 = 0x794c_7630;

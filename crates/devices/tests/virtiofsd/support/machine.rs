@@ -1,5 +1,5 @@
-//! The monitor and the guest's driver of a virtio device, as small as they can be: memory that is a memfd, split virtqueues
-//! (VIRTIO 1.2, 2.7), and the vhost-user handshake.
+//! A minimal monitor and guest driver of a virtio device: memory that is a memfd, split virtqueues (VIRTIO 1.2, 2.7),
+//! and the vhost-user handshake.
 //!
 //! The memory is never mapped here: `pread` and `pwrite` see the same pages as the back-end's mapping.
 
@@ -21,7 +21,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::{Daemon, ample};
 
-/// Where the memory is for the guest, and for the monitor as the back-end is told: any two places will do.
+/// The addresses of the memory in the guest, and in the monitor as reported to the back-end: any two addresses serve.
 const GUEST: u64 = 0x10_0000;
 const USER: u64 = 0x7000_0000_0000;
 const MEMORY: u64 = 2 << 20;
@@ -32,18 +32,18 @@ const QUEUES: usize = 2;
 const REQUESTS: usize = 1;
 const QUEUE_SIZE: u16 = 64;
 
-/// Offsets in memory: each queue's three parts, what the driver asks, what the device answers.
+/// Offsets in memory: each queue's three parts, the driver's request, and the device's answer.
 const QUEUE: u64 = 0x1_0000;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
-const QUESTION: u64 = 0x8_0000;
+const REQUEST: u64 = 0x8_0000;
 const ANSWER: u64 = 0x10_0000;
 
 const VIRTIO_F_VERSION_1: u64 = 1 << 32;
 const VIRTQ_DESC_F_NEXT: u16 = 1;
 const VIRTQ_DESC_F_WRITE: u16 = 2;
 
-/// What is moved by the rounds and the stream: memory, and where the rings are.
+/// The state that the rounds and the stream move: memory, and the positions of the rings.
 pub(crate) struct Machine {
     memory: File,
     /// Requests made available so far; all before the last are answered.
@@ -64,7 +64,7 @@ impl Machine {
         Machine { memory: memory(), requests: 0, bases: [0; QUEUES] }
     }
 
-    /// The destination's: a copy of its own.
+    /// Returns the destination's machine, with a copy of the memory.
     pub(crate) fn moved(&self) -> Machine {
         let copy = memory();
         let mut content = vec![0; MEMORY as usize];
@@ -73,29 +73,30 @@ impl Machine {
         Machine { memory: copy, ..*self }
     }
 
-    /// Its memory as the engine has it. Mapped until the process ends: nobody has to say when the last one ceases to use it.
+    /// Returns the memory for the engine. It is mapped until the process ends, so no owner has to track its last use.
     pub(crate) fn ram(&self) -> GuestRam {
         let file = self.memory.try_clone().expect("a descriptor");
         let (access, length) = (ProtFlags::READ | ProtFlags::WRITE, MEMORY as usize);
         // SAFETY: a new mapping at an address that the kernel chooses.
         let start = unsafe { mmap(std::ptr::null_mut(), length, access, MapFlags::SHARED, &file, 0) }.expect("mapped");
         let start = NonNull::new(start.cast()).expect("not at 0");
-        // SAFETY: the mapping is there for ever. Only the engine accesses it, by raw pointers; everybody else the file.
+        // SAFETY: the mapping exists for ever. Only the engine accesses it, by raw pointers; all other code accesses
+        // the file.
         let block = unsafe { RamBlock::new("guest", start, length, Backing::Shared(Arc::new(file), 0)) };
         GuestRam::new(vec![block]).expect("one block")
     }
 
-    /// The pages that device and driver write: queues, questions and answers.
+    /// Returns the pages that device and driver write: queues, requests and answers.
     pub(crate) fn written() -> Range<u64> {
         QUEUE / PAGE..MEMORY / PAGE
     }
 
-    /// Pages of all its memory.
+    /// Returns the number of pages of the memory.
     pub(crate) fn pages() -> u64 {
         MEMORY / PAGE
     }
 
-    /// A number over all of its memory.
+    /// Returns a number computed from all of the memory.
     pub(crate) fn digest(&self) -> u64 {
         let mut content = vec![0; MEMORY as usize];
         self.memory.read_exact_at(&mut content, 0).expect("memory");
@@ -103,7 +104,7 @@ impl Machine {
         content.iter().fold(0xcbf2_9ce4_8422_2325, step)
     }
 
-    /// Where the rings are: what is the monitor's own of the device's state.
+    /// Returns the positions of the rings, the monitor's part of the device's state.
     pub(crate) fn rings(&self) -> Vec<u8> {
         [self.requests, self.bases[0], self.bases[1]].into_iter().flat_map(u16::to_le_bytes).collect()
     }
@@ -113,7 +114,7 @@ impl Machine {
         (self.requests, self.bases) = (number(0), [number(2), number(4)]);
     }
 
-    /// The handshake, up to the point where the rings would start.
+    /// Performs the handshake, up to the point where the rings would start.
     pub(crate) fn attach(&self, daemon: &Daemon) -> Device {
         let mut frontend = Frontend::from_stream(daemon.connect(), QUEUES as u64);
         let offered = frontend.get_features().expect("GET_FEATURES");
@@ -121,7 +122,7 @@ impl Machine {
         let protocol = VhostUserProtocolFeatures::REPLY_ACK | VhostUserProtocolFeatures::DEVICE_STATE;
         assert!(frontend.get_protocol_features().expect("GET_PROTOCOL_FEATURES").contains(protocol));
         frontend.set_protocol_features(protocol).expect("SET_PROTOCOL_FEATURES");
-        // From here on it answers each message, so that what it refuses is seen where it is refused.
+        // From here on the back-end answers each message, so that a refusal is noticed at the refused message.
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         frontend.set_owner().expect("SET_OWNER");
         frontend.set_features(FEATURES).expect("SET_FEATURES");
@@ -137,7 +138,8 @@ impl Machine {
         Device { frontend, protocol, kicks: events(), calls: events() }
     }
 
-    /// Starts the rings where they were stopped, or at their beginning. The kick is for a request that nobody had taken when they stopped.
+    /// Starts the rings where they were stopped, or at their beginning. The kick is for a request that was not yet
+    /// processed when they stopped.
     pub(crate) fn start(&self, device: &mut Device) {
         for queue in 0..QUEUES {
             let at = USER + QUEUE * queue as u64;
@@ -165,8 +167,8 @@ impl Machine {
         for (queue, base) in self.bases.iter_mut().enumerate() {
             *base = device.frontend.get_vring_base(queue).expect("GET_VRING_BASE").try_into().expect("16 bits");
         }
-        assert!(self.requests.wrapping_sub(self.bases[REQUESTS]) <= 1, "all but the last request were taken");
-        assert_eq!(self.bases[REQUESTS].to_le_bytes(), self.used(), "what was taken is answered");
+        assert!(self.requests.wrapping_sub(self.bases[REQUESTS]) <= 1, "all requests but the last were processed");
+        assert_eq!(self.bases[REQUESTS].to_le_bytes(), self.used(), "processed requests are answered");
     }
 
     /// Puts a request into the queue and waits for its answer.
@@ -176,12 +178,12 @@ impl Machine {
         self.answer(device, room)
     }
 
-    /// Puts a request into the queue, of which the device is not told yet.
+    /// Puts a request into the queue, without notifying the device.
     pub(crate) fn submit(&mut self, question: &[u8], room: usize) {
-        assert!(question.len() as u64 <= ANSWER - QUESTION && room as u64 <= MEMORY - ANSWER);
+        assert!(question.len() as u64 <= ANSWER - REQUEST && room as u64 <= MEMORY - ANSWER);
         let queue = QUEUE * REQUESTS as u64;
-        self.write(QUESTION, question);
-        self.descriptor(queue, 0, QUESTION, question.len(), VIRTQ_DESC_F_NEXT);
+        self.write(REQUEST, question);
+        self.descriptor(queue, 0, REQUEST, question.len(), VIRTQ_DESC_F_NEXT);
         self.descriptor(queue, 1, ANSWER, room, VIRTQ_DESC_F_WRITE);
         let slot = u64::from(self.requests % QUEUE_SIZE);
         // Ring: flags, index, entries. Both descriptors above are the chain that begins with number 0.
@@ -204,7 +206,7 @@ impl Machine {
         answer
     }
 
-    /// How many requests the device has answered.
+    /// Returns how many requests the device has answered.
     fn used(&self) -> [u8; 2] {
         self.read(QUEUE * REQUESTS as u64 + USED + 2)
     }
@@ -232,17 +234,18 @@ impl Machine {
 const FEATURES: u64 = VIRTIO_F_VERSION_1 | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 
 impl Device {
-    /// What the product gets of it.
+    /// Returns the back-end for the code under test.
     pub(crate) fn back_end(&self, name: &str) -> BackEnd {
         BackEnd::new(name, &self.frontend, self.protocol).expect("virtiofsd has the feature")
     }
 
-    /// Says that a migration begins, as a monitor does that has its writes logged: virtiofsd then collects its state while it runs.
+    /// Announces a migration, as a monitor does that enables logging of writes: virtiofsd then collects its state while
+    /// it runs.
     pub(crate) fn announce(&self) {
         self.frontend.set_features(FEATURES | VhostUserVirtioFeatures::LOG_ALL.bits()).expect("SET_FEATURES");
     }
 
-    /// Says that there is none any more.
+    /// Withdraws the announcement.
     pub(crate) fn withdraw(&self) {
         self.frontend.set_features(FEATURES).expect("SET_FEATURES");
     }
@@ -254,14 +257,14 @@ impl Device {
     fn wait_for_call(&self) {
         let call = &self.calls[REQUESTS];
         let left = ample() - std::time::Instant::now();
-        // SAFETY: `self` is borrowed for as long as this is, so both stay open.
+        // SAFETY: `self` is borrowed meanwhile, so both stay open.
         let [called, connection] =
             [call.as_raw_fd(), self.frontend.as_raw_fd()].map(|fd| unsafe { BorrowedFd::borrow_raw(fd) });
         let mut watched =
             [PollFd::from_borrowed_fd(called, PollFlags::IN), PollFd::from_borrowed_fd(connection, PollFlags::RDHUP)];
         let ready = poll(&mut watched, Some(&Timespec::try_from(left).expect("a minute"))).expect("poll");
         assert_ne!(ready, 0, "virtiofsd does not answer a request");
-        assert!(!watched[0].revents().is_empty(), "virtiofsd went away");
+        assert!(!watched[0].revents().is_empty(), "virtiofsd disconnected");
         call.read().expect("its count");
     }
 }

@@ -1,4 +1,5 @@
-//! What stands around the device in these tests: the daemon, the machine with its memory and queues, the guest's file system.
+//! The environment of the device in these tests: the daemon, the machine with its memory and queues, the guest's file
+//! system.
 
 mod daemon;
 mod fuse;
@@ -12,7 +13,7 @@ pub(crate) use fuse::{Fuse, ROOT};
 pub(crate) use handles::may_open_by_handle;
 pub(crate) use machine::{Device, Machine};
 
-/// Far enough away to be none, and near enough that a hang ends the test.
+/// Returns a deadline that no correct test reaches, but that ends a hanging one.
 pub(crate) fn ample() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }

@@ -1,11 +1,11 @@
 //! Deltas against a destination that takes them, and that refuses some.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use proptest::prelude::*;
 use sterna_memory::delta::apply;
 use sterna_wire::delta::PageDeltas;
-use sterna_wire::packet::{BlockShape, PageRequest};
 
 use super::*;
 
@@ -62,7 +62,8 @@ proptest! {
         ),
         places in 0usize..40,
     ) {
-        let again = Retransmit::none_of(vec![BlockShape { pages: 24, page_size: 4096 }]);
+        // Refused pages, each with the packet that had it.
+        let mut refused_pages: Vec<(u64, u64)> = Vec::new();
         let mut deltas = Deltas::new(places * PAGE_SIZE, PACKET_PAGES * PAGE_SIZE);
         let mut memory: HashMap<u64, Vec<u64>> = (0..24).map(|page| (page, vec![page + 1; 512])).collect();
         let mut there: HashMap<u64, Vec<u8>> = (0..24).map(|page| (page, vec![0; PAGE_SIZE])).collect();
@@ -73,21 +74,20 @@ proptest! {
             changes.iter().for_each(|(page, change)| changed(memory.get_mut(page).unwrap(), *change));
             pages.sort_unstable();
             pages.dedup();
-            // What was refused goes whole, and the cache forgets it.
-            again.take(|block, run| {
-                for page in run {
-                    let bytes = content(&memory, page);
+            // Refused pages are retransmitted whole, and the cache forgets them. Of later packets no refusal has been read yet.
+            refused_pages.retain(|(packet, page)| {
+                if *packet <= acknowledged {
                     sequence += 1;
-                    deltas.forget(block, &Run { kind: RunKind::Normal, first: page, count: 1 });
-                    again.mark_resent(block, page..page + 1);
-                    there.insert(page, bytes);
-                    last.insert(page, sequence);
+                    deltas.forget(0, &Run { kind: RunKind::Normal, first: *page, count: 1 });
+                    there.insert(*page, content(&memory, *page));
+                    last.insert(*page, sequence);
                 }
+                *packet > acknowledged
             });
             let is_zero = |page: &u64| memory[page].iter().all(|word| *word == 0);
             let runs: Vec<Run> = pages.iter().map(|page| Run { kind: if is_zero(page) { RunKind::Zero } else { RunKind::Normal }, first: *page, count: 1 }).collect();
             let bytes: Vec<u8> = pages.iter().filter(|page| !is_zero(page)).flat_map(|page| content(&memory, *page)).collect();
-            let split = deltas.split(0, &runs, Normal::of(&bytes), acknowledged, Some(&again), costs);
+            let split = deltas.split(0, &runs, NormalPages::of(&bytes), acknowledged, costs);
             let (delta_sequence, whole_sequence) = (sequence + 1, sequence + 1 + u64::from(split.deltas > 0));
             deltas.sent(0, &bytes, delta_sequence, whole_sequence);
             made += split.deltas;
@@ -108,7 +108,7 @@ proptest! {
                 last.insert(*page, delta_sequence);
             }
             if damaged && split.deltas > 0 {
-                touched.iter().for_each(|page| again.add(&PageRequest { block: 0, first: *page, count: 1 }));
+                refused_pages.extend(touched.iter().map(|page| (delta_sequence, *page)));
             }
             let (rest_runs, mut rest) = deltas.rest(&bytes);
             damaged = refused == Some(whole_sequence);
@@ -124,7 +124,7 @@ proptest! {
                     rest = later;
                     if damaged {
                         page_there.fill(0xdd);
-                        again.add(&PageRequest { block: 0, first: page, count: 1 });
+                        refused_pages.push((whole_sequence, page));
                     } else {
                         page_there.copy_from_slice(now);
                     }
@@ -133,8 +133,8 @@ proptest! {
             sequence += u64::from(split.deltas > 0) + u64::from(!rest_runs.is_empty());
             acknowledged = acknowledged.max(sequence.saturating_sub(late));
         }
-        // The last round of a guest that stands.
-        again.take(|_, run| run.for_each(|page| drop(there.insert(page, content(&memory, page)))));
+        // The guest is paused, and everything is acknowledged.
+        refused_pages.into_iter().for_each(|(_, page)| drop(there.insert(page, content(&memory, page))));
         for page in 0..24 {
             prop_assert!(!last.contains_key(&page) || there[&page] == content(&memory, page), "page {page}");
         }
@@ -194,17 +194,17 @@ impl Peer {
         }
     }
 
-    /// Has what was refused sent again; says whether there was anything.
-    fn sent_again(&mut self, deltas: &mut Deltas, last: &mut u64) -> bool {
+    /// Has the refused pages retransmitted. Returns whether there were any.
+    fn retransmit(&mut self, deltas: &mut Deltas, last: &mut u64) -> bool {
         let refused = std::mem::take(&mut self.refused);
         for (number, pages) in &refused {
-            deltas.again(0, pages.clone(), *number).expect("it is known until it is acknowledged");
+            deltas.collect_refused(0, pages.clone(), *number).expect("it is known until it is acknowledged");
             let (runs, content) = deltas.rest(&[]);
             if !runs.is_empty() {
                 *last += 1;
                 let (runs, content) = (runs.to_vec(), content.to_vec());
                 self.packets.push_back(Packet { number: *last, runs, deltas: false, content });
-                deltas.sent_again(0, *last);
+                deltas.retransmitted(0, *last);
             }
         }
         !refused.is_empty()
@@ -221,20 +221,20 @@ proptest! {
         faults in prop::collection::vec(prop::bool::weighted(0.3), 0..120),
         places in 0usize..40,
     ) {
-        let mut deltas = Deltas::new(places * PAGE_SIZE, PACKET_PAGES * PAGE_SIZE).holding();
+        let mut deltas = Deltas::new(places * PAGE_SIZE, PACKET_PAGES * PAGE_SIZE).keeping_unacknowledged();
         let mut memory: HashMap<u64, Vec<u64>> = (0..48).map(|page| (page, vec![0; 512])).collect();
         let there = (0..48).map(|page| (page, vec![0; PAGE_SIZE])).collect();
         let mut peer = Peer { there, faults, packets: Default::default(), refused: Vec::new(), acknowledged: 0 };
         let mut last = 0;
         for (changes, late, costs) in rounds {
-            peer.sent_again(&mut deltas, &mut last);
+            peer.retransmit(&mut deltas, &mut last);
             changes.iter().for_each(|(page, change)| changed(memory.get_mut(page).unwrap(), *change));
             let is_zero = |page: u64| memory[&page].iter().all(|word| *word == 0);
             let kind = |page| if is_zero(page) { RunKind::Zero } else { RunKind::Normal };
             let runs: Vec<Run> = changes.keys().map(|page| Run { kind: kind(*page), first: *page, count: 1 }).collect();
             let pages = changes.keys().filter(|page| !is_zero(**page));
             let bytes: Vec<u8> = pages.flat_map(|page| content(&memory, *page)).collect();
-            let split = deltas.split(0, &runs, Normal::of(&bytes), peer.acknowledged, None, costs);
+            let split = deltas.split(0, &runs, NormalPages::of(&bytes), peer.acknowledged, costs);
             deltas.sent(0, &bytes, last + 1, last + 1 + u64::from(split.deltas > 0));
             let sent = [(true, deltas.deltas()), (false, deltas.rest(&bytes))];
             for (deltas, (runs, content)) in sent.into_iter().filter(|(_, (runs, _))| !runs.is_empty()) {
@@ -245,27 +245,27 @@ proptest! {
         }
         loop {
             peer.take(0);
-            if !peer.sent_again(&mut deltas, &mut last) {
+            if !peer.retransmit(&mut deltas, &mut last) {
                 break;
             }
         }
         (0..48).for_each(|page| assert!(peer.there[&page] == content(&memory, page), "page {page}"));
-        deltas.split(0, &[], Normal::of(&[]), last, None, deltas.whole(None));
+        deltas.split(0, &[], NormalPages::of(&[]), last, deltas.whole(None));
         prop_assert_eq!(deltas.underway.unwrap().bytes(), 0);
     }
 }
 
 #[test]
 fn what_was_not_in_the_refused_packet_is_not_sent_again() {
-    let mut deltas = Deltas::new(0, PACKET_PAGES * PAGE_SIZE).holding();
+    let mut deltas = Deltas::new(0, PACKET_PAGES * PAGE_SIZE).keeping_unacknowledged();
     whole(&mut deltas, 3, &[7; PAGE_SIZE], 1);
     whole(&mut deltas, 3, &[8; PAGE_SIZE], 2);
-    assert_eq!(deltas.again(0, 3..4, 1), Ok(()));
+    assert_eq!(deltas.collect_refused(0, 3..4, 1), Ok(()));
     assert!(deltas.rest(&[]).0.is_empty(), "what is newer is on its way");
-    assert_eq!(deltas.again(0, 3..5, 2), Err(4));
-    assert_eq!(deltas.again(1, 3..4, 2), Err(3));
-    assert_eq!(deltas.again(0, 3..4, 3), Err(3));
-    assert_eq!(deltas.again(0, 3..4, 2), Ok(()));
+    assert_eq!(deltas.collect_refused(0, 3..5, 2), Err(4));
+    assert_eq!(deltas.collect_refused(1, 3..4, 2), Err(3));
+    assert_eq!(deltas.collect_refused(0, 3..4, 3), Err(3));
+    assert_eq!(deltas.collect_refused(0, 3..4, 2), Ok(()));
     assert_eq!(deltas.rest(&[]).1, [8; PAGE_SIZE]);
 }
 
@@ -274,9 +274,8 @@ fn whole(deltas: &mut Deltas, page: u64, bytes: &[u8], sequence: u64) -> Split {
     let split = deltas.split(
         0,
         &[Run { kind: RunKind::Normal, first: page, count: 1 }],
-        Normal::of(bytes),
+        NormalPages::of(bytes),
         sequence - 1,
-        None,
         costs,
     );
     deltas.sent(0, bytes, sequence, sequence);
@@ -320,7 +319,7 @@ fn a_place_that_is_given_away_within_a_batch_is_the_newcomers() {
     let run = |first, count| Run { kind: RunKind::Normal, first, count };
     let mut split = |runs: &[Run], bytes: &[u8], sequence| {
         let costs = deltas.whole(None);
-        let split = deltas.split(0, runs, Normal::of(bytes), sequence - 1, None, costs);
+        let split = deltas.split(0, runs, NormalPages::of(bytes), sequence - 1, costs);
         deltas.sent(0, bytes, sequence, sequence);
         split.deltas
     };
@@ -341,7 +340,7 @@ fn pages_that_are_taken_out_of_a_run_leave_no_more_runs_than_a_table_has_room_fo
         let mut deltas = Deltas::new(1024 * PAGE_SIZE, PAGES * PAGE_SIZE);
         let mut send = |runs: &[Run], bytes: &[u8], sequence| {
             let costs = deltas.whole(None);
-            let split = deltas.split(0, runs, Normal::of(bytes), sequence - 1, None, costs);
+            let split = deltas.split(0, runs, NormalPages::of(bytes), sequence - 1, costs);
             deltas.sent(0, bytes, sequence, sequence);
             let (rest, _) = deltas.rest(bytes);
             assert!(rest.len() <= MAX_RUNS, "{} runs after {zero}", rest.len());
@@ -401,7 +400,7 @@ fn a_region_rests_while_it_is_rewritten_but_for_the_few_pages_that_pay_and_comes
         let bytes: Vec<u8> = memory.iter().flat_map(|word| word.to_le_bytes()).collect();
         deltas.history.set_pass(400.0);
         let all = [Run { kind: RunKind::Normal, first: 0, count: PAGES as u32 }];
-        let split = deltas.split(0, &all, Normal::of(&bytes), sequence - 1, None, costs);
+        let split = deltas.split(0, &all, NormalPages::of(&bytes), sequence - 1, costs);
         assert_eq!(deltas.rest(&bytes).1.len(), split.whole as usize * PAGE_SIZE);
         deltas.sent(0, &bytes, sequence, sequence + 1);
         split

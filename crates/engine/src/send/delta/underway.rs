@@ -48,12 +48,20 @@ pub(super) struct Underway {
 
 impl Underway {
     /// Adds pages of `block` that are sent in the packet `sequence`, the newest one; `content` is that of a normal run.
-    pub(super) fn push(&mut self, sequence: u64, block: u16, run: Run, content: &[u8]) {
+    fn push(&mut self, sequence: u64, block: u16, run: Run, content: &[u8]) {
         let entry = Entry { sequence, block, run };
         debug_assert_eq!(entry.bytes(), content.len());
         debug_assert!(self.entries.back().is_none_or(|last| last.sequence <= sequence));
         self.entries.push_back(entry);
         self.content.extend(content);
+    }
+
+    /// Adds `runs` of `block` that are sent in the packet `sequence`, each with the page of `content` at which its content begins.
+    pub(super) fn push_all(&mut self, sequence: u64, block: u16, runs: &[(Run, usize)], content: &[u8]) {
+        for (run, at) in runs {
+            let pages = if run.kind == RunKind::Normal { run.count as usize } else { 0 };
+            self.push(sequence, block, *run, &content[at * PAGE_SIZE..][..pages * PAGE_SIZE]);
+        }
     }
 
     /// Removes the pages of packets up to `acknowledged`: they have arrived, and refused ones have been retransmitted.

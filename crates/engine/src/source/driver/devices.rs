@@ -7,12 +7,13 @@ use sterna_wire::control::DeviceChannels;
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::SourceEvent;
 
-use super::{Driver, Event, Order};
+use super::{Driver, Event};
 use crate::device_state::save::{self, PieceTarget, Route, SaveEvent};
 use crate::device_state::{SaveDevice, SavingDevices, Threads};
 use crate::entry::Pipeline;
 use crate::send::{SendChannel, SendContext};
-use crate::session::after;
+use crate::source::rounds::Order;
+use crate::switchover::after;
 
 /// The devices and their progress.
 pub(super) struct Devices {
@@ -34,7 +35,7 @@ impl Driver<'_> {
     /// Waits for the devices' threads. The alarm has been raised, or all devices have saved.
     pub(super) fn end_devices(&mut self) {
         self.devices.known.end();
-        let (observer, reason) = (self.observer, self.lead.switchover.reason());
+        let (observer, reason) = (self.kernel.observer, self.kernel.reason());
         self.devices.threads.join(|devices| {
             observer.note(&format!("{reason}; before it ends, devices must return from saving: {devices}"));
         });
@@ -42,8 +43,9 @@ impl Driver<'_> {
 
     /// Opens the channels that carry device state only, if there are any.
     pub(super) fn open_device_channels(&self, context: &SendContext) -> Result<Arc<Vec<SendChannel>>, String> {
-        let open = |index| self.session.open(self.security, self.to, ChannelKind::DeviceState, index, context);
-        let channels = (1..=self.session.device_channels).map(open).collect::<Result<_, _>>();
+        let open =
+            |index| self.kernel.session.open(self.security, self.kernel.to(), ChannelKind::DeviceState, index, context);
+        let channels = (1..=self.kernel.session.device_channels).map(open).collect::<Result<_, _>>();
         Ok(Arc::new(channels.map_err(|error| error.to_string())?))
     }
 
@@ -55,7 +57,7 @@ impl Driver<'_> {
         stream: &Arc<SendChannel>,
     ) -> Result<(), String> {
         let known = Arc::clone(&self.devices.known);
-        self.lead.abort.on_end(move || known.end());
+        self.kernel.abort.on_end(move || known.end());
         let target = || PieceTarget {
             devices: Arc::clone(&self.devices.known),
             route: match self.settings.device_channels {
@@ -63,16 +65,17 @@ impl Driver<'_> {
                 DeviceChannels::Own(_) => Route::Own(Arc::clone(own)),
                 DeviceChannels::Serial => Route::Serial(Arc::clone(stream)),
             },
-            packet_size: self.session.packet_size,
+            packet_size: self.kernel.session.packet_size,
         };
-        let (events, occupied, abort) = (self.events_in.clone(), self.occupied.clone(), Arc::clone(&self.lead.abort));
+        let (events, occupied, abort) =
+            (self.kernel.events.clone(), self.occupied.clone(), Arc::clone(&self.kernel.abort));
         let news = move |news| {
             if abort.is_over() {
                 // An echo: the alarm has the reason.
                 return;
             }
             let failed = if let SaveEvent::Failed(reason) = &news { Some(reason.clone()) } else { None };
-            drop(events.send(Event::Device(news)));
+            events.send(Event::Device(news));
             if let Some(reason) = failed {
                 // The driver may be saving the monitor's state.
                 occupied.raise(reason);
@@ -119,13 +122,13 @@ impl Driver<'_> {
 
     /// Returns the event by which the destination may prepare, once RAM is acknowledged and all state is handed over.
     pub(super) fn final_state_sent(&mut self) -> Option<SourceEvent> {
-        self.lead.moments.drained?;
+        self.kernel.moments.drained?;
         let saved = self.devices.known.all_saved()?;
-        if self.lead.abort.is_over() || std::mem::replace(&mut self.devices.final_state_reported, true) {
+        if self.kernel.abort.is_over() || std::mem::replace(&mut self.devices.final_state_reported, true) {
             return None;
         }
-        self.lead.moments.saved = self.lead.moments.saved.max(saved);
-        self.lead.due = Some((after(self.step_time()), "loading at the destination"));
+        self.kernel.moments.saved = self.kernel.moments.saved.max(saved);
+        self.kernel.due = Some((after(self.step_time()), "loading at the destination"));
         Some(SourceEvent::FinalStateSent)
     }
 }

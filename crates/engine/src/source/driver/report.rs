@@ -3,20 +3,15 @@
 use std::time::Instant;
 
 use sterna_memory::PAGE_SIZE;
-use sterna_wire::control::ControlMessage;
-use sterna_wire::switchover::{SourceAfter, SourceEnd, SourceEvent, SourceGuest};
+use sterna_wire::switchover::{SourceAfter, SourceEnd};
 
-use super::{CANCELLED, Driver};
+use super::Driver;
 use crate::accelerator::Accelerator;
-use crate::migration::{GuestState, MigrationError, Phase, Side};
-use crate::report::{Outcome, PostCopyReport, Report, between};
+use crate::migration::{MigrationError, Phase, Side};
+use crate::report::{Moments, PostCopyReport, Report, between};
 use crate::send::Sent;
-use crate::session::SourceOutcome;
+use crate::switchover::Ending;
 use crate::transport::Security;
-
-/// The warning where somebody has started the guest at the source although it belongs to the destination.
-const RUNS_HERE: &str =
-    "the guest was started here by somebody else although it belongs to the destination: stop one of the two at once";
 
 impl Driver<'_> {
     /// Returns the figures of the data channels, those that are closed included.
@@ -31,7 +26,7 @@ impl Driver<'_> {
         let elapsed_ms = self.started.elapsed().as_millis() as u64;
         let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
         let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / interval;
-        self.progress.phase = self.phase.to_string();
+        self.progress.phase = self.phase().to_string();
         self.progress.content_rate = rate(sent.content_bytes, self.content_reported);
         self.progress.wire_rate = rate(sent.wire_bytes, self.progress.wire_bytes);
         self.progress.elapsed_ms = elapsed_ms;
@@ -47,110 +42,33 @@ impl Driver<'_> {
             .lock()
             .expect("no thread panics with the lock held")
             .fill(&mut self.progress, delivered.carried.pages());
-        if self.phase == Phase::PostCopy {
+        if self.phase() == Phase::PostCopy {
             self.progress.remaining_bytes = self.unsent.pages() * PAGE_SIZE as u64;
         }
-        self.observer.progress(&self.progress);
+        self.kernel.observer.progress(&self.progress);
     }
 
-    pub(super) fn finish(mut self, outcome: SourceOutcome) -> Result<Report, MigrationError> {
-        let (outcome, guest, reason) = self.verdict(outcome);
-        self.lead.abort.finish();
-        // A destination that does not receive it waits a little for this side to reconnect.
-        self.lead.peer.send(&ControlMessage::Goodbye);
-        self.lead.peer.hang_up();
+    pub(super) fn finish(mut self, end: SourceEnd) -> Result<Report, MigrationError> {
+        let ending = self.kernel.ending(end);
+        self.kernel.hang_up();
         self.end_data_plane();
-        if outcome == Outcome::Completed && self.post_copy.begun().is_some() {
-            // Until now the monitor was needed for its guest's memory.
-            if let SourceEvent::Guest(SourceGuest::Running) = self.end_guest() {
-                self.left = Some(RUNS_HERE.to_owned());
-            }
-        }
+        let left = self.kernel.left().map(str::to_owned);
         if let Some(Err(busy)) = self.accelerator.as_ref().map(Accelerator::retire) {
-            self.observer.note(&format!("{busy}; an accelerator out of service may still read it"));
+            self.kernel.observer.note(&format!("{busy}; an accelerator out of service may still read it"));
         }
-        let report = self.report(outcome, reason.clone());
+        let warnings = left.into_iter().chain(self.kernel.record_warning(&ending)).collect();
+        let report = self.report(&ending, warnings);
+        let phase = self.phase();
+        let Ending { outcome, guest, reason } = ending;
         match reason {
             None => Ok(report),
-            Some(reason) => Err(MigrationError {
-                side: Side::Source,
-                phase: self.phase,
-                guest,
-                cancelled: outcome == Outcome::Cancelled,
-                refused: false,
-                reason,
-                report: Some(Box::new(report)),
-                received: None,
-            }),
+            Some(reason) => {
+                let mut error =
+                    MigrationError::ended((Side::Source, phase, guest), outcome, reason, self.vmm.failures());
+                error.report = Some(Box::new(report));
+                Err(error)
+            }
         }
-    }
-
-    /// Returns the outcome, where the guest is, and the reason where the migration did not complete.
-    fn verdict(&mut self, outcome: SourceOutcome) -> (Outcome, GuestState, Option<String>) {
-        // The event of the cancellation may still be queued.
-        let cancelled = self.cancel.is_cancelled() && self.lead.switchover.reason() == CANCELLED;
-        let not_moved = if self.lead.cancelled || cancelled { Outcome::Cancelled } else { Outcome::Failed };
-        let (outcome, guest, reason) = match outcome {
-            SourceOutcome::Machine(SourceEnd::Finished) => {
-                // That the migration is settled must be on the disk before it is reported.
-                let Some(why) = self.unwritten.as_ref().filter(|_| !self.ledger.settled()) else {
-                    return (Outcome::Completed, GuestState::BelongsToDestination, None);
-                };
-                let reason = format!(
-                    "the destination has confirmed that the guest runs there, but the record could not be written: {why}"
-                );
-                (Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
-            }
-            SourceOutcome::Machine(SourceEnd::Aborted { reason }) => (not_moved, GuestState::RunsAtSource, reason),
-            SourceOutcome::Machine(SourceEnd::NotStarted) => {
-                let why = self.unwritten.as_deref().unwrap_or_default();
-                (Outcome::Failed, GuestState::Untouched, format!("the migration's record could not be written: {why}"))
-            }
-            SourceOutcome::Machine(SourceEnd::GuestGone) => {
-                (Outcome::Lost, GuestState::PausedAtSource, "the guest is gone".to_owned())
-            }
-            SourceOutcome::Machine(SourceEnd::DestinationLost { never_ran, reason }) => {
-                let ran = if never_ran { "it never ran there" } else { "it may have run there" };
-                let reason = format!("the destination has lost the guest that was given to it ({ran}): {reason}");
-                (Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
-            }
-            SourceOutcome::Machine(SourceEnd::Stuck { reason }) => (Outcome::Stuck, GuestState::PausedAtSource, reason),
-            SourceOutcome::Machine(SourceEnd::Conflict) => {
-                let reason = "the destination runs the guest although it was not given to it".to_owned();
-                (Outcome::Stuck, GuestState::RunsTwice, reason)
-            }
-            SourceOutcome::Undelivered if self.lead.switchover.decided() && self.post_copy.begun().is_some() => {
-                let cancelled = || {
-                    "the rest of the guest's memory was not sent: the destination was lost, and the migration cancelled"
-                        .to_owned()
-                };
-                (Outcome::Lost, GuestState::LacksMemory, self.lead.undelivered.take().unwrap_or_else(cancelled))
-            }
-            SourceOutcome::Undelivered if self.lead.switchover.decided() => {
-                let unreachable = || "the destination did not confirm it in time".to_owned();
-                let reason = self.lead.undelivered.take().unwrap_or_else(unreachable);
-                (Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
-            }
-            // The guest runs here; a destination that did not receive the abort presumes it.
-            SourceOutcome::Undelivered => {
-                (not_moved, GuestState::RunsAtSource, self.lead.switchover.reason().to_owned())
-            }
-        };
-        (outcome, guest, Some(reason))
-    }
-
-    /// Returns what the operator must know or do now.
-    fn warnings(&mut self, outcome: Outcome) -> Vec<String> {
-        let mut warnings: Vec<_> = self.left.take().into_iter().collect();
-        let unwritten = self.unwritten.as_ref().filter(|_| !self.ledger.settled()).zip(self.ledger.on_disk());
-        if let (Outcome::Failed | Outcome::Cancelled, Some((why, state))) = (outcome, unwritten) {
-            let (id, state) = (self.session.id, state.name());
-            warnings.push(format!(
-                "this end could not be written to the record, which still holds the state `{state}`: {why}. Put that right, then run \
-                 `sterna recover {id}` here: until then this guest takes part in no other migration"
-            ));
-        }
-        warnings
     }
 
     /// Returns lines about the work of accelerators, and about RAM that they could not reach.
@@ -170,42 +88,38 @@ impl Driver<'_> {
     }
 
     /// Makes the report, once the data plane has ended.
-    fn report(&mut self, outcome: Outcome, reason: Option<String>) -> Report {
+    fn report(&mut self, ending: &Ending, warnings: Vec<String>) -> Report {
         let sent = self.sent();
         let stats = self.stats.lock().expect("no thread panics with the lock held").clone();
-        let all_there = self.post_copy.done().map(|(when, _)| when);
-        let end = all_there.or(self.lead.moments.running).unwrap_or_else(Instant::now);
+        let Moments { running, complete, .. } = self.kernel.moments;
+        let end = complete.or(running).unwrap_or_else(Instant::now);
         let requested = self.settings.delta_cache.min(self.ram.bytes());
         let (delta_cache, no_deltas) = sent.delta_cache(requested, self.settings.channels);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         Report {
-            id: self.session.id.to_string(),
-            outcome,
-            reason,
+            id: self.kernel.session.id.to_string(),
+            outcome: ending.outcome,
+            reason: ending.reason.clone(),
             machine: self.vmm.name(),
-            destination: self.to.to_string(),
+            destination: self.kernel.to().to_string(),
             total_ms,
-            downtime_ms: self.lead.moments.downtime_ms(),
-            downtime: self.lead.moments.parts(),
+            downtime_ms: self.kernel.moments.downtime_ms(),
+            downtime: self.kernel.moments.parts(),
             rounds: stats.round,
             convergence: match (stats.verdict, self.throttled) {
                 (None, _) => {
                     let wanted = self.settings.downtime.as_secs_f64() * 1e3;
-                    stats.out_of_reach.filter(|_| self.lead.moments.downtime_ms() > wanted)
+                    stats.out_of_reach.filter(|_| self.kernel.moments.downtime_ms() > wanted)
                 }
                 (Some(verdict), 0) => Some(verdict),
                 (Some(verdict), percent) => Some(format!("{verdict}; it was held for {percent} % of the time")),
             },
-            post_copy: self.post_copy.begun().map(|begun| {
-                let (done, figures) = begun.done.unzip();
-                let figures = figures.unwrap_or_default();
-                PostCopyReport {
-                    ms: between(self.lead.moments.running, done),
-                    requests: figures.requests,
-                    latency_p50_ms: f64::from(figures.latency_p50_us) / 1e3,
-                    latency_p99_ms: f64::from(figures.latency_p99_us) / 1e3,
-                    reconnected: begun.reconnected,
-                }
+            post_copy: self.kernel.post_copy_begun().then(|| PostCopyReport {
+                ms: between(running, complete),
+                requests: self.post_copy.figures.requests,
+                latency_p50_ms: f64::from(self.post_copy.figures.latency_p50_us) / 1e3,
+                latency_p99_ms: f64::from(self.post_copy.figures.latency_p99_us) / 1e3,
+                reconnected: self.post_copy.reconnected,
             }),
             wire_bytes: sent.wire_bytes,
             content_bytes: sent.content_bytes,
@@ -227,10 +141,10 @@ impl Driver<'_> {
             device_deltas: sent.device_deltas,
             delta_cache,
             no_deltas: no_deltas.map(str::to_owned),
-            refused_packets: self.again.packets(),
+            refused_packets: self.refusals.packets(),
             devices: self.devices.known.report(),
             source_after: self.ended.then_some(SourceAfter::Quit),
-            warnings: self.warnings(outcome),
+            warnings,
             mode: None,
             not_direct: None,
             tracking: None,

@@ -1,4 +1,4 @@
-//! What shall go wrong on a simulated network, and on which connections.
+//! The planned faults of a simulated network, and the connections on which they occur.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ impl Direction {
     pub(super) const BOTH: [Self; 2] = [Self::Forth, Self::Back];
 }
 
-/// Which connections are meant. Numbers count connections that somebody listened for, from 0, since the network exists.
+/// Selects connections. Connections to a port with a listener are numbered from 0 since the network was made.
 #[derive(Clone, Debug, Default)]
 pub struct Which {
     port: Option<Arc<str>>,
@@ -28,17 +28,18 @@ pub struct Which {
 }
 
 impl Which {
-    /// All connections of the network.
+    /// Selects all connections of the network.
     pub fn all() -> Self {
         Self::default()
     }
 
-    /// All connections to `port`.
+    /// Selects all connections to `port`.
     pub fn to(port: &Port) -> Self {
         Self { port: Some(Arc::clone(&port.name)), number: None }
     }
 
-    /// Of those, only the one with this number: among all of the network, or, after [`Which::to`], among the port's.
+    /// Restricts the selection to the connection with this number: among all of the network or, after [`Which::to`],
+    /// among the port's.
     #[must_use]
     pub fn number(mut self, number: u64) -> Self {
         self.number = Some(number);
@@ -51,12 +52,12 @@ impl Which {
     }
 }
 
-/// After how many bytes that have arrived in the direction.
+/// How many bytes have arrived in a direction when a fault occurs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum After {
-    /// After exactly so many; 0: as soon as the connection is made.
+    /// Exactly this number; 0: as soon as the connection is made.
     Bytes(u64),
-    /// After a number in this range, which the seed chooses for each connection.
+    /// A number in this range, which the seed chooses for each connection.
     Within(Range<u64>),
 }
 
@@ -88,35 +89,35 @@ enum What {
     Refuse,
 }
 
-/// A plan of what goes wrong, for connections that are made after it was given to
-/// [`Network::faults`](super::Network::faults).
+/// A plan of faults, for connections that are made after [`Network::faults`](super::Network::faults) has received it.
 ///
-/// Where several rules mean a connection, all of them hold.
+/// If several rules select a connection, all of them apply.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
     rules: Vec<(Which, What, After)>,
 }
 
 impl Faults {
-    /// Nothing goes wrong.
+    /// Returns a plan without faults.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The connection is cut when so much has arrived in `direction`. What is on its way then, both ways, is lost.
+    /// Cuts the connection when `after` bytes have arrived in `direction`. Bytes in transit are lost in both
+    /// directions.
     #[must_use]
     pub fn cut(self, which: Which, direction: Direction, after: impl Into<After>) -> Self {
         self.with(which, What::Cut(direction), after.into())
     }
 
-    /// When so much has arrived in `direction`, nothing more arrives until
-    /// [`Network::resume`](super::Network::resume); the sender notices when what lies in between is full.
+    /// Stops delivery in `direction` when `after` bytes have arrived, until
+    /// [`Network::resume`](super::Network::resume). The sender notices when the capacity in between is full.
     #[must_use]
     pub fn stall(self, which: Which, direction: Direction, after: impl Into<After>) -> Self {
         self.with(which, What::Stall(direction), after.into())
     }
 
-    /// The connection is refused, as if nobody listened. It counts nevertheless.
+    /// Refuses the connection, as if there were no listener. The connection is numbered nevertheless.
     #[must_use]
     pub fn refuse(self, which: Which) -> Self {
         self.with(which, What::Refuse, After::Bytes(0))
@@ -127,7 +128,7 @@ impl Faults {
         self
     }
 
-    /// What happens to this connection; `None`: it is refused.
+    /// Returns the faults of this connection; `None` if the connection is refused.
     pub(super) fn of(&self, name: &Name, random: &mut Seeded) -> Option<Troubles> {
         let mut troubles = Troubles::default();
         for (_, what, after) in self.rules.iter().filter(|(which, ..)| which.means(name)) {

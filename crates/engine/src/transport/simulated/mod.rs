@@ -1,9 +1,9 @@
-//! A network in memory, on which things go wrong as planned: for tests, this library's own and those of monitors that
-//! embed it.
+//! A network in memory with planned faults, for the tests of this library and of monitors that embed it.
 //!
-//! Connections on it are used as those over TCP: by threads that block, with the same errors. They have no file
-//! descriptors, so thousands of migrations fit into one test. Which bytes arrive together and where a connection is cut
-//! follow from a seed; how the threads take turns does not, so a test must hold in any order, and prints the seed.
+//! Its connections are used like TCP connections: by threads that block, with the same errors. They have no file
+//! descriptors, so thousands of migrations fit into one test. A seed determines which bytes arrive together and where a
+//! connection is cut. It does not determine the order of threads, so a test must pass in any order, and prints the
+//! seed.
 //!
 //! ```
 //! use std::io::{Read, Write};
@@ -39,11 +39,11 @@ use self::random::Seeded;
 pub(super) use self::wire::End;
 use self::wire::{Name, Wire};
 
-/// Bytes on their way in one direction of a connection, at most, unless said otherwise.
+/// Default of the maximum number of bytes in transit in one direction of a connection.
 pub const DEFAULT_CAPACITY: usize = 256 << 10;
 /// How the text of a port begins.
 const SIMULATED: &str = "simulated:";
-/// Connections that wait to be accepted, at most; Linux's own default is of this order.
+/// Maximum number of connections that wait to be accepted; Linux's default is of this order.
 const BACKLOG: usize = 128;
 
 /// A network in memory. Clones are the same network.
@@ -63,7 +63,7 @@ struct State {
     faults: Faults,
     connections: u64,
     ports: HashMap<Arc<str>, PortState>,
-    /// Those that may still be open.
+    /// The connections that may still be open.
     wires: Vec<Weak<Wire>>,
 }
 
@@ -74,34 +74,35 @@ struct PortState {
 }
 
 impl Network {
-    /// A network on which all goes well, with [`DEFAULT_CAPACITY`]. What depends on chance follows from `seed`.
+    /// Returns a network without faults, with [`DEFAULT_CAPACITY`]. All random choices follow from `seed`.
     pub fn new(seed: u64) -> Self {
         Self::with_capacity(seed, DEFAULT_CAPACITY)
     }
 
-    /// [`Network::new`] with room for `capacity` bytes (at least one) on their way in each direction of a connection.
+    /// Returns a network like that of [`Network::new`], with room for `capacity` bytes (at least one) in transit in
+    /// each direction of a connection.
     pub fn with_capacity(seed: u64, capacity: usize) -> Self {
         Self { shared: Arc::new(Shared { seed, capacity: capacity.max(1), state: Mutex::default() }) }
     }
 
-    /// The seed, to be printed by a test that fails.
+    /// Returns the seed, for a failing test to print.
     pub fn seed(&self) -> u64 {
         self.shared.seed
     }
 
-    /// The port of this name: an address to listen on and to connect to. With TLS, the name is what the listener's
-    /// certificate must be for, as a host's name is with TCP.
+    /// Returns the port of this name: an address to listen on and to connect to. With TLS, the listener's certificate
+    /// must be for this name, as it must be for a host's name with TCP.
     pub fn port(&self, name: &str) -> Port {
         Port { network: self.clone(), name: name.into() }
     }
 
-    /// How many connections have been made so far, refused ones included; the number of the next one.
+    /// Returns how many connections have been made so far, refused ones included. This is the number of the next one.
     pub fn connections(&self) -> u64 {
         self.shared.state().connections
     }
 
-    /// What goes wrong with connections from now on, instead of what was planned before. Those that exist go on with the
-    /// plan that they were made under.
+    /// Replaces the plan of faults for connections made from now on. Existing connections keep the plan under which
+    /// they were made.
     pub fn faults(&self, faults: Faults) {
         self.shared.state().faults = faults;
     }
@@ -111,22 +112,22 @@ impl Network {
         self.cut(&Which::all());
     }
 
-    /// Cuts these connections, now.
+    /// Cuts these connections immediately.
     pub fn cut(&self, which: &Which) {
         self.each(which, Wire::cut);
     }
 
-    /// On these connections nothing more arrives in `direction`, not even their end, until [`Network::resume`].
+    /// Stops delivery in `direction` on these connections until [`Network::resume`]. Their end is not delivered either.
     pub fn stall(&self, which: &Which, direction: Direction) {
         self.each(which, |wire| wire.stall(direction));
     }
 
-    /// What stands still goes on, on all connections. Stalls that are planned and have not come to pass are still to come.
+    /// Resumes delivery on all stalled connections. Planned stalls that have not occurred yet still will.
     pub fn resume(&self) {
         self.each(&Which::all(), Wire::resume);
     }
 
-    /// All goes well from now on, also on connections that exist; but what was cut stays cut.
+    /// Removes all planned faults and stalls, also from existing connections. Connections that were cut stay cut.
     pub fn heal(&self) {
         self.faults(Faults::new());
         self.each(&Which::all(), Wire::heal);
@@ -150,7 +151,7 @@ impl Shared {
     }
 }
 
-/// A place on a network to listen on and to connect to.
+/// A port of a network, to listen on and to connect to.
 #[derive(Clone)]
 pub struct Port {
     network: Network,
@@ -158,12 +159,12 @@ pub struct Port {
 }
 
 impl Port {
-    /// Its name.
+    /// Returns the port's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Connects to whoever listens here.
+    /// Connects to the port's listener.
     pub(super) fn connect(&self) -> io::Result<End> {
         let network = &self.network.shared;
         let mut state = network.state();
@@ -185,7 +186,7 @@ impl Port {
         Ok(near)
     }
 
-    /// Listens here.
+    /// Listens on the port.
     pub(super) fn listen(&self) -> io::Result<Acceptor> {
         let queue = Arc::new(Queue::default());
         let mut state = self.network.shared.state();
@@ -247,7 +248,7 @@ impl Queue {
     }
 }
 
-/// What listens on a port.
+/// The listener of a port.
 #[derive(Debug)]
 pub(super) struct Acceptor {
     queue: Arc<Queue>,
@@ -259,7 +260,7 @@ impl Acceptor {
         &self.port
     }
 
-    /// Waits for a connection; fails once it was stopped.
+    /// Waits for a connection. Fails once the listener has been stopped.
     pub(super) fn accept(&self) -> io::Result<End> {
         let mut state = self.queue.state();
         loop {
@@ -273,7 +274,7 @@ impl Acceptor {
         }
     }
 
-    /// Frees the port, ends the waiting for connections, and resets those that nobody has accepted.
+    /// Frees the port, wakes the thread that waits for connections, and resets connections that were not accepted.
     pub(super) fn stop(&self) {
         let mut network = self.port.network.shared.state();
         if let Some(port) = network.ports.get_mut(&self.port.name)

@@ -1,8 +1,8 @@
-//! The one source of chance of a simulated network: what happens follows from the seed alone.
+//! The only source of random numbers of a simulated network: all follow from the seed.
 
 use std::ops::Range;
 
-/// A sequence of numbers that follows from its seed (SplitMix64: Steele, Lea, Flood, OOPSLA 2014).
+/// A sequence of numbers that is determined by its seed (SplitMix64: Steele, Lea, Flood, OOPSLA 2014).
 #[derive(Clone, Debug)]
 pub(in crate::transport) struct Seeded(u64);
 
@@ -21,13 +21,13 @@ impl Seeded {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number of `range`; its start if it is empty. The bias of the modulus is of no importance here.
+    /// Returns a number of `range`, or its start if the range is empty. The bias of the modulus does not matter here.
     pub(in crate::transport) fn of(&mut self, range: &Range<u64>) -> u64 {
         range.start + self.next() % range.end.saturating_sub(range.start).max(1)
     }
 
-    /// How much one read takes of `most` bytes (at least one): one in eight takes next to nothing, so that the borders of
-    /// messages are cut through, the others anything.
+    /// Returns how many of `most` bytes one read returns (at least one). One read in eight returns very few, so that
+    /// messages are split at any point; the others return any number.
     pub(in crate::transport) fn piece(&mut self, most: usize) -> usize {
         let most = if self.next().is_multiple_of(8) { most.min(16) } else { most };
         1 + (self.next() % most as u64) as usize

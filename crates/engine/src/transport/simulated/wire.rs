@@ -1,8 +1,8 @@
-//! One connection of a simulated network: two bounded byte pipes that threads block on, and what goes wrong with them.
+//! One connection of a simulated network: two bounded byte pipes that threads block on, and their faults.
 //!
-//! It behaves as a TCP connection does on Linux wherever the transport can tell: reads return a piece of what has
-//! arrived, a closed direction is read to its end, closing over unread bytes resets, and a broken connection loses what
-//! was on its way.
+//! A connection behaves as TCP does on Linux in all that the transport can observe: a read returns a piece of the bytes
+//! that have arrived, a closed direction can be read to its end, closing with unread bytes resets the connection, and a
+//! broken connection loses the bytes in transit.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -14,7 +14,7 @@ use super::SIMULATED;
 use super::faults::Direction;
 use super::random::Seeded;
 
-/// Which connection it is.
+/// Identifies a connection.
 #[derive(Clone, Debug)]
 pub(super) struct Name {
     pub(super) port: Arc<str>,
@@ -24,42 +24,42 @@ pub(super) struct Name {
     pub(super) of_port: u64,
 }
 
-/// After how many bytes that arrived something happens, for each direction.
+/// For each direction, after how many delivered bytes a fault occurs.
 #[derive(Debug, Default)]
 pub(super) struct Troubles {
     pub(super) cut: [Option<u64>; 2],
     pub(super) stall: [Option<u64>; 2],
 }
 
-/// What both ends share.
+/// The state that both ends share.
 #[derive(Debug)]
 pub(super) struct Wire {
     pub(super) name: Name,
     capacity: usize,
     state: Mutex<State>,
-    /// Something can be read from the flow of this direction, or never will be.
+    /// Signals that bytes can be read from the flow of this direction, or that none will ever come.
     readable: [Condvar; 2],
-    /// Something can be written to it, or never will be.
+    /// Signals that bytes can be written to the flow, or that none ever will be.
     writable: [Condvar; 2],
 }
 
 #[derive(Debug)]
 struct State {
     flows: [Flow; 2],
-    /// Of the end that reads each direction.
+    /// The timeouts of the end that reads each direction.
     timeouts: [Timeouts; 2],
-    /// The connection was cut; what the reader of each direction makes of it.
+    /// The connection was cut: how the reader of each direction sees it.
     broken: Option<[Break; 2]>,
-    /// What they will make of it.
+    /// How the readers will see a cut.
     when_cut: [Break; 2],
 }
 
-/// How an end learns that a connection is broken: both happen with TCP, depending on what stood between the hosts.
+/// How an end sees that a connection is broken. Both occur with TCP, depending on the devices between the hosts.
 #[derive(Clone, Copy, Debug)]
 enum Break {
     /// `ConnectionReset`.
     Reset,
-    /// The end of the stream, though not all of it has come.
+    /// The end of the stream, although not all bytes have arrived.
     End,
 }
 
@@ -73,7 +73,7 @@ struct Timeouts {
 /// One direction.
 #[derive(Debug)]
 struct Flow {
-    /// On its way.
+    /// Bytes in transit.
     bytes: VecDeque<u8>,
     delivered: u64,
     cut_at: Option<u64>,
@@ -81,7 +81,8 @@ struct Flow {
     stalled: bool,
     /// The writer will write no more.
     ended: bool,
-    /// It ends with a reset, because the writer's end was closed over unread bytes. What was written before arrives.
+    /// The flow ends with a reset, because the writer's end was closed with unread bytes. Bytes written before the
+    /// reset arrive.
     reset: bool,
     /// The reader will read no more.
     unheard: bool,
@@ -89,7 +90,7 @@ struct Flow {
 }
 
 impl Flow {
-    /// How much the reader may have of what there is, `most` at most.
+    /// Returns how many of the bytes in transit the reader may receive, at most `most`.
     fn deliverable(&self, most: usize) -> usize {
         if self.stalled {
             return 0;
@@ -110,7 +111,7 @@ impl Flow {
 }
 
 impl State {
-    /// Both directions end at once; what was on its way is lost.
+    /// Ends both directions at once; bytes in transit are lost.
     fn cut(&mut self) {
         self.broken = Some(self.when_cut);
         for flow in &mut self.flows {
@@ -118,7 +119,7 @@ impl State {
         }
     }
 
-    /// What has come to pass at the number of bytes that have now arrived.
+    /// Triggers the faults that are due at the number of bytes that have arrived.
     fn come_to_pass(&mut self, direction: Direction) {
         let flow = &mut self.flows[direction as usize];
         if flow.stall_at == Some(flow.delivered) {
@@ -131,7 +132,7 @@ impl State {
 }
 
 impl Wire {
-    /// A new connection: the end that connected and the end that was connected to.
+    /// Makes a connection. Returns the connecting end and the listening end.
     pub(super) fn connect(name: Name, capacity: usize, troubles: &Troubles, mut random: Seeded) -> [End; 2] {
         let mut chance = || if random.next().is_multiple_of(2) { Break::Reset } else { Break::End };
         let when_cut = [chance(), chance()];
@@ -170,12 +171,12 @@ impl Wire {
         self.wake_all();
     }
 
-    /// Nothing more arrives in `direction`.
+    /// Stops delivery in `direction`.
     pub(super) fn stall(&self, direction: Direction) {
         self.state().flows[direction as usize].stalled = true;
     }
 
-    /// What had been stalled arrives.
+    /// Resumes delivery.
     pub(super) fn resume(&self) {
         for flow in &mut self.state().flows {
             flow.stalled = false;
@@ -183,7 +184,7 @@ impl Wire {
         self.wake_all();
     }
 
-    /// Nothing more goes wrong by plan.
+    /// Removes the planned faults.
     pub(super) fn heal(&self) {
         for flow in &mut self.state().flows {
             (flow.cut_at, flow.stall_at) = (None, None);
@@ -228,13 +229,13 @@ impl End {
         &self.wire
     }
 
-    /// The connection, for people.
+    /// Returns a description of the connection for messages.
     pub(in crate::transport) fn name(&self) -> String {
         let Name { port, of_port, .. } = &self.wire.name;
         format!("{SIMULATED}{port} (connection {of_port})")
     }
 
-    /// How long this end waits for a byte, and for room to write.
+    /// Sets how long this end waits for a byte, and for room to write.
     pub(in crate::transport) fn set_timeouts(&self, read: Option<Duration>, write: Option<Duration>) {
         self.wire.state().timeouts[self.reading()] = Timeouts { read, write };
     }
@@ -243,13 +244,14 @@ impl End {
         self.wire.state().timeouts[self.reading()].read = timeout;
     }
 
-    /// Reads as long as the read timeout allows.
+    /// Reads, waiting at most for the read timeout.
     pub(in crate::transport) fn read_with_timeout(&self, into: &mut [u8]) -> io::Result<usize> {
         let timeout = self.wire.state().timeouts[self.reading()].read;
         self.read(into, timeout.map(|timeout| Instant::now() + timeout))
     }
 
-    /// A random piece of what has arrived, waiting for it until `deadline`; 0 at the end.
+    /// Reads a random piece of the bytes that have arrived, waiting for them until `deadline`. Returns 0 at the end of
+    /// the stream.
     pub(in crate::transport) fn read(&self, into: &mut [u8], deadline: Option<Instant>) -> io::Result<usize> {
         let at = self.reading();
         let mut state = self.wire.state();
@@ -283,13 +285,14 @@ impl End {
         }
     }
 
-    /// How much can be read without waiting.
+    /// Returns how many bytes can be read without waiting.
     pub(in crate::transport) fn arrived(&self) -> u64 {
         let state = self.wire.state();
         if state.broken.is_some() { 0 } else { state.flows[self.reading()].deliverable(usize::MAX) as u64 }
     }
 
-    /// Writes all of `parts`, waiting for room; if it may not wait, what there is room for and then `WouldBlock`.
+    /// Writes all of `parts`, waiting for room. If it may not wait, writes as much as there is room for and then fails
+    /// with `WouldBlock`.
     pub(in crate::transport) fn write_all(&self, parts: &[IoSlice<'_>], may_wait: bool) -> io::Result<()> {
         let at = self.writing();
         let mut state = self.wire.state();
@@ -304,7 +307,7 @@ impl End {
                     Some(_) => return Err(io::ErrorKind::BrokenPipe.into()),
                     None => {}
                 }
-                // That the other end has gone is news from there.
+                // A stalled direction also delays the news that the other end has closed.
                 let known = !state.flows[self.reading()].stalled;
                 let flow = &mut state.flows[at];
                 if flow.ended || (flow.unheard && known) {
@@ -328,13 +331,13 @@ impl End {
         Ok(())
     }
 
-    /// Takes what has arrived without waiting, and forgets it.
+    /// Drops the bytes that have arrived, without waiting for more.
     pub(in crate::transport) fn forget_unread(&self) {
         self.wire.state().flows[self.reading()].bytes.clear();
         self.wire.writable[self.reading()].notify_one();
     }
 
-    /// Ends one direction, or both: this end's waiting reads and writes return.
+    /// Ends one direction, or both. Reads and writes that wait at this end return.
     pub(in crate::transport) fn shutdown(&self, how: Shutdown) {
         let mut state = self.wire.state();
         if matches!(how, Shutdown::Write | Shutdown::Both) {

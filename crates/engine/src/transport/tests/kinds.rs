@@ -1,4 +1,4 @@
-//! What holds over every kind of socket, with and without TLS.
+//! Properties that every kind of socket has, with and without TLS.
 
 use std::io::{Read, Write};
 
@@ -45,8 +45,8 @@ fn both_directions_flow_at_once_and_neither_waits_for_the_other() {
         assert!(arrived == pattern(6 << 20, seed));
     }
     for setup in setups() {
-        // All four halves live until everything has arrived: TLS says goodbye when its writer ends, and a socket closed
-        // with that unread resets the connection under what its peer has yet to read.
+        // All four halves live until everything has arrived: TLS sends `close_notify` when its writer ends, and a
+        // socket that is closed with that unread resets the connection before its peer has read everything.
         let (mut source, mut destination) = channel(&setup);
         thread::scope(|scope| {
             scope.spawn(|| send(&mut source.0, 1));
@@ -109,7 +109,7 @@ fn a_closer_wakes_a_waiting_reader_and_a_waiting_writer() {
             let writing = scope.spawn(move || {
                 let content = [1; 16 << 10];
                 loop {
-                    // Nobody reads at the other end, so sooner or later a write waits.
+                    // No thread reads at the other end, so a write waits sooner or later.
                     if let Err(error) = writer.write_all(&content) {
                         return error;
                     }
@@ -153,9 +153,9 @@ fn writing_to_a_peer_that_is_gone_fails() {
     for setup in setups() {
         let ((mut writer, _back), destination) = channel(&setup);
         drop(destination);
-        // TCP takes what it has room for until the peer's reset arrives.
+        // TCP accepts bytes while it has room, until the peer's reset arrives.
         let written = (0..PATIENCE.as_micros()).find_map(|_| writer.write_all(&[1; 64 << 10]).err());
-        let error = written.expect("somebody must notice");
+        let error = written.expect("a write fails in the end");
         let gone = [io::ErrorKind::BrokenPipe, io::ErrorKind::ConnectionReset];
         assert!(gone.contains(&error.kind()), "{:?}: {error}", setup.kind);
     }
@@ -173,25 +173,25 @@ fn silence_inside_of_a_packet_is_an_error_after_the_limit() {
             Connection::accept_within(listener.bound.accept().unwrap(), &Security::Insecure, &limits).unwrap();
         let (_writer, mut reader) = accepted.split();
 
-        say(&peer, b"pac");
+        send_raw(&peer, b"pac");
         let lost = reader.read_packet_start(&mut [0; 6]).unwrap_err();
         assert_eq!(lost.kind(), io::ErrorKind::TimedOut, "{kind:?}: {lost}");
 
-        say(&peer, b"packet");
+        send_raw(&peer, b"packet");
         assert!(reader.read_packet_start(&mut [0; 6]).unwrap());
         let lost = reader.read_exact(&mut [0; 1]).unwrap_err();
         assert_eq!(lost.kind(), io::ErrorKind::TimedOut, "{kind:?}: {lost}");
 
         reader.set_timeout(Some(Duration::ZERO)).unwrap_err();
         reader.set_timeout(None).unwrap();
-        say(&peer, b"!");
+        send_raw(&peer, b"!");
         reader.read_exact(&mut [0; 1]).unwrap();
     }
 }
 
 #[test]
-fn a_peer_that_takes_nothing_is_given_up_after_twice_the_limit() {
-    // With TCP the kernel counts; where it does not, the write itself is limited.
+fn a_peer_that_reads_nothing_is_disconnected_after_twice_the_limit() {
+    // With TCP the kernel measures the time; for other sockets the write itself has the limit.
     for kind in [Kind::Unix, Kind::Simulated] {
         let listener = ManualListener::open(kind);
         let _peer = listener.connect_raw();
@@ -205,7 +205,7 @@ fn a_peer_that_takes_nothing_is_given_up_after_twice_the_limit() {
 }
 
 #[test]
-fn a_receiver_that_does_not_answer_is_given_up() {
+fn a_receiver_that_does_not_answer_is_disconnected_after_the_limit() {
     let limits = Limits { handshake: Duration::from_millis(40), ..Limits::default() };
     for setup in setups() {
         let listener = ManualListener::open(setup.kind);
@@ -217,7 +217,7 @@ fn a_receiver_that_does_not_answer_is_given_up() {
 }
 
 #[test]
-fn nobody_listening_is_said_with_the_address() {
+fn an_address_without_a_listener_is_named_in_the_error() {
     for kind in Kind::ALL {
         let listener = ManualListener::open(kind);
         let to = listener.bound.address().unwrap();
@@ -242,11 +242,12 @@ fn an_address_is_listened_on_once_and_again_when_it_is_free() {
 
 // ---- Hostile and broken peers ----------------------------------------------------------------------------------------
 
-/// What the receiving side makes of a peer that sends `bytes` and then waits for the end; what the peer is told.
+/// Connects a peer that sends `bytes` and then waits for the end. Returns the receiver's error and its answer to the
+/// peer.
 fn hostile(kind: Kind, security: &Security, bytes: &[u8], limits: &Limits) -> (TransportError, Vec<u8>) {
     let listener = ManualListener::open(kind);
     let peer = listener.connect_raw();
-    say(&peer, bytes);
+    send_raw(&peer, bytes);
     thread::scope(|scope| {
         let receiving = scope.spawn(|| receive_one(&listener.bound, security, limits).map(drop).unwrap_err());
         let answer = hear(&peer);
@@ -263,8 +264,8 @@ fn garbage_is_refused_with_and_without_tls() {
         match setup.destination {
             Security::Insecure => {
                 assert!(matches!(error, TransportError::Header { .. }), "{error}");
-                let told = ChannelReply::reason_length(answer[..4].try_into().unwrap());
-                assert_eq!(told, Ok(answer.len() - 4), "it is told so");
+                let reason_length = ChannelReply::reason_length(answer[..4].try_into().unwrap());
+                assert_eq!(reason_length, Ok(answer.len() - 4), "the peer receives the reason");
             }
             Security::Tls(_) => assert!(matches!(error, TransportError::Tls { .. }), "{error}"),
         }
@@ -272,7 +273,7 @@ fn garbage_is_refused_with_and_without_tls() {
 }
 
 #[test]
-fn a_peer_that_says_too_little_is_given_up() {
+fn a_peer_that_sends_too_little_is_disconnected() {
     let limits = Limits { handshake: Duration::from_millis(40), ..Limits::default() };
     for setup in setups() {
         let start = match setup.destination {
@@ -287,19 +288,19 @@ fn a_peer_that_says_too_little_is_given_up() {
 }
 
 #[test]
-fn tls_on_one_side_only_is_said_in_words_on_the_other() {
+fn tls_on_one_side_only_is_explained_to_the_other_side() {
     let site = Site::new();
     for kind in Kind::ALL {
         let setup = Setup { kind, source: Security::Insecure, destination: site.server("source.example") };
         let (opened, _) = meet(&setup, text);
         let said = text(opened);
-        assert!(said.contains("takes TLS only"), "{kind:?}: {said}");
+        assert!(said.contains("accepts TLS only"), "{kind:?}: {said}");
     }
     for kind in [Kind::Tcp, Kind::Simulated] {
         let setup = Setup { kind, source: site.client(), destination: Security::Insecure };
         let (opened, received) = meet(&setup, text);
         let said = text(opened);
-        assert!(said.contains("does not take TLS") && said.contains("--insecure"), "{kind:?}: {said}");
+        assert!(said.contains("does not use TLS"), "{kind:?}: {said}");
         assert!(received.contains("does not begin with Sterna's magic"), "{kind:?}: {received}");
     }
 }
@@ -311,9 +312,9 @@ fn the_receivers_reason_for_refusing_arrives() {
             refuse_channel(received.unwrap().0, "another migration is running");
         });
         let opened = opened.unwrap_err();
-        let told =
+        let reason_length =
             matches!(&opened, TransportError::Refused { reason, .. } if reason == "another migration is running");
-        assert!(told, "{opened}");
+        assert!(reason_length, "{opened}");
     }
 }
 
@@ -325,7 +326,7 @@ fn tls_is_refused_where_the_peer_has_no_name() {
 
 // ---- The listener ----------------------------------------------------------------------------------------------------
 
-/// A listener that is accepting, where to connect, and what it needs to exist.
+/// Returns an accepting listener, the address to connect to, and the directory that keeps it alive.
 fn listening(setup: &Setup, limits: Limits) -> (Incoming, Address, Option<tempfile::TempDir>) {
     let (address, dir) = setup.kind.address();
     let listener = Listener::bind(&address).unwrap();
@@ -352,7 +353,7 @@ fn a_listener_hands_out_channels_with_their_headers() {
 }
 
 #[test]
-fn beyond_the_limit_the_oldest_silent_connection_is_told_so_and_makes_room() {
+fn beyond_the_limit_the_oldest_silent_connection_is_refused_with_the_reason_and_makes_room() {
     for setup in setups() {
         let (incoming, to, _dir) = listening(&setup, Limits { pending: 2, ..Limits::default() });
         let oldest = connect_raw(&to);
@@ -374,7 +375,7 @@ fn beyond_the_limit_the_oldest_silent_connection_is_told_so_and_makes_room() {
 }
 
 #[test]
-fn where_nothing_can_make_room_a_connection_is_put_off_in_words() {
+fn where_nothing_can_make_room_a_connection_is_postponed_with_the_reason() {
     for setup in setups() {
         let (_incoming, to, _dir) = listening(&setup, Limits { pending: 0, ..Limits::default() });
         let refused = open(&to, &setup.source).unwrap_err();
@@ -384,7 +385,7 @@ fn where_nothing_can_make_room_a_connection_is_put_off_in_words() {
 }
 
 #[test]
-fn stopping_a_listener_wakes_whoever_waits_for_it_and_frees_the_address() {
+fn stopping_a_listener_wakes_the_waiting_thread_and_frees_the_address() {
     for setup in setups() {
         let (incoming, to, _dir) = listening(&setup, Limits::default());
         let stop = incoming.stop_handle();
@@ -393,21 +394,21 @@ fn stopping_a_listener_wakes_whoever_waits_for_it_and_frees_the_address() {
             stop.stop();
             assert!(waiting.join().unwrap());
         });
-        assert!(dial::dial(&to, PATIENCE).is_err(), "nobody listens any more");
+        assert!(dial::dial(&to, PATIENCE).is_err(), "no process listens any more");
         if let Address::Unix(path) = &to {
-            assert!(!path.exists(), "although the handle is still there");
+            assert!(!path.exists(), "although the handle still exists");
         }
     }
 }
 
 #[test]
-fn a_reader_that_is_woken_for_many_bytes_never_waits_for_more_than_come() {
+fn a_reader_that_waits_for_many_bytes_never_waits_for_more_than_arrive() {
     let mut random = Seeded::new(announced_seed(), 0);
     for setup in setups() {
         let ((mut writer, _back), (_forth, mut reader)) = channel(&setup);
         let content = pattern(6 << 20, 3);
         thread::scope(|scope| {
-            // It stays open, so that nothing but the bytes themselves wakes the reader.
+            // The writer stays open, so that only the bytes wake the reader.
             let (mut left, mut cuts) = (&content[..], Seeded::new(random.next(), 1));
             let writer = &mut writer;
             scope.spawn(move || {
@@ -430,14 +431,14 @@ fn a_reader_that_is_woken_for_many_bytes_never_waits_for_more_than_come() {
                 }
             }
             assert!(arrived == content, "{:?}", setup.kind);
-            // A reader that waits for bytes that do not come is woken by its time limit.
+            // A reader that waits for bytes that never come is woken by its time limit.
             assert!(begun.elapsed() < Limits::default().silence, "{:?}", setup.kind);
         });
     }
 }
 
 #[test]
-fn a_peer_that_is_slow_is_heard_and_one_that_is_silent_is_lost() {
+fn a_slow_peer_is_read_and_a_silent_one_is_lost() {
     for setup in setups() {
         let ((mut writer, _back), (_forth, mut reader)) = channel(&setup);
         let content = pattern(300_000, 4);
@@ -446,6 +447,6 @@ fn a_peer_that_is_slow_is_heard_and_one_that_is_silent_is_lost() {
         let before = reader.bytes_read();
         let error = reader.read_exact(&mut vec![0; 300_000]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{:?}: {error}", setup.kind);
-        assert!(reader.bytes_read() - before >= 200_000, "{:?}: what had come was not taken", setup.kind);
+        assert!(reader.bytes_read() - before >= 200_000, "{:?}: bytes that had arrived were not read", setup.kind);
     }
 }

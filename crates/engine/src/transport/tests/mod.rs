@@ -1,5 +1,5 @@
-//! Both ends of real connections, each in its own thread: over TCP's loopback interface, Unix sockets, and the simulated
-//! network, which cuts what is read into random pieces.
+//! Both ends of real connections, each in its own thread: over TCP's loopback interface, Unix sockets, and the
+//! simulated network, which splits reads into random pieces.
 
 mod certificates;
 mod kinds;
@@ -24,7 +24,7 @@ const ID: MigrationId = MigrationId::from_bytes([6; 16]);
 /// Long enough that a correct test never reaches it, short enough that a hanging one ends.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What is below.
+/// The kind of socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Tcp,
@@ -35,7 +35,7 @@ enum Kind {
 impl Kind {
     const ALL: [Self; 3] = [Self::Tcp, Self::Unix, Self::Simulated];
 
-    /// An address of this kind to listen on, and what it needs to exist.
+    /// Returns an address of this kind to listen on, and the directory that it needs, if any.
     fn address(self) -> (Address, Option<tempfile::TempDir>) {
         match self {
             Self::Tcp => ("127.0.0.1:0".into(), None),
@@ -48,7 +48,7 @@ impl Kind {
     }
 }
 
-/// An address as it is connected to: by the name in the certificates.
+/// Returns the address to connect to: with the name in the certificates.
 fn by_name(address: &Address) -> Address {
     match address {
         Address::Tcp(address) => address.replace("127.0.0.1", "localhost").into(),
@@ -98,18 +98,18 @@ fn connect_raw(to: &Address) -> Socket {
     dial::dial(to, PATIENCE).unwrap()
 }
 
-fn say(socket: &Socket, bytes: &[u8]) {
+fn send_raw(socket: &Socket, bytes: &[u8]) {
     socket.send_all(&mut [io::IoSlice::new(bytes)], Sending::Waits).unwrap();
 }
 
-/// All that is said until the end, which may be a reset.
+/// Reads until the end, which may be a reset.
 fn hear(socket: &Socket) -> Vec<u8> {
     let deadline = Instant::now() + PATIENCE;
     let (mut heard, mut piece) = (Vec::new(), [0; 4096]);
     loop {
         match socket.read((&mut piece[..]).into(), Wait::Until(deadline), 1) {
             Ok(count @ 1..) => heard.extend(&piece[..count]),
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => panic!("it does not end"),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => panic!("the connection does not end"),
             Ok(0) | Err(_) => return heard,
         }
     }
@@ -129,13 +129,13 @@ fn open(to: &Address, security: &Security) -> Opened {
     open_channel(Connection::connect(to, security)?, &KEY, ID, ChannelKind::Ram, 2, 1)
 }
 
-/// Runs both ends; the receiver does `then` with what it got.
+/// Runs both ends; the receiver passes its connection to `then`.
 fn meet<T: Send>(setup: &Setup, then: impl FnOnce(Received) -> T + Send) -> (Opened, T) {
     let listener = ManualListener::open(setup.kind);
     meet_at(&listener, &listener.to, (&setup.source, &setup.destination), then)
 }
 
-/// The same over TCP, connected to by this name of the host.
+/// Runs both ends as `meet` does, over TCP, with this name of the host.
 fn meet_by_name<T: Send>(
     source: &Security,
     destination: &Security,
@@ -162,7 +162,7 @@ fn meet_at<T: Send>(
 
 type Halves = (Writer, Reader);
 
-/// An accepted channel: the source's halves, the destination's.
+/// Returns the halves of an accepted channel: the source's and the destination's.
 fn channel(setup: &Setup) -> (Halves, Halves) {
     let (opened, accepted) = meet(setup, |received| accept_channel(received.unwrap().0));
     let (writer, reader, _) = opened.unwrap();

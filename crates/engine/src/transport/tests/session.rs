@@ -1,4 +1,4 @@
-//! A session in memory against rustls' buffered connection: what one of them says, the other one understands.
+//! A session in memory against rustls' buffered connection: each understands what the other sends.
 
 use std::io::{IoSlice, Read, Write};
 
@@ -13,9 +13,10 @@ use rustls::{
 
 use super::*;
 use crate::tls::{EXPORTER_LABEL, Side};
-use crate::transport::session::{Arrived, Leaving, Session};
+use crate::transport::encrypted::{Arrived, Leaving};
+use crate::transport::session::Session;
 
-/// A session, what it has received and not looked at, and the other end.
+/// A session, the bytes that it has received but not processed, and the other end.
 struct Pair {
     session: Session,
     arrived: Arrived,
@@ -30,7 +31,7 @@ fn side(security: Security) -> Side {
     }
 }
 
-/// A server of rustls' own: with this suite, one ticket, and nothing asked of the client.
+/// Returns a server of rustls with this suite, one ticket, and no client authentication.
 fn other_server(site: &Site, suite: SupportedCipherSuite, longest_record: Option<usize>) -> ServerConfig {
     let provider = CryptoProvider { cipher_suites: vec![suite], ..aws_lc_rs::default_provider() };
     let chain = CertificateDer::from_pem_file(site.path().join("server-cert.pem")).unwrap();
@@ -72,40 +73,40 @@ impl Pair {
 
     fn shaken(mut self) -> Self {
         while self.session.state().is_handshaking() || self.other.is_handshaking() {
-            let said = self.said();
-            self.arrive(&said);
+            let sent_by_other = self.sent_by_other();
+            self.arrive(&sent_by_other);
             self.session.shake(&mut self.arrived).unwrap();
-            let answer = self.session.own_words();
-            self.tell(&answer);
+            let answer = self.session.own_messages();
+            self.deliver(&answer);
         }
         self
     }
 
-    /// What the other end wants to send.
-    fn said(&mut self) -> Vec<u8> {
-        let mut said = Vec::new();
+    /// Returns the bytes that the other end wants to send.
+    fn sent_by_other(&mut self) -> Vec<u8> {
+        let mut sent_by_other = Vec::new();
         while self.other.wants_write() {
-            self.other.write_tls(&mut said).unwrap();
+            self.other.write_tls(&mut sent_by_other).unwrap();
         }
-        said
+        sent_by_other
     }
 
-    fn says(&mut self, content: &[u8]) -> Vec<u8> {
+    fn encrypt_at_other(&mut self, content: &[u8]) -> Vec<u8> {
         self.other.writer().write_all(content).unwrap();
-        self.said()
+        self.sent_by_other()
     }
 
-    /// Hands bytes to the other end; what it has received by then.
-    fn tell(&mut self, bytes: &[u8]) -> Vec<u8> {
-        self.try_tell(bytes).unwrap()
+    /// Passes bytes to the other end and returns the plaintext that it has received.
+    fn deliver(&mut self, bytes: &[u8]) -> Vec<u8> {
+        self.try_deliver(bytes).unwrap()
     }
 
-    fn try_tell(&mut self, mut bytes: &[u8]) -> Result<Vec<u8>, rustls::Error> {
+    fn try_deliver(&mut self, mut bytes: &[u8]) -> Result<Vec<u8>, rustls::Error> {
         let mut received = Vec::new();
         while !bytes.is_empty() {
             self.other.read_tls(&mut bytes).unwrap();
             self.other.process_new_packets()?;
-            let _ = self.other.reader().read_to_end(&mut received); // until there is nothing more by now
+            let _ = self.other.reader().read_to_end(&mut received); // until there is nothing more for now
         }
         Ok(received)
     }
@@ -132,7 +133,7 @@ impl Pair {
 }
 
 #[test]
-fn the_exporter_is_the_one_that_rustls_has() {
+fn the_exporter_equals_that_of_rustls() {
     let site = Site::new();
     let suites = aws_lc_rs::default_provider().cipher_suites.into_iter().filter(|suite| suite.tls13().is_some());
     let clients = suites.map(|suite| Pair::client_of(other_server(&site, suite, None), &site));
@@ -150,9 +151,9 @@ fn records_that_arrive_byte_by_byte_are_put_together() {
     for pair in [Pair::client(), Pair::server()] {
         let mut pair = pair.shaken();
         let content = pattern(20_000, 1);
-        let said = pair.says(&content);
+        let sent_by_other = pair.encrypt_at_other(&content);
         let (mut received, mut piece) = (Vec::new(), [0; 999]);
-        for byte in said.chunks(1) {
+        for byte in sent_by_other.chunks(1) {
             pair.arrive(byte);
             while let Ok(count @ 1..) = pair.decrypt(&mut piece) {
                 received.extend_from_slice(&piece[..count]);
@@ -183,7 +184,7 @@ fn parts_of_all_sizes_leave_in_full_records() {
                 IoSlice::advance_slices(&mut parts, taken);
                 let bytes = pair.leaving.bytes().to_vec();
                 records += (bytes.len() - taken) / 22;
-                received.extend(pair.tell(&bytes));
+                received.extend(pair.deliver(&bytes));
             }
             assert!(received == content[..total], "{lengths:?}");
             assert!(records <= total.div_ceil(16_384), "{lengths:?}: {records} records");
@@ -192,14 +193,14 @@ fn parts_of_all_sizes_leave_in_full_records() {
 }
 
 #[test]
-fn a_goodbye_amid_what_arrived_ends_it_and_what_follows_is_ignored() {
+fn a_close_notify_amid_received_bytes_ends_the_session_and_later_bytes_are_ignored() {
     for pair in [Pair::client(), Pair::server()] {
         let mut pair = pair.shaken();
-        let mut said = pair.says(b"last words");
+        let mut sent_by_other = pair.encrypt_at_other(b"last words");
         pair.other.send_close_notify();
-        said.extend(pair.said());
-        said.extend([0xff; 100]);
-        pair.arrive(&said);
+        sent_by_other.extend(pair.sent_by_other());
+        sent_by_other.extend([0xff; 100]);
+        pair.arrive(&sent_by_other);
         let mut received = [0; 64];
         assert_eq!(pair.decrypt(&mut received), Ok(10));
         assert_eq!(pair.decrypt(&mut received), Ok(0));
@@ -207,27 +208,27 @@ fn a_goodbye_amid_what_arrived_ends_it_and_what_follows_is_ignored() {
         assert_eq!(pair.decrypt(&mut received), Ok(0));
 
         let answer = pair.encrypt(b"still heard");
-        assert_eq!(pair.tell(&answer), b"still heard");
+        assert_eq!(pair.deliver(&answer), b"still heard");
         pair.session.goodbye(&mut pair.leaving);
         let goodbye = pair.leaving.bytes().to_vec();
-        pair.tell(&goodbye);
+        pair.deliver(&goodbye);
         assert_eq!(pair.other.reader().read(&mut received).unwrap(), 0, "a clean end");
     }
 }
 
 #[test]
-fn what_is_no_record_or_a_changed_one_is_an_error_after_what_came_before_it() {
+fn after_good_records_a_damaged_or_invalid_one_is_an_error() {
     for pair in [Pair::client, Pair::server] {
         for too_long in [true, false] {
             let mut pair = pair().shaken();
-            let mut said = pair.says(b"good");
+            let mut sent_by_other = pair.encrypt_at_other(b"good");
             if too_long {
-                said.extend([23, 3, 3, 0xff, 0xff, 1, 2, 3]);
+                sent_by_other.extend([23, 3, 3, 0xff, 0xff, 1, 2, 3]);
             } else {
-                said.extend(pair.says(b"changed"));
-                *said.last_mut().unwrap() ^= 1;
+                sent_by_other.extend(pair.encrypt_at_other(b"changed"));
+                *sent_by_other.last_mut().unwrap() ^= 1;
             }
-            pair.arrive(&said);
+            pair.arrive(&sent_by_other);
             let mut received = [0; 64];
             assert_eq!(pair.decrypt(&mut received), Ok(4));
             let failure = pair.decrypt(&mut received).unwrap_err();
@@ -250,15 +251,15 @@ fn a_key_update_is_followed_and_answered() {
         let mut pair = pair.shaken();
         for round in 0..3 {
             pair.other.refresh_traffic_keys().unwrap();
-            let said = pair.says(b"under new keys");
-            pair.arrive(&said);
+            let sent_by_other = pair.encrypt_at_other(b"under new keys");
+            pair.arrive(&sent_by_other);
             let mut received = [0; 64];
             assert_eq!(pair.decrypt(&mut received), Ok(14), "round {round}");
             assert_eq!(&received[..14], b"under new keys");
 
             let answer = pair.encrypt(b"so is this");
             assert!(answer.len() > 10 + 22, "there is an answer before it");
-            assert_eq!(pair.tell(&answer), b"so is this");
+            assert_eq!(pair.deliver(&answer), b"so is this");
         }
     }
 }
@@ -270,7 +271,7 @@ fn keys_are_updated_before_they_have_been_used_too_often() {
     let common = CipherSuiteCommon { confidentiality_limit: 20, ..suite.common };
     let few: &'static Tls13CipherSuite = Box::leak(Box::new(Tls13CipherSuite { common, ..*suite }));
     let server = other_server(&site, SupportedCipherSuite::Tls13(few), None);
-    // The session is the server here, because its configuration says how long keys last.
+    // The session is the server here, because its configuration determines how long keys last.
     let Side::Client(client) = side(site.client()) else { unreachable!() };
     let client = ClientConnection::new(client, "localhost".try_into().unwrap()).unwrap();
     let mut pair = Pair::new(Session::server(&server).unwrap(), client.into()).shaken();
@@ -281,7 +282,7 @@ fn keys_are_updated_before_they_have_been_used_too_often() {
     for piece in content.chunks(100_000) {
         let encrypted = pair.encrypt(piece);
         words += encrypted.len() - piece.len() - piece.len().div_ceil(16_384) * 22;
-        received.extend(pair.tell(&encrypted));
+        received.extend(pair.deliver(&encrypted));
     }
     assert!(received == content);
     assert!(words > 0, "no key was updated");
@@ -297,10 +298,10 @@ fn a_message_of_tls_cut_in_two_after_the_handshake_is_refused() {
     for whole in [true, false] {
         let session = Session::client(&config, "localhost".try_into().unwrap()).unwrap();
         let mut pair = Pair::new(session, ServerConnection::new(server().into()).unwrap().into()).shaken();
-        let mut tickets = pair.said();
+        let mut tickets = pair.sent_by_other();
         assert!(tickets.len() > 64, "a ticket in several records");
         if whole {
-            tickets.extend(pair.says(b"data"));
+            tickets.extend(pair.encrypt_at_other(b"data"));
         } else {
             tickets.pop();
         }
@@ -309,8 +310,8 @@ fn a_message_of_tls_cut_in_two_after_the_handshake_is_refused() {
         match whole {
             true => assert_eq!(result, Ok(4)),
             false => {
-                let said = result.unwrap_err().to_string();
-                assert!(said.contains("cut a message"), "{said}");
+                let sent_by_other = result.unwrap_err().to_string();
+                assert!(sent_by_other.contains("cut a message"), "{sent_by_other}");
                 pair.session.encrypt(&[IoSlice::new(b"more")], &mut pair.leaving).unwrap_err();
             }
         }
@@ -318,7 +319,7 @@ fn a_message_of_tls_cut_in_two_after_the_handshake_is_refused() {
 }
 
 #[test]
-fn whatever_arrives_and_however_it_is_cut_only_what_was_sent_is_handed_out() {
+fn however_the_bytes_are_split_or_changed_only_sent_plaintext_is_returned() {
     let mut random = announced_seed() | 1;
     let mut below = move |limit: usize| {
         random ^= random << 13;
@@ -329,7 +330,7 @@ fn whatever_arrives_and_however_it_is_cut_only_what_was_sent_is_handed_out() {
     let mut changed = 0;
     for round in 0..60 {
         let mut pair = if round % 2 == 0 { Pair::client() } else { Pair::server() };
-        // In a third of the rounds something is changed on the way, be it during the handshake.
+        // In a third of the rounds a byte is changed in transit, perhaps during the handshake.
         let mut changed_at = if round % 3 == 0 { below(8000) } else { usize::MAX };
         let (mut sent, mut received, mut failed) = (Vec::new(), Vec::new(), false);
         for _ in 0..30 {
@@ -337,26 +338,26 @@ fn whatever_arrives_and_however_it_is_cut_only_what_was_sent_is_handed_out() {
                 pair.other.refresh_traffic_keys().unwrap();
             }
             let content = pattern(below(3000), round);
-            let mut said = if pair.other.is_handshaking() {
-                pair.said()
+            let mut sent_by_other = if pair.other.is_handshaking() {
+                pair.sent_by_other()
             } else {
                 sent.extend_from_slice(&content);
-                pair.says(&content)
+                pair.encrypt_at_other(&content)
             };
-            if let Some(byte) = said.get_mut(changed_at) {
+            if let Some(byte) = sent_by_other.get_mut(changed_at) {
                 *byte ^= 1 << below(8);
             }
-            changed_at = changed_at.checked_sub(said.len()).unwrap_or(usize::MAX);
-            let mut rest = &said[..];
+            changed_at = changed_at.checked_sub(sent_by_other.len()).unwrap_or(usize::MAX);
+            let mut rest = &sent_by_other[..];
             while !rest.is_empty() {
                 let (piece, after) = rest.split_at(1 + below(rest.len().min(2000)));
                 rest = after;
                 pair.arrive(piece);
                 if pair.session.state().is_handshaking() {
                     failed |= pair.session.shake(&mut pair.arrived).is_err();
-                    let answer = pair.session.own_words();
+                    let answer = pair.session.own_messages();
                     // The other end may be the one that notices.
-                    failed |= pair.try_tell(&answer).is_err();
+                    failed |= pair.try_deliver(&answer).is_err();
                     continue;
                 }
                 let mut into = vec![0; 1 + below(4000)];
@@ -369,7 +370,7 @@ fn whatever_arrives_and_however_it_is_cut_only_what_was_sent_is_handed_out() {
                 failed |= answer.is_err();
                 if !failed {
                     let answer = pair.leaving.bytes().to_vec();
-                    assert_eq!(pair.tell(&answer), b"seen");
+                    assert_eq!(pair.deliver(&answer), b"seen");
                 }
             }
             if failed {

@@ -1,5 +1,5 @@
-//! Who is turned away, and what both sides are told: certificates, names, addresses. Over TCP; what is below makes no
-//! difference to it.
+//! Which peers are refused, and which reason both sides receive: certificates, names, addresses. Over TCP only, because
+//! the kind of socket makes no difference.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -41,7 +41,7 @@ fn a_server_from_another_authority_is_not_trusted() {
 }
 
 #[test]
-fn a_client_from_another_authority_is_told_so() {
+fn a_client_from_another_authority_receives_the_reason() {
     let (site, other) = (Site::new(), Site::new());
     other.authority.sign(site.path(), "client", &["source.example"], |_| {});
     let (opened, received) = meet_by_name(&site.client(), &site.server("source.example"), "localhost", text);
@@ -71,14 +71,17 @@ fn an_address_in_the_certificate_is_as_good_as_a_name() {
 }
 
 #[test]
-fn a_client_that_is_not_allowed_is_told_so_in_words() {
+fn a_client_that_is_not_allowed_receives_the_reason() {
     let site = Site::new();
     let (opened, received) =
         meet_by_name(&site.client(), &site.server("another.example"), "localhost", |received| received);
 
     let opened = opened.unwrap_err();
     assert!(matches!(opened, TransportError::Refused { .. }));
-    assert!(opened.to_string().contains("source.example") && opened.to_string().contains("--allow"), "{opened}");
+    assert!(
+        opened.to_string().contains("source.example") && opened.to_string().contains("not allowed to send"),
+        "{opened}"
+    );
     assert!(matches!(received, Err(TransportError::NotAllowed { .. })));
 }
 
@@ -138,7 +141,7 @@ fn a_revoked_certificate_is_refused_and_others_are_not() {
 }
 
 #[test]
-fn an_empty_revocation_list_does_not_pass_for_nobody_is_revoked() {
+fn an_empty_revocation_list_is_an_error() {
     let site = Site::new();
     std::fs::write(site.path().join("ca-crl.pem"), "").unwrap();
     let refused = TlsSettings::server(site.path(), &["a".to_owned()]).unwrap_err();
@@ -154,7 +157,7 @@ fn a_key_of_another_certificate_is_named() {
 }
 
 #[test]
-fn a_client_without_a_certificate_is_told_that_one_is_required() {
+fn a_client_without_a_certificate_receives_that_one_is_required() {
     let site = Site::new();
     let Security::Tls(TlsSettings { side: Side::Client(config) }) = site.client() else { unreachable!() };
     let mut config = Arc::unwrap_or_clone(config);
@@ -190,7 +193,7 @@ fn settings_of_the_wrong_side_are_an_error() {
 }
 
 #[test]
-fn an_address_that_leads_nowhere_is_named_once_and_with_the_right_reason() {
+fn an_unreachable_address_is_named_once_and_with_the_right_reason() {
     let said = |to: &str| Connection::connect(to, &Security::Insecure).unwrap_err().to_string();
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let refused = said(&nobody.to_string());
@@ -200,7 +203,7 @@ fn an_address_that_leads_nowhere_is_named_once_and_with_the_right_reason() {
         refused.contains("localhost") && (refused.contains("127.0.0.1") || refused.contains("[::1]")),
         "which of its addresses: {refused}"
     );
-    // RFC 6761: never the name of a host.
+    // RFC 6761: no host has this name.
     let unknown = said("no-such-host.invalid:4920");
     assert!(unknown.contains("cannot find the host") && !unknown.contains("expected HOST:PORT"), "{unknown}");
     for port in ["", "x", "65536"] {
@@ -210,7 +213,7 @@ fn an_address_that_leads_nowhere_is_named_once_and_with_the_right_reason() {
 }
 
 #[test]
-fn a_changed_byte_on_the_way_is_noticed_by_tls() {
+fn a_byte_changed_in_transit_is_noticed_by_tls() {
     // A man in the middle that flips one bit late in the stream.
     let site = Site::new();
     let (front, back) = (TcpListener::bind("127.0.0.1:0").unwrap(), ManualListener::open(Kind::Tcp));
@@ -239,7 +242,7 @@ fn a_changed_byte_on_the_way_is_noticed_by_tls() {
             reader.read_exact(&mut vec![0; 200_000]).unwrap_err()
         });
         let (mut writer, _reader, _) = open(&to, &source).unwrap();
-        // The receiver may have given up before everything was written.
+        // The receiver may have ended the connection before everything was written.
         let _ = writer.write_all(&pattern(200_000, 3));
         let noticed = receiving.join().unwrap();
         assert_eq!(noticed.kind(), io::ErrorKind::InvalidData, "{noticed}");

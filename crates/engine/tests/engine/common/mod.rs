@@ -1,4 +1,4 @@
-//! What the tests of the channels share.
+//! Helpers that the tests of the channels share.
 
 // Each test program uses a part of it.
 #![allow(dead_code)]
@@ -10,58 +10,58 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sterna_engine::receive::{Sink, SinkError};
+use sterna_engine::receive::{PageSink, SinkError};
 use sterna_engine::transport::{Connection, Reader, Security, Writer};
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 /// Bytes of a page.
 pub(crate) const PAGE: usize = 4096;
 
-/// No test here works for longer than a few seconds: what has not come after this long does not come.
-pub(crate) const HANGS: Duration = Duration::from_secs(60);
+/// No test here takes longer than a few seconds, so an event that has not occurred within this time never does.
+pub(crate) const HANG_LIMIT: Duration = Duration::from_secs(60);
 
-/// Both ends of a TCP connection over loopback.
+/// Returns both ends of a TCP connection over loopback.
 pub(crate) fn sockets() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    // It is established before it is accepted.
+    // A connection is established before it is accepted.
     let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     (near, listener.accept().unwrap().0)
 }
 
-/// One end as the channels want it, without TLS.
+/// Returns the two halves of one end, without TLS.
 pub(crate) fn halves(end: TcpStream) -> (Writer, Reader) {
     Connection::accept(end, &Security::Insecure).unwrap().split()
 }
 
-/// Runs `test` in a thread of its own; panics as it does, and when it hangs.
+/// Runs `test` on another thread. Panics if it panics or hangs.
 pub(crate) fn within_a_minute(test: impl FnOnce() + Send + 'static) {
     let (done, result) = mpsc::channel();
     let thread = std::thread::spawn(move || {
         test();
-        done.send(()).expect("somebody waits for it");
+        done.send(()).expect("the caller waits for it");
     });
-    match result.recv_timeout(HANGS) {
+    match result.recv_timeout(HANG_LIMIT) {
         Ok(()) => {}
-        Err(RecvTimeoutError::Timeout) => panic!("it hangs"),
+        Err(RecvTimeoutError::Timeout) => panic!("the test hangs"),
         Err(RecvTimeoutError::Disconnected) => std::panic::resume_unwind(thread.join().unwrap_err()),
     }
 }
 
-/// A page's number and its content; nothing for a zero page.
+/// A page's number and its content, which is empty for a zero page.
 pub(crate) type PlacedPage = (u64, Vec<u8>);
 
-/// A sink that remembers each page placed, in the order of arrival.
+/// A sink that records each placed page, in the order of arrival.
 #[derive(Clone, Default)]
 pub(crate) struct Placed(Arc<Mutex<Vec<PlacedPage>>>);
 
 impl Placed {
-    /// What was placed since this was asked last.
+    /// Returns the pages placed since the last call.
     pub(crate) fn take(&self) -> Vec<PlacedPage> {
         std::mem::take(&mut *self.0.lock().unwrap())
     }
 }
 
-impl Sink for Placed {
+impl PageSink for Placed {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::new([BlockShape { pages: 1 << 20, page_size: PAGE as u32 }]))
     }

@@ -1,18 +1,18 @@
-//! A relay between the two sides of a migration over TCP, at which connections break.
+//! A relay between the two sides of a migration over TCP, which breaks connections.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Accepts connections and carries them to where the destination listens, until something is cut. Its threads end with
-/// the connections, and when nobody connects any more.
+/// Accepts connections and relays them to the destination until they are cut. Its threads end with the connections, and
+/// when the relay is dropped.
 pub(crate) struct Relay {
     address: SocketAddr,
     open: Mutex<Vec<TcpStream>>,
     refuse: AtomicBool,
     accepted: AtomicU64,
-    /// Which connections break by themselves, and after how many bytes in either direction.
+    /// The connections that break by themselves, and after how many bytes in either direction.
     plan: Vec<(u64, u64)>,
 }
 
@@ -41,7 +41,7 @@ impl Relay {
         relay
     }
 
-    /// Where the source connects to.
+    /// Returns the address to which the source connects.
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
@@ -49,12 +49,12 @@ impl Relay {
     /// Breaks every connection.
     pub(crate) fn cut_all(&self) {
         for stream in self.open.lock().unwrap().drain(..) {
-            // It may have ended.
+            // The connection may have ended.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 
-    /// From now on every new connection is closed at once.
+    /// Closes every new connection at once from now on.
     pub(crate) fn refuse_all(&self) {
         self.refuse.store(true, Ordering::SeqCst);
     }
@@ -63,7 +63,7 @@ impl Relay {
 impl Drop for Relay {
     fn drop(&mut self) {
         self.cut_all();
-        // Wakes the accepting thread, which then finds that nobody needs it.
+        // Wakes the accepting thread, which then ends.
         let _ = TcpStream::connect(self.address);
     }
 }

@@ -1,4 +1,4 @@
-//! Devices for tests: they give a state whose every byte is known, and say whether it was taken as it was given.
+//! Devices for tests: every byte of their state is known, and they check that the loaded state equals the saved one.
 
 // Each test program uses a part of it.
 #![allow(dead_code)]
@@ -14,51 +14,51 @@ use sterna_engine::vmm::VmmError;
 
 use crate::guest::Signal;
 
-/// The state of one device, and what is wrong with it.
+/// The state of one device, and its faults.
 #[derive(Clone, Default)]
 pub(crate) struct Device {
     pub(crate) name: &'static str,
     pub(crate) instance: u32,
-    /// Bytes that are saved while the guest runs, in so many goes.
+    /// Bytes that are saved while the guest runs, in so many turns.
     pub(crate) ahead: u64,
-    pub(crate) goes: u64,
-    /// Of them, so many in the first go; 0: as many as in each.
+    pub(crate) turns: u64,
+    /// How many of these are saved in the first turn; 0: as many as in each.
     pub(crate) first: u64,
-    /// Bytes that are saved when it is paused.
+    /// Bytes that are saved when the guest is paused.
     pub(crate) rest: u64,
-    /// It says that it has endlessly much until all that goes ahead has gone.
+    /// Whether it reports an endless amount until everything that is saved ahead was saved.
     pub(crate) overstates: bool,
-    /// Is given when the source's device has been let go of.
-    pub(crate) let_go: Option<Signal>,
+    /// Signalled when the source's device has been dropped.
+    pub(crate) dropped: Option<Signal>,
     /// Saving or loading fails after so many bytes.
     pub(crate) save_fails: Option<u64>,
     pub(crate) load_fails: Option<u64>,
-    /// And do so by a panic.
+    /// Whether the failure is a panic.
     pub(crate) panics: bool,
-    /// What goes ahead, and what goes when the guest is paused, is saved when this is given.
+    /// Signals for which saving ahead, and saving while the guest is paused, wait.
     pub(crate) ahead_on: Option<Signal>,
     pub(crate) saves_on: Option<Signal>,
-    /// Loading goes on after the first byte when this is given.
+    /// Signal for which loading waits after the first byte.
     pub(crate) loads_on: Option<Signal>,
-    /// Is given when it has been loaded.
+    /// Signalled when the device has been loaded.
     pub(crate) loaded: Option<Signal>,
     pub(crate) seen: Arc<Seen>,
 }
 
-/// What has become of a device.
+/// The progress of a device.
 #[derive(Default)]
 pub(crate) struct Seen {
     pub(crate) saved: AtomicU64,
-    pub(crate) taken: AtomicU64,
-    /// The most that was saved and not taken yet.
-    pub(crate) most_waiting: AtomicU64,
-    /// All of it was loaded, and was what was saved.
+    pub(crate) loaded_bytes: AtomicU64,
+    /// Maximum bytes that were saved and not loaded yet.
+    pub(crate) max_waiting: AtomicU64,
+    /// Whether all of the state was loaded, and equals the saved state.
     pub(crate) whole: AtomicBool,
 }
 
 impl Device {
     pub(crate) fn new(name: &'static str, instance: u32, ahead: u64, rest: u64) -> Self {
-        Self { name, instance, ahead, goes: 3, rest, ..Self::default() }
+        Self { name, instance, ahead, turns: 3, rest, ..Self::default() }
     }
 
     pub(crate) fn id(&self) -> DeviceId {
@@ -80,16 +80,16 @@ pub(crate) struct Devices(pub(crate) Vec<Device>);
 
 impl Devices {
     pub(crate) fn at_source(&self, source: Source) -> Source {
-        let give = |source: Source, device: &Device| {
-            source.device(device.id(), Box::new(Giver { device: device.clone(), at: 0, goes: 0 }))
+        let add = |source: Source, device: &Device| {
+            source.device(device.id(), Box::new(TestSaver { device: device.clone(), at: 0, turns: 0 }))
         };
-        self.0.iter().fold(source, give)
+        self.0.iter().fold(source, add)
     }
 
-    /// In another order than at the source.
+    /// Adds the devices in another order than at the source.
     pub(crate) fn at_destination(&self, destination: Destination) -> Destination {
         let take = |destination: Destination, device: &Device| {
-            destination.device(device.id(), Box::new(Taker(device.clone())))
+            destination.device(device.id(), Box::new(TestLoader(device.clone())))
         };
         self.0.iter().rev().fold(destination, take)
     }
@@ -103,12 +103,12 @@ impl Devices {
     }
 }
 
-/// The word of eight bytes at `at` of the state of device `instance`: no two places have the same.
+/// Returns the word of eight bytes at `at` of the state of device `instance`: all words differ.
 fn word(instance: u32, at: u64) -> u64 {
     (at ^ u64::from(instance) << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// Bytes `at` and following.
+/// Fills `buffer` with the bytes from `at` on.
 fn fill(instance: u32, at: u64, buffer: &mut [u8]) {
     let mut at = at;
     let mut rest = buffer;
@@ -121,18 +121,18 @@ fn fill(instance: u32, at: u64, buffer: &mut [u8]) {
     }
 }
 
-/// Lengths of reads and writes, all different from those of pieces.
+/// Returns lengths of reads and writes, all different from those of pieces.
 fn length(at: u64) -> usize {
     1 + (at.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 40) as usize % (200 << 10)
 }
 
-struct Giver {
+struct TestSaver {
     device: Device,
     at: u64,
-    goes: u64,
+    turns: u64,
 }
 
-impl Giver {
+impl TestSaver {
     fn write(&mut self, up_to: u64, state: &mut dyn Write) -> Result<(), VmmError> {
         let mut buffer = vec![0; 200 << 10];
         while self.at < up_to {
@@ -146,27 +146,28 @@ impl Giver {
             self.at += length as u64;
             let seen = &self.device.seen;
             seen.saved.store(self.at, Ordering::SeqCst);
-            seen.most_waiting.fetch_max(self.at - seen.taken.load(Ordering::SeqCst).min(self.at), Ordering::SeqCst);
+            seen.max_waiting
+                .fetch_max(self.at - seen.loaded_bytes.load(Ordering::SeqCst).min(self.at), Ordering::SeqCst);
         }
         Ok(())
     }
 }
 
-impl SaveDevice for Giver {
+impl SaveDevice for TestSaver {
     fn save_ahead(&mut self, state: &mut dyn Write) -> Result<Ahead, VmmError> {
         self.device.ahead_on.iter().for_each(Signal::wait);
-        self.goes += 1;
-        let Device { ahead, goes, first, .. } = self.device;
+        self.turns += 1;
+        let Device { ahead, turns, first, .. } = self.device;
         let up_to = match first {
-            0 => ahead * self.goes.min(goes) / goes,
-            first => first + (ahead - first) * (self.goes.min(goes) - 1) / (goes - 1),
+            0 => ahead * self.turns.min(turns) / turns,
+            first => first + (ahead - first) * (self.turns.min(turns) - 1) / (turns - 1),
         };
         self.write(up_to, state)?;
-        Ok(if self.goes < self.device.goes { Ahead::Later } else { Ahead::Nothing })
+        Ok(if self.turns < self.device.turns { Ahead::Later } else { Ahead::Nothing })
     }
 
     fn remaining(&mut self) -> u64 {
-        let all_ahead = self.goes >= self.device.goes;
+        let all_ahead = self.turns >= self.device.turns;
         if self.device.overstates && !all_ahead { u64::MAX } else { self.device.bytes() - self.at }
     }
 
@@ -180,15 +181,15 @@ impl SaveDevice for Giver {
     }
 }
 
-impl Drop for Giver {
+impl Drop for TestSaver {
     fn drop(&mut self) {
-        self.device.let_go.iter().for_each(Signal::give);
+        self.device.dropped.iter().for_each(Signal::set);
     }
 }
 
-struct Taker(Device);
+struct TestLoader(Device);
 
-impl LoadDevice for Taker {
+impl LoadDevice for TestLoader {
     fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
         let Device { instance, seen, .. } = &self.0;
         let (mut buffer, mut expected) = (vec![0; 200 << 10], vec![0; 200 << 10]);
@@ -208,7 +209,7 @@ impl LoadDevice for Taker {
                 return Err(format!("byte {at} or one of {count} following is not what was saved").into());
             }
             at += count as u64;
-            seen.taken.store(at, Ordering::SeqCst);
+            seen.loaded_bytes.store(at, Ordering::SeqCst);
             if at == 1
                 && let Some(signal) = &self.0.loads_on
             {
@@ -220,7 +221,7 @@ impl LoadDevice for Taker {
         }
         seen.whole.store(true, Ordering::SeqCst);
         if let Some(signal) = &self.0.loaded {
-            signal.give();
+            signal.set();
         }
         Ok(())
     }

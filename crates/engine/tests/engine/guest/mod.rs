@@ -1,7 +1,8 @@
-//! A guest for tests: memory that threads write as vCPUs would, noted in a dirty log, and a monitor around it.
+//! A guest for tests: memory that threads write as vCPUs would, with a dirty log, and a monitor around it.
 //!
-//! What makes it a judge: every word of memory says when it was written last (a counter that only grows), the writers'
-//! own table says what each page must hold, and how many monitors let one and the same guest run is counted.
+//! The guest checks migrations: every word of memory contains the time of its last write (a counter that only grows),
+//! the writers' table has the expected content of each page, and the number of monitors that run the guest at the same
+//! time is counted.
 
 // Each test program uses a part of it.
 #![allow(dead_code)]
@@ -45,13 +46,13 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping made in `Memory::new`, of this length; nobody uses it after this.
+        // SAFETY: the mapping made in `Memory::new`, of this length, which is not used after this.
         unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) }.unwrap();
     }
 }
 
 impl Memory {
-    /// Blocks of so many pages each, never touched.
+    /// Makes blocks of so many pages each, which were never touched.
     pub(crate) fn new(anonymous: usize, shared: usize) -> Arc<Self> {
         let file = File::from(rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         file.set_len((shared * PAGE) as u64).unwrap();
@@ -68,25 +69,25 @@ impl Memory {
         let mappings = vec![mapping(first, anonymous), mapping(second, shared)];
         let backings = [Backing::Anonymous, Backing::Shared(Arc::new(file), 0)];
         let blocks = mappings.iter().zip(backings).zip(["low", "high"]).map(|((mapping, backing), name)| {
-            // SAFETY: the mappings live as long as this memory, which every user of its RAM holds; they are accessed by
-            // atomics only.
+            // SAFETY: the mappings live as long as this memory, which every user of its RAM holds; only atomics access
+            // them.
             unsafe { RamBlock::new(name, mapping.start, mapping.bytes, backing) }
         });
         let ram = GuestRam::new(blocks.collect()).unwrap();
         Arc::new(Self { mappings, ram })
     }
 
-    /// One block that is said to be of huge pages. With `exists` it is memory; else of a pool of huge pages that has none:
-    /// that is told by the error where the system has no such pool.
+    /// Makes one block that is declared to have huge pages. With `exists` it is ordinary memory; otherwise it is of an
+    /// empty pool of huge pages. Fails if the system has no such pool.
     pub(crate) fn of_huge_pages(count: usize, exists: bool) -> std::io::Result<Arc<Self>> {
         const HUGE: usize = 2 << 20;
         let (bytes, access) = (count * HUGE, ProtFlags::READ | ProtFlags::WRITE);
-        // SAFETY: a new mapping at an address that the kernel chooses, with room to begin at a huge page.
+        // SAFETY: a new mapping at an address that the kernel chooses, large enough to align to a huge page.
         let room =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + HUGE, access, MapFlags::PRIVATE) }?;
         let start = room.wrapping_byte_add(room.addr().wrapping_neg() % HUGE);
         let before = start.addr() - room.addr();
-        // SAFETY: what of this new mapping lies before and behind the block.
+        // SAFETY: the parts of this new mapping before and behind the block.
         unsafe {
             if before > 0 {
                 rustix::mm::munmap(room, before)?;
@@ -100,7 +101,7 @@ impl Memory {
             let file = File::from(rustix::fs::memfd_create("guest", flags | rustix::fs::MemfdFlags::HUGE_2MB)?);
             file.set_len(bytes as u64)?;
             let flags = MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE;
-            // SAFETY: replaces the block, which nobody knows of yet.
+            // SAFETY: replaces the block, which no code uses yet.
             unsafe { rustix::mm::mmap(start, bytes, access, flags, &file, 0) }?;
             backing = Backing::Shared(Arc::new(file), 0);
         }
@@ -109,7 +110,7 @@ impl Memory {
         Ok(Arc::new(Self { mappings: vec![mapping], ram: GuestRam::new(vec![block]).unwrap() }))
     }
 
-    /// One block that is a private mapping of `file`, as that of a guest which was restored from a snapshot.
+    /// Makes one block that is a private mapping of `file`, like that of a guest restored from a snapshot.
     pub(crate) fn of_private_file(file: &File) -> Arc<Self> {
         let bytes = file.metadata().unwrap().len() as usize;
         let (at, access) = (std::ptr::null_mut(), ProtFlags::READ | ProtFlags::WRITE);
@@ -125,19 +126,19 @@ impl Memory {
         self.ram.clone()
     }
 
-    /// Pages of each block.
+    /// Returns the number of pages of each block.
     pub(crate) fn pages(&self) -> Vec<u64> {
         self.ram.blocks().iter().map(RamBlock::pages).collect()
     }
 
     pub(crate) fn words(&self, block: usize) -> &[AtomicU64] {
         let mapping = &self.mappings[block];
-        // SAFETY: the mapping is whole words, aligned to pages, lives as long as `self`, and is accessed by atomics here and
-        // by the library through raw pointers.
+        // SAFETY: the mapping is whole words, aligned to pages, lives as long as `self`, and is accessed by atomics
+        // here and by the library through raw pointers.
         unsafe { std::slice::from_raw_parts(mapping.start.as_ptr().cast(), mapping.bytes / 8) }
     }
 
-    /// How many pages differ from `other`'s.
+    /// Returns how many pages differ from `other`'s.
     pub(crate) fn differing_pages(&self, other: &Self) -> usize {
         let blocks = 0..self.mappings.len();
         let differs = |(ours, theirs): (&[AtomicU64], &[AtomicU64])| {
@@ -154,7 +155,7 @@ impl Memory {
             .sum()
     }
 
-    /// A number over all of memory.
+    /// Returns a number computed from all of the memory.
     pub(crate) fn digest(&self) -> u64 {
         let words = (0..self.mappings.len()).flat_map(|block| self.words(block));
         words.fold(0xcbf2_9ce4_8422_2325, |digest, word| {
@@ -163,7 +164,7 @@ impl Memory {
     }
 }
 
-/// Where the one guest that moves around runs. Two at once are what must never be.
+/// Counts the places where the guest runs. It must never run twice at the same time.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Running(Arc<(AtomicI32, AtomicBool)>);
 
@@ -187,7 +188,7 @@ impl Running {
     }
 }
 
-/// What the writers do.
+/// The work of the writers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Workload {
     pub(crate) writers: usize,
@@ -205,32 +206,32 @@ pub(crate) struct Monitor {
     workload: Workload,
     marker: DirtyMarker,
     life: Life,
-    /// Writes so far, over the guest's whole life: part of its state.
+    /// Writes so far, over the guest's whole life; part of its state.
     pub(crate) writes: Arc<AtomicU64>,
-    /// What goes wrong when asked for: the name of the method.
+    /// The name of the method that fails.
     pub(crate) fails: Option<&'static str>,
-    /// What goes wrong is a panic, not an error.
+    /// Whether the failure is a panic instead of an error.
     pub(crate) panics: bool,
-    /// State beside the counter, so many bytes.
+    /// Bytes of state in addition to the counter.
     pub(crate) state_bytes: usize,
     pub(crate) ahead: bool,
-    /// In percent. Pausing the guest ends it.
+    /// The throttle in percent. Pausing the guest ends it.
     pub(crate) throttled: u8,
-    /// As many pages of each block the guest writes once it is slowed down.
+    /// The span of the writers once the guest is slowed down.
     pub(crate) span_when_throttled: Option<u64>,
-    /// So many pages are written between being asked to pause and standing.
+    /// Pages that are written between the call of `pause` and its return.
     pub(crate) last_writes: u64,
     pub(crate) no_post_copy: Option<&'static str>,
     pub(crate) called: Vec<&'static str>,
-    /// Hears of each call before it is done.
+    /// Is called before each method is executed.
     pub(crate) on_call: Option<Box<dyn Fn(&'static str) + Send>>,
     digest: u64,
-    /// In post-copy: the memory of the source, which has stopped, and what the guest here has to say of it.
+    /// In post-copy: the memory of the paused source, and the guest's comparisons with it.
     pub(crate) behind: Option<Behind>,
 }
 
-/// The judge of post-copy: at the destination the guest reads its memory and compares it with that of the source, and writes
-/// the pages whose number is 3 modulo 4.
+/// The check of post-copy: at the destination the guest reads its memory and compares it with that of the source, and
+/// writes the pages whose number is 3 modulo 4.
 #[derive(Clone)]
 pub(crate) struct Behind {
     pub(crate) source: Arc<Memory>,
@@ -268,7 +269,7 @@ impl Behind {
         }
     }
 
-    /// Pages that differ although the guest here has not written them.
+    /// Returns how many pages differ although the guest has not written them here.
     pub(crate) fn differing_pages(&self, memory: &Memory) -> usize {
         let differs = |block: usize, page: usize| {
             let words = page * WORDS..(page + 1) * WORDS;
@@ -281,7 +282,7 @@ impl Behind {
     }
 }
 
-/// The process of a monitor, which may be killed from outside.
+/// The life of a monitor's process, which may be killed from outside.
 #[derive(Clone, Default)]
 pub(crate) struct Life(Arc<Mutex<LifeState>>);
 
@@ -299,7 +300,7 @@ struct Writers {
 }
 
 impl Life {
-    /// The process dies, and its guest with it.
+    /// Kills the process and its guest.
     pub(crate) fn kill(&self) {
         self.0.lock().unwrap().dead = true;
         self.end(true);
@@ -321,8 +322,8 @@ impl Life {
         let writers = self.0.lock().unwrap().writers.take();
         if let Some(writers) = writers {
             writers.stop.store(true, Ordering::Relaxed);
-            // In post-copy a thread may be waiting for a page that will not come. With its process it would be gone; here it
-            // is left alone, and its memory with it.
+            // In post-copy a thread may be waiting for a page that will never arrive. A real thread would end with its
+            // process; here the thread and its memory are leaked.
             if !(killed && writers.may_wait) {
                 writers.threads.into_iter().for_each(|thread| thread.join().unwrap());
             }
@@ -332,7 +333,7 @@ impl Life {
 }
 
 impl Monitor {
-    /// A monitor whose guest does not run, and its dirty log.
+    /// Makes a monitor whose guest does not run yet, and its dirty log.
     pub(crate) fn new(memory: &Arc<Memory>, running: &Running, workload: Workload) -> (Self, ReportedLog) {
         let log = ReportedLog::new(&memory.pages());
         let monitor = Self {
@@ -377,7 +378,7 @@ impl Monitor {
         let threads = (0..self.workload.writers).map(|writer| {
             let (stop, memory, marker) = (Arc::clone(&stop), Arc::clone(&self.memory), self.marker.clone());
             let (writes, workload) = (Arc::clone(&self.writes), self.workload);
-            // One only: each must know what it has written.
+            // One writer only: each must know what it has written.
             let behind = self.behind.clone().filter(|_| writer == 0);
             let only_compares = self.behind.is_some();
             std::thread::spawn(move || match behind {
@@ -441,7 +442,7 @@ fn write(
             let block = (random % pages.len() as u64) as usize;
             let page = (random >> 8) % pages[block].min(workload.span);
             let word = page as usize * WORDS + (random >> 30) as usize % WORDS;
-            // A page becomes all zero again now and then.
+            // Now and then a page becomes zero again.
             if random.is_multiple_of(97) {
                 memory.words(block)[page as usize * WORDS..][..WORDS]
                     .iter()
@@ -552,7 +553,7 @@ impl DestinationVmm for Monitor {
         if self.behind.is_some() {
             return Ok(());
         }
-        // The guest has stopped and all of its memory is here: the two must be the same.
+        // The guest is paused and all of its memory has arrived: the two must be equal.
         if self.memory.digest() == self.digest { Ok(()) } else { Err("the memory is not what the source had".into()) }
     }
 
@@ -568,22 +569,22 @@ impl DestinationVmm for Monitor {
     }
 }
 
-/// A signal that one thread waits for and another gives.
+/// A signal that one thread waits for and another sets.
 #[derive(Clone, Default)]
 pub(crate) struct Signal(Arc<(Mutex<bool>, Condvar)>);
 
 impl Signal {
-    pub(crate) fn give(&self) {
+    pub(crate) fn set(&self) {
         *self.0.0.lock().unwrap() = true;
         self.0.1.notify_all();
     }
 
     pub(crate) fn wait(&self) {
-        drop(self.0.1.wait_while(self.0.0.lock().unwrap(), |given| !*given).unwrap());
+        drop(self.0.1.wait_while(self.0.0.lock().unwrap(), |set| !*set).unwrap());
     }
 }
 
-/// Both sides of a migration at once: what `send` does, while `to` takes what comes.
+/// Runs both sides of a migration: `send`, while `to` receives.
 pub(crate) fn both_sides<R>(
     listening: Listening,
     to: &mut Monitor,

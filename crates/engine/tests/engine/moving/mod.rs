@@ -27,7 +27,7 @@ pub(crate) fn dsa(queues: &str) -> String {
     format!(r#"[{{"name":"dsa0","queues":[{queues}]}}]"#)
 }
 
-/// Offload with these devices in software, and what goes wrong with them.
+/// Starts an offload with these devices in software, and their faults.
 pub(crate) fn start(devices: &str, faults: &str, seed: u64, settings: &Settings) -> Arc<Offload> {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("model.json");
@@ -36,17 +36,17 @@ pub(crate) fn start(devices: &str, faults: &str, seed: u64, settings: &Settings)
     Offload::start(&Accelerators::model(file), settings).unwrap()
 }
 
-/// As [`start`], by somebody who waits for answers, but not long for a device that hangs.
+/// Starts an offload as [`start`] does, with long time limits, but short ones for a device that hangs.
 pub(crate) fn offload_of(devices: &str, faults: &str, seed: u64, mut settings: Settings) -> Arc<Offload> {
-    // On a busy machine the model says nothing for a while, too: only a device that will not answer is given up soon.
+    // On a busy machine the model is silent for a while, too: only for a device that never answers is the limit short.
     let silent = ["hang", "halt", "drop_completion"].iter().any(|fault| faults.contains(fault));
     settings.patience = Duration::from_millis(if silent { 300 } else { 30_000 });
-    // The model is a hundred times slower than a device, on a busy machine more.
+    // The model is a hundred times slower than a device, and slower still on a busy machine.
     settings.lateness = Duration::from_secs(1);
     start(devices, faults, seed, &settings)
 }
 
-/// Moves a guest that writes, and says what the accelerators did.
+/// Moves a guest that writes, and returns the accelerators' report.
 pub(crate) fn migrate_with(
     what: &str,
     offload: &Arc<Offload>,
@@ -67,7 +67,7 @@ pub(crate) fn migrate_seen(
     offload.report()
 }
 
-/// Moves a guest that writes, and gives the source's report.
+/// Moves a guest that writes, and returns the source's report.
 pub(crate) fn report_of(
     what: &str,
     offload: &Arc<Offload>,
@@ -79,10 +79,10 @@ pub(crate) fn report_of(
     let running = Running::default();
     let (mut from, log) = Monitor::new(&source, &running, workload);
     let (mut to, _) = Monitor::new(&destination, &running, workload);
-    // Pages of zeros that were touched, beside those that nobody has touched.
+    // Zero pages that were touched, in addition to untouched ones.
     for block in 0..2 {
         source.words(block).iter().step_by(512).for_each(|word| word.store(0, Ordering::Relaxed));
-        // And pages that have content already, which nobody writes any more.
+        // And pages with content that is not written any more.
         let words = source.words(block).iter().skip(100).step_by(3 * 512);
         words.for_each(|word| word.store(77, Ordering::Relaxed));
     }
@@ -90,7 +90,7 @@ pub(crate) fn report_of(
     let cancel = Cancel::new();
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let address = listening.address().clone();
-    // On a busy machine the model is so slow that what its guests write in the meantime would not fit in less.
+    // On a busy machine the model is so slow that the pages written in the meantime would not fit a shorter downtime.
     let source = Source::new(source.ram(), Box::new(log)).downtime(Duration::from_secs(10));
     let migration = settings(source.method(MethodChoice::default()).offload(Arc::clone(offload)));
     let (sent, received) = std::thread::scope(|scope| {
@@ -101,7 +101,7 @@ pub(crate) fn report_of(
     });
     let (sent, received) = (sent.unwrap_or_else(|error| panic!("{what}: {error}")), received);
     received.unwrap_or_else(|error| panic!("{what}: {error}"));
-    // The destination's monitor compares memory with what the source's stopped with before it starts the guest.
+    // Before the destination's monitor starts the guest, it compares memory with that of the paused source.
     assert_eq!(
         (to.called.as_slice(), running.now(), running.ever_twice()),
         (&["load", "start"][..], 1, false),

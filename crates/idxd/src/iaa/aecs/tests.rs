@@ -1,4 +1,4 @@
-//! The AECS word by word, as IAA's table 6-20 and the kernel's fixed table have it.
+//! The AECS word by word, compared with IAA's table 6-20 and the kernel's fixed table.
 
 use super::*;
 
@@ -53,7 +53,7 @@ fn the_histogram_has_distances_behind_two_reserved_words() {
 }
 
 #[test]
-fn a_table_set_again_keeps_nothing_of_the_one_before() {
+fn a_second_table_replaces_the_first_completely() {
     let histogram = Histogram::new();
     histogram.set(&std::array::from_fn(|symbol| symbol as u32 + 1), &[5; 30]);
     let mut aecs = CompressAecs::dynamic(&histogram, true).unwrap();
@@ -65,7 +65,7 @@ fn a_table_set_again_keeps_nothing_of_the_one_before() {
 }
 
 #[test]
-fn both_halves_are_where_a_device_looks_for_them() {
+fn both_halves_are_at_the_addresses_that_a_device_uses() {
     let pair = CompressAecsPair::new(CompressAecs::fixed(true));
     let read = std::ptr::from_ref(&pair.read) as u64;
     assert_eq!(read, pair.address());

@@ -1,4 +1,5 @@
-//! Codes and headers against an inflater written down from RFC 1951 alone, and against Python's zlib where there is one.
+//! Codes and headers, read by an inflater that was written from RFC 1951 alone, and by Python's zlib where Python is
+//! installed.
 
 use std::process::{Command, Stdio};
 
@@ -7,7 +8,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// What a device would write for these tokens: header, tokens, end of block, filled up to a byte.
+/// Returns the output of a device for these tokens: header, tokens, end of block, padded to a byte.
 fn block(codes: &Codes, tokens: &[Token]) -> Vec<u8> {
     let mut bytes = vec![0; 64 + tokens.len() * 8 + 400];
     let mut bits = Bits::new(&mut bytes);
@@ -64,7 +65,7 @@ fn distance_symbol(distance: u16) -> (usize, u32, u32) {
     (index, u32::from(distance - DISTANCE_BASE[index]), DISTANCE_EXTRA[index])
 }
 
-/// A greedy search over three bytes, with the window of an IAA device.
+/// Returns the tokens of a greedy search over three bytes, with the window of an IAA device.
 fn tokens(data: &[u8]) -> Vec<Token> {
     let mut last = std::collections::HashMap::new();
     let mut tokens = Vec::new();
@@ -101,7 +102,7 @@ fn counts(tokens: &[Token]) -> ([u32; 286], [u32; 30]) {
     (literals, distances)
 }
 
-/// A strict inflater of one final block: codes must be complete, everything must be there.
+/// A strict inflater of one final block: codes must be complete, and no bits may be missing.
 struct Inflater<'a> {
     bytes: &'a [u8],
     bit: usize,
@@ -142,7 +143,7 @@ impl Inflater<'_> {
         let mut lengths: Vec<u8> = Vec::new();
         let total = (literals + distances) as usize;
         while lengths.len() < total {
-            // No run goes from one alphabet into the other.
+            // No run may extend from one alphabet into the other.
             let until = if lengths.len() < literals as usize { literals as usize } else { total };
             let (value, count) = match self.symbol(&of_lengths) {
                 16 => (*lengths.last().unwrap(), 3 + self.bits(2)),
@@ -208,7 +209,7 @@ fn samples() -> Vec<Vec<u8>> {
 
 #[test]
 #[cfg(not(miri))]
-fn what_is_written_with_either_codes_inflates_to_the_input() {
+fn output_with_fixed_and_dynamic_codes_inflates_to_the_input() {
     for data in samples() {
         let tokens = tokens(&data);
         let (literals, distances) = counts(&tokens);
@@ -230,7 +231,7 @@ fn codes_made_for_the_data_are_shorter() {
     assert!(dynamic * 10 < fixed * 9, "{dynamic} {fixed}");
 }
 
-/// The library that most of the world inflates with has its say, where Python is installed.
+/// Checks the output with the most widely used inflater, where Python is installed.
 #[test]
 #[cfg(not(miri))]
 fn zlib_inflates_it_with_a_window_of_4_kib() {
@@ -259,14 +260,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_data_comes_back(data in prop::collection::vec(prop_oneof![3 => 0..4_u8, 1 => any::<u8>()], 0..3000)) {
+    fn any_data_inflates_to_itself(data in prop::collection::vec(prop_oneof![3 => 0..4_u8, 1 => any::<u8>()], 0..3000)) {
         let tokens = tokens(&data);
         let (literals, distances) = counts(&tokens);
         prop_assert_eq!(inflate(&block(&Codes::fixed(), &tokens)), &data[..]);
         prop_assert_eq!(inflate(&block(&Codes::for_counts(&literals, &distances), &tokens)), &data[..]);
     }
 
-    /// The accumulator of an AECS has 2048 bits; whatever was counted, the header fits.
+    /// The accumulator of an AECS has 2048 bits: the header of any codes fits.
     #[test]
     fn any_header_fits_the_accumulator(
         literals in prop::collection::vec(prop_oneof![1 => Just(0_u32), 2 => 0..20_u32, 2 => 0..0x7_ffff_u32], 286),
@@ -290,7 +291,7 @@ proptest! {
 }
 
 #[test]
-fn a_header_without_room_says_so() {
+fn a_header_that_does_not_fit_is_an_error() {
     let mut bytes = [0; 20];
     let mut bits = Bits::new(&mut bytes);
     let codes = Codes::for_counts(&std::array::from_fn(|symbol| symbol as u32), &[1; 30]);

@@ -1,4 +1,4 @@
-//! Each descriptor byte by byte, as IAA's section 6 has it.
+//! Each descriptor byte by byte, compared with IAA's section 6.
 
 use super::*;
 
@@ -60,7 +60,7 @@ fn statistics_use_no_second_source() {
 }
 
 #[test]
-fn decompress_stops_at_and_insists_on_the_final_end_of_block() {
+fn decompress_stops_at_the_final_end_of_block_and_requires_it() {
     let descriptor = Descriptor::decompress(A, 5000, B, 16384).with_record(RECORD);
     let expected = [
         (4, &[0x0c][..]),
@@ -82,7 +82,7 @@ fn decompress_stops_at_and_insists_on_the_final_end_of_block() {
 }
 
 #[test]
-fn a_decompression_that_overflowed_goes_on_with_the_other_half_of_its_state() {
+fn a_decompression_that_overflowed_continues_with_the_other_half_of_its_state() {
     let first = Descriptor::decompress(A, 5000, B, 4096).keeping_state(C).with_record(RECORD);
     assert_eq!(first.as_bytes()[6], 0b0000_1000, "source 2 written only on overflow");
     assert_eq!(first.as_bytes()[40..48], C.to_le_bytes());
@@ -96,7 +96,7 @@ fn a_decompression_that_overflowed_goes_on_with_the_other_half_of_its_state() {
     let third = second.continued(800, B, 8192).unwrap();
     assert_eq!(third.as_bytes()[6], 0b0000_1001, "and back");
     assert_eq!(third.as_bytes()[7], 0x42);
-    assert_eq!(first.continued(5001, B, 1), None, "more than there was");
+    assert_eq!(first.continued(5001, B, 1), None, "more than the input");
     assert_eq!(Descriptor::decompress(A, 10, B, 10).continued(1, B, 10), None, "its state was not kept");
 }
 

@@ -1,5 +1,5 @@
-//! A bare KVM guest in 64-bit user mode: a mode that every KVM runs without emulating instructions. It has no
-//! kernel, and writes pages of its memory.
+//! A bare KVM guest in 64-bit user mode, which every KVM runs without emulating instructions. The guest has no kernel,
+//! and writes pages of its memory.
 
 use super::{Memory, Writer, Writers};
 use kvm_bindings::{KVM_EXIT_DIRTY_RING_FULL, kvm_segment, kvm_userspace_memory_region};
@@ -14,18 +14,18 @@ use sterna_memory::dirty::kvm_ring::RingHarvester;
 pub const FIRST_FREE: u64 = 4;
 /// Pages of the two RAM blocks. They follow each other in guest physical memory.
 pub const BLOCKS: [u64; 2] = [4096, 600];
-/// Where the second slot of block 0 begins: not a multiple of 64.
+/// The first page of the second slot of block 0: not a multiple of 64.
 const CUT: u64 = 1037;
-/// The guest's loop writes pages from this one of block 0 on...
+/// The first page of block 0 that the guest's loop writes.
 pub const FIRST_WRITTEN: u64 = 512;
-/// ... so many, and so also pages of block 1.
+/// The number of pages that it writes, which includes pages of block 1.
 pub const WRITTEN: u64 = 4096;
 /// Writes between two exits of the loop.
 const BATCH: u64 = 256;
 
-/// Counts in `eax` and writes it to page `eax >> cl`: each page for a while and then no more, so that a write that is lost
-/// stays lost. Writes to `BATCH_DONE` after each `BATCH` writes. `ebx`: pages - 1, `esi`: address of the first page, `ebp` and
-/// `edi`: `BATCH`.
+/// Counts in `eax` and writes the count to page `eax >> cl`: each page for a while and then no more, so that a lost
+/// write stays lost. Writes to `BATCH_DONE` after each `BATCH` writes. `ebx`: pages - 1, `esi`: address of the first
+/// page, `ebp` and `edi`: `BATCH`.
 #[rustfmt::skip]
 const LOOP: [u8; 34] = [
     0xFF, 0xC0, 0x89, 0xC2, 0xD3, 0xEA,        // inc eax; mov edx,eax; shr edx,cl
@@ -36,8 +36,8 @@ const LOOP: [u8; 34] = [
     0x89, 0x04, 0x25, 0, 0, 0, 0x30,           // mov [BATCH_DONE],eax
     0xEB, 0xDE,                                // jmp to the beginning
 ];
-/// Writes to one page before the next, as a power of two, of each vCPU: some fill rings, some are in the middle of a page
-/// whenever rounds come.
+/// Number of writes of each vCPU to one page before the next, as a power of two: some fill rings, some are in the
+/// middle of a page whenever rounds begin.
 const STAYS: [u64; 3] = [4, 14, 9];
 /// Writes `eax` to the address `rdx` and to `ONCE_DONE`.
 const ONCE: [u8; 9] = [0x89, 0x02, 0x89, 0x04, 0x25, 0, 0x10, 0, 0x30];
@@ -47,7 +47,7 @@ const ONCE_AT: u64 = 0x200;
 const BATCH_DONE: u64 = 0x3000_0000;
 const ONCE_DONE: u64 = 0x3000_1000;
 
-/// Dropped in this order: memory last.
+/// Fields are dropped in this order: memory last.
 pub struct Guest {
     pub vcpus: Vec<VcpuFd>,
     pub vm: VmFd,
@@ -55,14 +55,14 @@ pub struct Guest {
     pub memories: [Memory; 2],
 }
 
-/// The VM's descriptor.
+/// Returns the VM's descriptor.
 pub fn fd_of(vm: &VmFd) -> BorrowedFd<'_> {
     // SAFETY: open as long as the VM is borrowed.
     unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) }
 }
 
 impl Guest {
-    /// A guest with `vcpus` vCPUs, made after `prepare` was called for the VM; or a printed reason why there is none.
+    /// Makes a guest with `vcpus` vCPUs, after `prepare` was called for the VM; or prints why that is not possible.
     pub fn new(memories: [Memory; 2], vcpus: u64, prepare: impl FnOnce(&VmFd) -> bool) -> Option<Self> {
         let made = Kvm::new().and_then(|kvm| kvm.create_vm());
         let vm = match made {
@@ -104,7 +104,8 @@ impl Guest {
         for (index, byte) in ONCE.iter().enumerate() {
             poke(&memories[0], ONCE_AT as usize + index, *byte);
         }
-        // All of the first GiB where it is, by huge pages. Accessed and dirty bits are set, so that nobody sets them.
+        // All of the first GiB, identity mapped by huge pages. Accessed and dirty bits are set, so that the CPU does
+        // not set them.
         let table = |page: u64, entry: usize, value: u64| memories[0].word(page, entry).store(value, Ordering::Relaxed);
         table(1, 0, (2 * page) | 0x27);
         table(2, 0, (3 * page) | 0x27);
@@ -113,7 +114,7 @@ impl Guest {
         Some(Self { memories, slots, vcpus, vm })
     }
 
-    /// What writes in the racing test: each vCPU on a thread.
+    /// Returns the writers of the racing test: each vCPU on a thread.
     pub fn writers<'a>(vcpus: &'a mut [VcpuFd], harvester: Option<&RingHarvester>) -> Vec<Writer<'a>> {
         vcpus
             .iter_mut()
@@ -138,7 +139,7 @@ impl Guest {
             .collect()
     }
 
-    /// The first vCPU writes these pages, numbered as in guest physical memory.
+    /// Makes the first vCPU write these pages, numbered as in guest physical memory.
     pub fn write_pages(&mut self, pages: impl IntoIterator<Item = u64>, harvester: Option<&RingHarvester>) {
         let vcpu = &mut self.vcpus[0];
         for page in pages {
@@ -159,7 +160,7 @@ impl Guest {
     }
 }
 
-/// How often a ring was full, in this process.
+/// Counts how often a ring was full, in this process.
 pub static RING_FULL: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
 
 fn poke(memory: &Memory, at: usize, byte: u8) {

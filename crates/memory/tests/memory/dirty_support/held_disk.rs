@@ -1,5 +1,5 @@
-//! A disk whose reads are held until they are let go: a loop device in a cgroup that may read a few bytes a second. With it,
-//! a read by `O_DIRECT` is under way, its memory pinned, for as long as a test needs.
+//! A disk whose reads are held until they are released: a loop device in a cgroup that may read only a few bytes a
+//! second. With it, a read by `O_DIRECT` is in flight, with its memory pinned, for as long as a test needs.
 
 use super::memory_file;
 use rustix::fs::{OFlags, open};
@@ -10,11 +10,11 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use sterna_memory::PAGE_SIZE;
 
-/// Bytes of the disk, which one read asks for.
+/// Bytes of the disk, all of which one read requests.
 pub const BYTES: usize = 16 * PAGE_SIZE;
-/// What it holds.
+/// The content of the disk.
 pub const CONTENT: u8 = b'b';
-/// So slow that a read takes a minute, should nobody let it go.
+/// So slow that a read takes a minute if it is not released.
 const BYTES_PER_SECOND: usize = BYTES / 64;
 
 pub struct HeldDisk {
@@ -22,20 +22,20 @@ pub struct HeldDisk {
     _device: File,
     pub path: PathBuf,
     group: PathBuf,
-    /// Of the version of cgroups: the file of limits, how to set one, how to lift it.
+    /// The file of limits, the text that sets one, and the text that removes it, by the version of cgroups.
     limit: (&'static str, String, String),
     is_version_1: bool,
 }
 
 impl Drop for HeldDisk {
     fn drop(&mut self) {
-        let _ = self.let_go();
+        let _ = self.release();
         let _ = fs::remove_dir(&self.group);
     }
 }
 
 impl HeldDisk {
-    /// `name`: of the cgroup, one for each test. What is lacking here, in words.
+    /// Makes a disk with a cgroup of this name, one for each test. The error says what this machine lacks.
     pub fn new(name: &str) -> Result<Self, String> {
         let (root, is_version_1) = cgroups().ok_or("there is no cgroup hierarchy that limits block I/O")?;
         let group = root.join(format!("sterna-{name}-{}", std::process::id()));
@@ -61,17 +61,17 @@ impl HeldDisk {
         Ok(disk)
     }
 
-    /// Holds what comes.
+    /// Holds new reads.
     pub fn hold(&self) -> io::Result<()> {
         fs::write(self.group.join(self.limit.0), &self.limit.1)
     }
 
-    /// Has the reads of process `pid` held.
+    /// Holds the reads of process `pid`.
     pub fn hold_process(&self, pid: i32) -> io::Result<()> {
         fs::write(self.group.join("cgroup.procs"), pid.to_string())
     }
 
-    /// Has the reads that `submit` begins in this thread held. Only threads of version 1 are in cgroups of their own.
+    /// Holds the reads that `submit` begins in this thread. Only in version 1 can a thread have its own cgroup.
     pub fn hold_thread<T>(&self, submit: impl FnOnce() -> T) -> Result<T, String> {
         if !self.is_version_1 {
             return Err("a thread cannot be alone in a cgroup of version 2 that limits block I/O".to_owned());
@@ -86,13 +86,13 @@ impl HeldDisk {
         Ok(result)
     }
 
-    /// Lets go what is held and what comes.
-    pub fn let_go(&self) -> io::Result<()> {
+    /// Releases held and new reads.
+    pub fn release(&self) -> io::Result<()> {
         fs::write(self.group.join(self.limit.0), &self.limit.2)
     }
 }
 
-/// Where cgroups that limit block I/O are made, and whether they are of version 1.
+/// Returns the directory for cgroups that limit block I/O, and whether they are of version 1.
 fn cgroups() -> Option<(PathBuf, bool)> {
     let mounts = fs::read_to_string("/proc/self/mounts").ok()?;
     let mut version_2 = None;
@@ -111,7 +111,7 @@ fn cgroups() -> Option<(PathBuf, bool)> {
     version_2
 }
 
-/// A loop device whose content is [`CONTENT`].
+/// Makes a loop device whose content is [`CONTENT`].
 fn loop_device() -> io::Result<(PathBuf, File)> {
     let file = memory_file(BYTES / PAGE_SIZE);
     file.write_all_at(&[CONTENT; BYTES], 0)?;
@@ -140,7 +140,7 @@ fn loop_device() -> io::Result<(PathBuf, File)> {
     }
 }
 
-/// A read by `O_DIRECT` that the kernel makes by itself (io_submit(2)).
+/// A read by `O_DIRECT` that the kernel performs asynchronously (io_submit(2)).
 pub struct Read {
     context: libc::c_ulong,
     _disk: OwnedFd,
@@ -150,7 +150,8 @@ impl Read {
     /// Begins to read the whole disk to `address`.
     ///
     /// # Safety
-    /// [`BYTES`] there are memory of this process that is mapped until the read has ended, accessed by atomics only.
+    /// The [`BYTES`] at the address are memory of this process that is mapped until the read has ended and that only
+    /// atomics access.
     pub unsafe fn begin(disk: &Path, address: usize) -> io::Result<Self> {
         let disk = open(disk, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC, rustix::fs::Mode::empty())?;
         let mut context = 0;
@@ -171,14 +172,14 @@ impl Read {
             flags: [0; 2],
         };
         let requests = [&raw mut request];
-        // SAFETY: one request, copied by the call; what it writes to is as the caller promises.
+        // SAFETY: one request, copied by the call; the caller guarantees the memory to which it writes.
         if unsafe { libc::syscall(libc::SYS_io_submit, context, 1, requests.as_ptr()) } != 1 {
             return Err(io::Error::last_os_error());
         }
         Ok(Self { context, _disk: disk })
     }
 
-    /// Waits until it has ended; returns the bytes read.
+    /// Waits until the read has ended, and returns the bytes read.
     pub fn end(self) -> i64 {
         let mut event = [0_i64; 4];
         loop {
@@ -191,7 +192,7 @@ impl Read {
                 _ => panic!("{}", io::Error::last_os_error()),
             }
         }
-        // SAFETY: a context of our own, with nothing under way.
+        // SAFETY: this value's context, with no request in flight.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
         event[2]
     }

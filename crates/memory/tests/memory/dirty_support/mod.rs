@@ -1,4 +1,4 @@
-//! What the tests of dirty logs share: memory of every kind, and the rounds of a migration against racing writers.
+//! Helpers that the tests of dirty logs share: memory of every kind, and the rounds of a migration with racing writers.
 
 // Each test file uses a part of this.
 #![allow(dead_code, unreachable_pub)]
@@ -41,7 +41,7 @@ impl Drop for Memory {
 }
 
 impl Memory {
-    /// Anonymous, private, at a multiple of 2 MiB.
+    /// Maps private anonymous memory at a multiple of 2 MiB.
     fn anonymous(pages: usize, advice: Advice) -> Self {
         let (len, mapped) = (pages * PAGE_SIZE, pages * PAGE_SIZE + HUGE);
         // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
@@ -68,7 +68,7 @@ impl Memory {
         Self::file(file, pages, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED)
     }
 
-    /// Shared, of a file opened for reading.
+    /// Maps a file that is open for reading only, shared.
     pub fn read_only_file(file: impl AsFd, pages: usize) -> Self {
         Self::file(file, pages, ProtFlags::READ, MapFlags::SHARED)
     }
@@ -80,7 +80,7 @@ impl Memory {
         Self { base, len, mapped: (base, len) }
     }
 
-    /// Maps other pages in place of some: private, anonymous, zero.
+    /// Replaces some pages by others: private, anonymous, zero.
     pub fn map_anew(&self, pages: Range<u64>) {
         assert!(pages.end <= self.pages());
         let (start, len) = (pages.start as usize * PAGE_SIZE, (pages.end - pages.start) as usize * PAGE_SIZE);
@@ -89,7 +89,7 @@ impl Memory {
         unsafe { mmap_anonymous(self.base.add(start).cast(), len, ProtFlags::READ | ProtFlags::WRITE, flags).unwrap() };
     }
 
-    /// A shared file on a disk, or whatever the build directory is on.
+    /// Maps a shared file in the build directory, usually on a disk.
     pub fn disk(pages: usize) -> Self {
         let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         file.set_len((pages * PAGE_SIZE) as u64).unwrap();
@@ -100,7 +100,7 @@ impl Memory {
         Self::shared_file(memory_file(pages), pages)
     }
 
-    /// A private mapping of a memory file.
+    /// Maps a memory file privately.
     pub fn private_file(pages: usize) -> Self {
         Self::private_mapping(memory_file(pages), pages)
     }
@@ -109,7 +109,7 @@ impl Memory {
         Self::file(file, pages, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
     }
 
-    /// With huge pages where the kernel gives them to shared memory on advice.
+    /// Maps a memfd with huge pages, if the kernel gives them to shared memory on advice.
     pub fn memfd_transparent_huge(pages: usize) -> Self {
         let memory = Self::memfd(pages);
         // SAFETY: advice on our own mapping.
@@ -117,26 +117,26 @@ impl Memory {
         memory
     }
 
-    /// A file on tmpfs, or none where there is no tmpfs.
+    /// Maps a file on tmpfs; `None` if there is no tmpfs.
     pub fn tmpfs(pages: usize) -> Option<Self> {
         let file = tempfile::tempfile_in("/dev/shm").ok()?;
         file.set_len((pages * PAGE_SIZE) as u64).ok()?;
         Some(Self::shared_file(file, pages))
     }
 
-    /// hugetlb pages of 2 MiB, from the pool or, where that is allowed, as surplus for as long as the test runs.
+    /// Maps hugetlb pages of 2 MiB, from the pool or, if permitted, as surplus while the test runs.
     pub fn hugetlb(pages: usize) -> Option<Self> {
         let _surplus = Surplus::allow(pages * PAGE_SIZE / HUGE);
         Self::hugetlb_of(pages, libc::MAP_HUGE_2MB | libc::MAP_PRIVATE)
     }
 
-    /// As [`Self::hugetlb`], shared.
+    /// Maps memory as [`Self::hugetlb`] does, shared.
     pub fn hugetlb_shared(pages: usize) -> Option<Self> {
         let _surplus = Surplus::allow(pages * PAGE_SIZE / HUGE);
         Self::hugetlb_of(pages, libc::MAP_HUGE_2MB | libc::MAP_SHARED)
     }
 
-    /// hugetlb pages of 1 GiB, from the pool: the kernel finds room for them only early.
+    /// Maps hugetlb pages of 1 GiB, from the pool: the kernel finds room for them only after boot.
     pub fn hugetlb_1_gib(pages: usize, sharing: libc::c_int) -> Option<Self> {
         Self::hugetlb_of(pages, libc::MAP_HUGE_1GB | sharing)
     }
@@ -167,7 +167,7 @@ impl Memory {
 
     pub fn word(&self, page: u64, word: usize) -> &AtomicU64 {
         assert!(page < self.pages() && word < WORDS);
-        // SAFETY: within the mapping, aligned, and borrowed from `self`; everyone uses atomics.
+        // SAFETY: within the mapping, aligned, and borrowed from `self`; all accesses are atomic.
         unsafe { &*self.base.add(page as usize * PAGE_SIZE + word * 8).cast::<AtomicU64>() }
     }
 
@@ -182,11 +182,11 @@ impl Memory {
     pub fn advise(&self, pages: Range<u64>, advice: Advice) -> rustix::io::Result<()> {
         assert!(pages.end <= self.pages());
         let len = (pages.end - pages.start) as usize * PAGE_SIZE;
-        // SAFETY: advice on our own mapping; discarded content is content that the test expects to be gone.
+        // SAFETY: advice on our own mapping; the test expects discarded content to be gone.
         unsafe { madvise(self.base.add(pages.start as usize * PAGE_SIZE).cast(), len, advice) }
     }
 
-    /// Whether the page is in memory.
+    /// Returns whether the page is in memory.
     pub fn is_resident(&self, page: u64) -> bool {
         let mut resident = 0_u8;
         // SAFETY: within our mapping; the call writes one byte per page.
@@ -201,31 +201,31 @@ impl Memory {
     }
 }
 
-/// Shared memory without a name, all of it a hole.
+/// Returns a memory file of which everything is a hole.
 pub fn memory_file(pages: usize) -> File {
     let file = File::from(memfd_create("dirty", MemfdFlags::CLOEXEC).unwrap());
     file.set_len((pages * PAGE_SIZE) as u64).unwrap();
     file
 }
 
-/// As [`memory_file`], of huge pages of 2 MiB; they can be had while the second value lives.
+/// Returns a file as [`memory_file`] does, of huge pages of 2 MiB, which are available while the second value lives.
 pub fn huge_memory_file(pages: usize) -> Option<(File, Surplus)> {
     let surplus = Surplus::allow(pages * PAGE_SIZE / HUGE);
     let file =
         File::from(memfd_create("dirty", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).ok()?);
     file.set_len((pages * PAGE_SIZE) as u64).ok()?;
-    // The kernel says when it is mapped whether there are enough.
+    // The kernel reports at mapping whether there are enough.
     // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
     let mapped = unsafe { mmap(std::ptr::null_mut(), pages * PAGE_SIZE, ProtFlags::READ, MapFlags::SHARED, &file, 0) };
-    // SAFETY: just mapped, used by nobody.
+    // SAFETY: just mapped, not used yet.
     unsafe { munmap(mapped.ok()?, pages * PAGE_SIZE).unwrap() };
     Some((file, surplus))
 }
 
-/// More huge pages allowed, until dropped: those that are mapped by then stay. One at a time, of all processes with these
-/// tests: taking pages back that another one counts on would end it by SIGBUS.
+/// Permits more huge pages until it is dropped; pages that are mapped by then stay. Only one process with these tests
+/// has this at a time: withdrawing pages that another one relies on would end it by SIGBUS.
 pub struct Surplus {
-    /// Locked, and how many.
+    /// The locked file, and the number of pages.
     allowed: Option<(File, u64)>,
 }
 
@@ -253,7 +253,7 @@ impl Drop for Surplus {
     }
 }
 
-/// Numbers that look random; the seed is in the name of the thread that uses it.
+/// Pseudo-random numbers; the tests print their seeds.
 pub struct Random(pub u64);
 
 impl Random {
@@ -265,7 +265,7 @@ impl Random {
     }
 }
 
-/// The pages one `collect` names.
+/// Returns the pages that one `collect` names.
 pub fn collected(log: &mut dyn DirtyLog, block: usize, pages: u64) -> Vec<u64> {
     let mut dirty = PageBitmap::new(pages);
     log.collect(block, &mut dirty).unwrap();
@@ -274,12 +274,12 @@ pub fn collected(log: &mut dyn DirtyLog, block: usize, pages: u64) -> Vec<u64> {
     all
 }
 
-/// A thread that writes until it is told to stop.
+/// The function of a thread that writes until it is stopped.
 pub type Writer<'a> = Box<dyn FnOnce(&Writers) + Send + 'a>;
 
-/// What writers and rounds tell each other.
+/// State that writers and rounds share.
 pub struct Writers {
-    /// Rises with each write, or with each few.
+    /// Number of writes, updated at each write or every few.
     pub writes: AtomicU64,
     pub stop: AtomicBool,
 }
@@ -303,14 +303,14 @@ impl Drop for StopOnDrop<'_> {
     }
 }
 
-/// What rounds did.
+/// The result of the rounds.
 pub struct Outcome {
     /// Pages named by each round while writers ran.
     pub named: Vec<u64>,
 }
 
-/// The key property: rounds of "collect, then copy what was named" while `writer` runs on `threads` threads, then one
-/// more with the writers stopped: the copy equals the memory.
+/// Checks the key property: after rounds of "collect, then copy the named pages" while `threads` write, and one more
+/// round with the writers stopped, the copy equals the memory.
 pub fn rounds_against_writers(
     log: &mut dyn DirtyLog,
     memories: &[&Memory],
@@ -360,11 +360,11 @@ pub fn rounds_against_writers(
     Outcome { named }
 }
 
-/// Until so many more writes were made, or a writer has ended on its own.
+/// Waits until so many more writes were made; panics if a writer ends by itself.
 fn wait_for<T>(writers: &Writers, count: u64, handles: &[std::thread::ScopedJoinHandle<'_, T>]) {
     let target = writers.writes.load(Ordering::Relaxed) + count;
     while writers.writes.load(Ordering::Relaxed) < target {
-        assert!(!handles.iter().any(|handle| handle.is_finished()), "a writer ended before it was told to");
+        assert!(!handles.iter().any(|handle| handle.is_finished()), "a writer ended before it was stopped");
         std::thread::yield_now();
     }
 }
@@ -388,7 +388,8 @@ fn copy_pages(memory: &Memory, pages: Range<u64>, copy: &mut [u64]) {
     }
 }
 
-/// What every log does alike: wrong order, wrong block, wrong bitmap; stop is allowed always, and start works again.
+/// Checks what all logs have in common: wrong order, wrong block and wrong bitmap are refused; stop is always allowed,
+/// and start works again.
 pub fn misuse_is_refused(log: &mut dyn DirtyLog, pages: &[u64]) {
     let mut dirty = PageBitmap::new(pages[0]);
     log.stop().unwrap();

@@ -1,4 +1,4 @@
-//! Another process with memory to be tracked: this test program, started again to do nothing but what it is asked.
+//! Another process with memory to be tracked: this test program, started again to execute commands.
 //!
 //! The test file that uses this has a test `as_a_child` that calls [`serve`]. Commands and answers are lines.
 
@@ -20,7 +20,7 @@ use sterna_memory::dirty::write_protect::{MappedBlock, MappedPart};
 use sterna_memory::place::TargetProcess;
 use sterna_memory::userfault::{Faults, Userfault};
 
-/// Says to the program that it is a child, and what memory to have: `KIND:PAGES KIND:PAGES …`.
+/// Makes the program a child, with this memory: `KIND:PAGES KIND:PAGES …`.
 const CHILD: &str = "STERNA_DIRTY_LOG_CHILD";
 /// Begins each answer, since the test harness prints too.
 const ANSWER: &str = "answer ";
@@ -35,15 +35,15 @@ fn memory(kind: &str, pages: usize) -> Option<Memory> {
         "disk" => Some(Memory::disk(pages)),
         "hugetlb" => Memory::hugetlb(pages),
         "hugetlb-shared" => Memory::hugetlb_shared(pages),
-        // Memory at `/proc/PID/fd/N`, which another child has.
+        // Memory at `/proc/PID/fd/N`, a file of another child.
         path => Some(Memory::shared_file(File::options().read(true).write(true).open(path).ok()?, pages)),
     }
 }
 
-/// Does as a child what its parent asks; returns at once in a process that is no child.
+/// Executes the parent's commands in a child; returns at once in any other process.
 pub fn serve() {
     let Ok(kinds) = std::env::var(CHILD) else { return };
-    // The answer may not lie in the middle of what the harness prints.
+    // The answer must not be in the middle of the harness's output.
     println!();
     let memories: Option<Vec<Memory>> = kinds
         .split_whitespace()
@@ -101,7 +101,7 @@ pub fn serve() {
                     }
                     std::mem::forget(userfault);
                 }
-                // SAFETY: a descriptor that `userfaultfd` made, used no more.
+                // SAFETY: a descriptor that `userfaultfd` made and that is not used any more.
                 "close" => unsafe { drop(OwnedFd::from_raw_fd(number(1) as i32)) },
                 "protected" => answer = memories.iter().map(protected).sum::<usize>().to_string(),
                 "watched" => {
@@ -111,14 +111,14 @@ pub fn serve() {
                     answer = tried.is_err().to_string();
                 }
                 "begin-read" => {
-                    // SAFETY: memory of ours, accessed by atomics, mapped until `end-read` or the end.
+                    // SAFETY: this process's memory, accessed by atomics, mapped until `end-read` or the end.
                     let read = unsafe { Read::begin(words[2].as_ref(), memory().addresses().start) };
                     reads.push(read.unwrap());
                 }
                 "end-read" => answer = reads.pop().unwrap().end().to_string(),
                 "advise" => {
                     let start = std::ptr::without_provenance_mut(number(1) as usize);
-                    // SAFETY: a range of memory of ours, accessed by atomics.
+                    // SAFETY: a range of this process's memory, accessed by atomics.
                     let result = unsafe { libc::madvise(start, number(2) as usize, number(3) as i32) };
                     answer = match result {
                         0 => "0".into(),
@@ -126,7 +126,7 @@ pub fn serve() {
                     };
                 }
                 "map-anew" => memory().map_anew(number(2)..number(2) + number(3)),
-                // Reads its input until that ends, and so does what replaces it.
+                // This program reads its input until the input ends, and so does its replacement.
                 "exec" => panic!("{}", Command::new("cat").stdout(Stdio::null()).exec()),
                 command => panic!("{command}"),
             }
@@ -136,21 +136,21 @@ pub fn serve() {
     });
 }
 
-/// What a dirty log asks of its userfaultfd.
+/// The features that a dirty log requires of its userfaultfd.
 struct WriteProtectFeatures;
 
 impl WriteProtectFeatures {
     const ALL: u64 = sterna_memory::dirty::write_protect::WriteProtectLog::FEATURES;
 }
 
-/// Without a handshake.
+/// Makes a userfaultfd without a handshake.
 fn raw_userfaultfd() -> i32 {
     let user_mode_only = 1;
     // SAFETY: the call takes an integer and returns a new descriptor or an error.
     unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | user_mode_only) as i32 }
 }
 
-/// Pages that are write-protected by a userfaultfd: bit 57 of `Documentation/admin-guide/mm/pagemap.rst`.
+/// Returns how many pages a userfaultfd write-protects: bit 57 of `Documentation/admin-guide/mm/pagemap.rst`.
 fn protected(memory: &Memory) -> usize {
     let mut entries = vec![0; memory.pages() as usize * 8];
     let page_map = File::open("/proc/self/pagemap").unwrap();
@@ -171,17 +171,18 @@ pub struct Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended; a test that fails leaves nothing behind.
+        // The child may have ended; a failing test leaves nothing behind.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 impl Process {
-    /// Starts one with such memory: `KIND:PAGES KIND:PAGES …`; none, with a printed reason, where some is not to be had.
+    /// Starts a process with this memory: `KIND:PAGES KIND:PAGES …`. Returns `None`, and prints the reason, if some of
+    /// it is not available.
     pub fn start(kinds: &str) -> Option<Self> {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["as_a_child", "--exact", "--nocapture", "--test-threads=1"])
+            .args(["dirty_other_process::as_a_child", "--exact", "--nocapture", "--test-threads=1"])
             .env(CHILD, kinds)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -202,13 +203,13 @@ impl Process {
         Some(process)
     }
 
-    /// The next answer.
+    /// Returns the next answer.
     pub fn answer(&mut self) -> String {
         let answers = self.lines.by_ref().map(Result::unwrap);
         answers.into_iter().find_map(|line| line.strip_prefix(ANSWER).map(str::to_owned)).expect("the child answers")
     }
 
-    /// Without waiting for an answer.
+    /// Sends a command without waiting for an answer.
     pub fn send(&mut self, command: &str) {
         writeln!(self.input.as_ref().unwrap(), "{command}").unwrap();
     }
@@ -230,7 +231,7 @@ impl Process {
         self.memories[memory].clone()
     }
 
-    /// Each memory as a block of its own.
+    /// Returns each memory as a separate block.
     pub fn blocks(&self) -> Vec<MappedBlock> {
         let block = |addresses: &Range<usize>| MappedBlock {
             pages: (addresses.len() / PAGE_SIZE) as u64,
@@ -239,13 +240,13 @@ impl Process {
         self.memories.iter().map(block).collect()
     }
 
-    /// A userfaultfd that the process has made, without a handshake; the process keeps no copy.
+    /// Makes a userfaultfd in the process, without a handshake; the process keeps no copy.
     pub fn userfaultfd(&mut self) -> OwnedFd {
         let number = self.ask("userfaultfd");
         self.take(&number)
     }
 
-    /// A userfaultfd with a handshake of `features` that the process has made; `extra`: `missing`, `watched` or nothing.
+    /// Makes a userfaultfd in the process, with a handshake of `features`; `extra`: `missing`, `watched` or nothing.
     pub fn userfaultfd_with(&mut self, features: u64, extra: &str) -> OwnedFd {
         let number = self.ask("userfaultfd");
         self.ask(&format!("handshake {number} {features} {extra}"));
@@ -258,13 +259,13 @@ impl Process {
         fd
     }
 
-    /// Kills it, and waits until it has ended.
+    /// Kills the process, and waits until it has ended.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// Has it replace its program, and waits until it has.
+    /// Makes the process replace its program, and waits until it has.
     pub fn exec(&mut self) {
         self.send("exec");
         // The name changes after the old address space is gone (`begin_new_exec` in the kernel's `fs/exec.c`).
@@ -274,14 +275,14 @@ impl Process {
         }
     }
 
-    /// How many writes its racing threads have made.
+    /// Returns how many writes its racing threads have made.
     pub fn writes(&self) -> u64 {
         let mut bytes = [0; 8];
         self.read(self.writes, &mut bytes);
         u64::from_ne_bytes(bytes)
     }
 
-    /// Its memory at `address`.
+    /// Reads its memory at `address`.
     pub fn read(&self, address: usize, bytes: &mut [u8]) {
         let local = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
         let remote = libc::iovec { iov_base: std::ptr::without_provenance_mut(address), iov_len: bytes.len() };
@@ -291,7 +292,7 @@ impl Process {
     }
 }
 
-/// A copy of another process's descriptor.
+/// Copies another process's descriptor.
 pub fn copy_of(pid: i32, fd: i32) -> OwnedFd {
     let pidfd = pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap();
     let copy = pidfd_getfd(pidfd, fd, PidfdGetfdFlags::empty()).unwrap();
@@ -299,7 +300,7 @@ pub fn copy_of(pid: i32, fd: i32) -> OwnedFd {
     copy
 }
 
-/// Pages of some huge pages.
+/// Returns the number of small pages in `count` huge pages.
 pub const fn huge(count: usize) -> usize {
     count * HUGE / PAGE_SIZE
 }

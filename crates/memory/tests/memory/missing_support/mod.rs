@@ -1,5 +1,5 @@
-//! What the tests of missing pages share: memory of every kind behind a RAM block, pages whose content tells where it came
-//! from, and threads that must not hang.
+//! Helpers that the tests of missing pages share: memory of every kind behind a RAM block, pages whose content shows
+//! their origin, and threads that must not hang.
 
 // Each test file uses a part of this.
 #![allow(dead_code, unreachable_pub)]
@@ -27,10 +27,10 @@ pub const WRITTEN: usize = WORDS - 1;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Anonymous,
-    /// Anonymous on which huge pages are wished for.
+    /// Anonymous with advice for huge pages.
     TransparentHuge,
     Memfd,
-    /// Shared, with huge pages wished for.
+    /// Shared, with advice for huge pages.
     MemfdTransparentHuge,
     PrivateMemfd,
     HugetlbMemfd,
@@ -80,7 +80,7 @@ impl Drop for Memory {
 }
 
 impl Memory {
-    /// None, with a printed reason, where the machine has no such memory.
+    /// Maps memory of this kind. Returns `None`, and prints the reason, if the machine has none.
     pub fn new(kind: Kind, pages: u64) -> Option<Self> {
         let len = pages as usize * PAGE_SIZE;
         let surplus = if kind.is_hugetlb() { Some(Surplus::allow(len / HUGE)?) } else { None };
@@ -95,7 +95,7 @@ impl Memory {
         };
         let sharing = if kind.is_private() { MapFlags::PRIVATE } else { MapFlags::SHARED };
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // Room to begin at a multiple of 2 MiB; hugetlb does by itself.
+        // Room to align to 2 MiB; hugetlb is always aligned.
         let room = if kind.is_hugetlb() { 0 } else { HUGE };
         // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
         let reserved: *mut u8 = unsafe {
@@ -127,7 +127,7 @@ impl Memory {
         (self.len / PAGE_SIZE) as u64
     }
 
-    /// Pages of 4096 bytes of a page of the backing.
+    /// Returns the number of 4096-byte pages in a page of the backing.
     pub fn unit(&self) -> u64 {
         if self.kind.is_hugetlb() { (HUGE / PAGE_SIZE) as u64 } else { 1 }
     }
@@ -152,7 +152,7 @@ impl Memory {
 
     pub fn word(&self, page: u64, word: usize) -> &AtomicU64 {
         assert!(page < self.pages() && word < WORDS);
-        // SAFETY: within the mapping, aligned, and borrowed from `self`; everyone uses atomics.
+        // SAFETY: within the mapping, aligned, and borrowed from `self`; all accesses are atomic.
         unsafe { &*self.base.add(page as usize * PAGE_SIZE + word * 8).cast::<AtomicU64>() }
     }
 
@@ -160,7 +160,7 @@ impl Memory {
         self.word(page, word).load(Ordering::Relaxed)
     }
 
-    /// The first word, when all words but the written one are equal.
+    /// Returns the first word, and checks that all words except the written one are equal.
     pub fn stamp(&self, page: u64) -> u64 {
         let first = self.read(page, 0);
         for word in 1..WRITTEN {
@@ -169,14 +169,14 @@ impl Memory {
         first
     }
 
-    /// As a page that was sent before post-copy.
+    /// Fills a page as if it was sent before post-copy.
     pub fn fill(&self, page: u64, version: u64) {
         for word in 0..WORDS {
             self.word(page, word).store(stamp(page, version), Ordering::Relaxed);
         }
     }
 
-    /// Runs `body` while no huge page beyond those in use is to be had.
+    /// Runs `body` while no huge page beyond those in use is available.
     pub fn without_spare_huge_pages(&self, body: impl FnOnce()) {
         let allowed = std::fs::read_to_string(OVERCOMMIT).unwrap();
         std::fs::write(OVERCOMMIT, "0").unwrap();
@@ -184,7 +184,7 @@ impl Memory {
         std::fs::write(OVERCOMMIT, allowed).unwrap();
     }
 
-    /// Whether transparent huge pages are forbidden for all of it: "nh" of proc_pid_smaps(5).
+    /// Returns whether transparent huge pages are forbidden for all of it: "nh" of proc_pid_smaps(5).
     pub fn has_huge_pages_forbidden(&self) -> bool {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let head = format!("{:x}-{:x} ", self.addresses().start, self.addresses().end);
@@ -194,7 +194,7 @@ impl Memory {
 
     pub fn advise(&self, pages: Range<u64>, advice: u32) -> std::io::Result<()> {
         let len = (pages.end - pages.start) as usize * PAGE_SIZE;
-        // SAFETY: advice on our own mapping; none that tests give discards content.
+        // SAFETY: advice on our own mapping; the tests' advice discards no content.
         match unsafe { libc::madvise(self.word(pages.start, 0).as_ptr().cast(), len, advice as libc::c_int) } {
             0 => Ok(()),
             _ => Err(std::io::Error::last_os_error()),
@@ -202,17 +202,17 @@ impl Memory {
     }
 }
 
-/// What each word of a page of this version says.
+/// Returns each word of a page of this version.
 pub fn stamp(page: u64, version: u64) -> u64 {
     (page + 1) << 8 | version
 }
 
-/// The bytes of pages that follow each other.
+/// Returns the bytes of consecutive pages.
 pub fn content(pages: Range<u64>, version: u64) -> Vec<u8> {
     pages.flat_map(|page| std::iter::repeat_n(stamp(page, version).to_ne_bytes(), WORDS)).flatten().collect()
 }
 
-/// More huge pages allowed, until dropped. Tests that need them take turns.
+/// Permits more huge pages until it is dropped. Tests that need them take turns.
 struct Surplus {
     allowed: u64,
     _turn: MutexGuard<'static, ()>,
@@ -225,7 +225,7 @@ impl Surplus {
         static TURN: Mutex<()> = Mutex::new(());
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let before: u64 = std::fs::read_to_string(OVERCOMMIT).ok()?.trim().parse().ok()?;
-        // One more than mapped: a page that was discarded is given back only after a while.
+        // One more than mapped: a discarded page is freed only after a while.
         let allowed = pages as u64 + 1;
         std::fs::write(OVERCOMMIT, (before + allowed).to_string())
             .inspect_err(|error| println!("skipped: {OVERCOMMIT}: {error}"))
@@ -243,7 +243,7 @@ impl Drop for Surplus {
     }
 }
 
-/// A userfaultfd for this memory, or a printed reason why there is none.
+/// Opens a userfaultfd for this memory, or prints why there is none.
 pub fn open(memory: &Memory) -> Option<Arc<Userfault>> {
     match Userfault::open(Faults::All, memory.backing().userfault_features()) {
         Ok(userfault) => Some(Arc::new(userfault)),
@@ -255,7 +255,7 @@ pub fn open(memory: &Memory) -> Option<Arc<Userfault>> {
     }
 }
 
-/// The fault thread: gives each answer to `act` until stopped.
+/// Runs the fault thread: passes each fault to `act` until stopped.
 pub fn answer_faults(userfault: &Userfault, missing: &MissingPages, stop: &Stop, mut act: impl FnMut(Answer)) {
     let mut buffer = FaultBuffer::new();
     while let Some(faults) = userfault.wait_faults(stop, &mut buffer).unwrap() {
@@ -265,7 +265,7 @@ pub fn answer_faults(userfault: &Userfault, missing: &MissingPages, stop: &Stop,
     }
 }
 
-/// Ends the process when a test hangs: a thread that waits for a page can be ended in no other way.
+/// Ends the process when a test hangs: there is no other way to end a thread that waits for a page.
 pub struct Watchdog(Option<Sender<()>>);
 
 impl Watchdog {
@@ -283,14 +283,14 @@ impl Watchdog {
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
-        // With a panic, threads may wait for ever: leave the dog on.
+        // After a panic, threads may wait for ever, so the watchdog stays active.
         if std::thread::panicking() {
             std::mem::forget(self.0.take());
         }
     }
 }
 
-/// Numbers that look random, from a seed that is printed.
+/// Pseudo-random numbers, from a seed that is printed.
 pub struct Random(pub u64);
 
 impl Random {

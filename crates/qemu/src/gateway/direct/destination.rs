@@ -22,10 +22,12 @@ use sterna_wire::switchover::{ProcessIdentity, SourceAfter};
 use sterna_wire::text::cleaned;
 
 use super::post_copy::QemuProcess;
+use super::ram;
 use super::stream::{self, BlockLength, PING_VALUE};
-use super::{WithFaultPoints, ram};
-use crate::gateway::destination::{QUIT_TIME, RETURN_TIME};
-use crate::gateway::{GatewayError, ReceiveOptions, qemu};
+use crate::gateway::destination::RETURN_TIME;
+use crate::gateway::fault::WithFaultPoints;
+use crate::gateway::qemu::{self, QUIT_TIME};
+use crate::gateway::{GatewayError, ReceiveOptions};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{RequiredSettings, Restore, Role, Settings};
 use crate::stream::{ReturnMessage, ReturnPathReader};
@@ -34,45 +36,45 @@ use crate::stream::{ReturnMessage, ReturnPathReader};
 const OPENING_TIME: Duration = Duration::from_secs(10);
 /// How long QEMU may take to load the devices.
 const LOADING_TIME: Duration = Duration::from_secs(60);
-/// How long QEMU may take from having loaded everything to saying that it is paused.
+/// How long QEMU may take from having loaded everything until it reports that it is paused.
 const PAUSE_TIME: Duration = Duration::from_secs(10);
-/// Pause between two looks at a state that QEMU tells by no event.
-const LOOK_PAUSE: Duration = Duration::from_millis(1);
-/// What QEMU knows its end of the stream by.
+/// Pause between two queries of a state that QEMU reports by no event.
+const POLL_PAUSE: Duration = Duration::from_millis(1);
+/// QEMU's name for its end of the stream.
 const DESCRIPTOR: &str = "sterna-incoming";
 
-/// A destination QEMU that has read the beginning of its stream, and its memory.
+/// A destination QEMU that has read the opening of its stream, and its memory.
 pub(in crate::gateway) struct Ready {
     vmm: QemuDestination,
     guest: GuestRam,
     process: Arc<QemuProcess>,
 }
 
-/// Why a destination QEMU does not take a guest, and what the QEMU is good for afterwards.
+/// Why a destination QEMU cannot receive a guest, and whether it is still usable.
 pub(in crate::gateway) enum NotTaken {
-    /// No stream was begun: the QEMU is as it was, and can take another guest.
+    /// No stream was begun: the QEMU is unchanged, and can receive another guest.
     Untouched(String),
-    /// The QEMU may have read the beginning of a stream, and takes no other one.
+    /// The QEMU may have read the opening of a stream, and can receive no other one.
     Begun(String),
 }
 
-/// Has QEMU begun to take the guest of a source that is to be moved directly.
+/// Makes QEMU begin to receive the guest of a source in direct mode.
 ///
 /// # Errors
-/// QEMU or its memory does not take it: the reason, and what the QEMU is good for.
+/// QEMU or its memory is unsuitable: the reason, and whether the QEMU is still usable.
 pub(in crate::gateway) fn prepare(qmp: &Qmp, machine: &Machine) -> Result<Ready, NotTaken> {
-    // Before QEMU begins anything: most of what speaks against its memory shows now.
+    // Before QEMU begins anything: most obstacles in its memory are found now.
     ram::of_destination(qmp, &machine.blocks).map_err(NotTaken::Untouched)?;
     let vmm = QemuDestination::begin(qmp.clone(), machine)?;
-    // The blocks have the source's lengths only now.
+    // Only now do the blocks have the source's lengths.
     let (guest, process) = ram::of_destination(qmp, &machine.blocks).map_err(NotTaken::Begun)?;
     Ok(Ready { vmm, guest, process })
 }
 
-/// Takes the migration of a source that moves its guest directly.
+/// Accepts the migration of a source in direct mode, and runs it.
 ///
 /// # Errors
-/// Only for what is found before the migration was accepted; every other end is told by the report.
+/// Only for errors before the migration was accepted; the report describes every other outcome.
 pub(in crate::gateway) fn receive(
     ready: Ready,
     greeted: AcceptedSource,
@@ -95,18 +97,18 @@ pub(in crate::gateway) fn receive(
         .memory_before(sterna_engine::destination::Before::Written)
         .prefault(options.prefault)
         .monitor(record)
-        // A source that is connected, as far as is known, has the time of a silence more.
+        // If the source is still connected, as far as is known, it gets one silence limit more.
         .linger(RETURN_TIME.saturating_sub(SILENCE_LIMIT))
         .stall_limit(Some(options.waits.stall))
         .give_up_after(options.waits.total)
         .state_dir(&options.state_dir)
         .take(greeted, incoming, address, &mut vmm, cancel, &WithFaultPoints(observer));
-    let given_back = process.given_back();
-    if given_back.ranges > 0 {
+    let freed = process.freed();
+    if freed.ranges > 0 {
         observer.note(&format!(
             "post-copy: QEMU's main thread was stopped for {:.1} ms, of the downtime, to discard {} ranges of memory",
-            given_back.stopped.as_secs_f64() * 1e3,
-            given_back.ranges
+            freed.stopped.as_secs_f64() * 1e3,
+            freed.ranges
         ));
     }
     match taken {
@@ -120,7 +122,7 @@ pub(in crate::gateway) fn receive(
 pub(super) struct QemuDestination {
     qmp: Qmp,
     identity: Option<ProcessIdentity>,
-    /// What its settings were, for the record and for this process.
+    /// The settings before the migration, for the record and for this process.
     settings_before: Option<serde_json::Value>,
     restore: Option<Restore>,
     stream: UnixStream,
@@ -128,10 +130,10 @@ pub(super) struct QemuDestination {
 }
 
 impl QemuDestination {
-    /// Has QEMU read the beginning of its stream: the machine type and the RAM blocks.
+    /// Makes QEMU read the opening of its stream: the machine type and the RAM blocks.
     ///
     /// # Errors
-    /// QEMU does not take it: the reason, and whether a stream was begun.
+    /// QEMU refuses: the reason, and whether a stream was begun.
     fn begin(qmp: Qmp, machine: &Machine) -> Result<Self, NotTaken> {
         let untouched = |error: &dyn std::fmt::Display| NotTaken::Untouched(error.to_string());
         let blocks: Vec<_> =
@@ -151,14 +153,14 @@ impl QemuDestination {
         };
         let plan = Settings::plan(&qmp, &wanted).map_err(|error| untouched(&error))?;
         let settings_before = serde_json::to_value(plan.before()).ok();
-        // Put back by its end, until QEMU has begun.
+        // Dropping this restores the settings, until QEMU has begun.
         let restore = plan.carry_out().map_err(|error| untouched(&error))?;
         let failed = |error: QmpError| format!("QEMU does not take the migration: {error}");
         qmp.execute_with_descriptor("getfd", json!({ "fdname": DESCRIPTOR }), theirs.as_fd())
             .map_err(|error| NotTaken::Untouched(failed(error)))?;
         drop(theirs);
         if let Err(error) = qmp.execute("migrate-incoming", json!({ "uri": format!("fd:{DESCRIPTOR}") })) {
-            // What was not answered may have been done.
+            // QEMU may have executed a command that it did not answer.
             if !matches!(error, QmpError::Refused { .. }) {
                 return Err(NotTaken::Begun(failed(error)));
             }
@@ -195,22 +197,23 @@ impl QemuDestination {
         }
     }
 
-    /// Why QEMU says that loading failed.
+    /// Returns QEMU's reason for a failed load.
     fn failure(&self) -> Option<String> {
         let info = self.qmp.query_migrate().ok()?;
         let why = info.error_desc.as_deref().map(cleaned);
         Some(format!("QEMU could not load the guest: {} (its output says more)", why.as_deref().unwrap_or("no reason")))
     }
 
-    /// Finds out while the guest can still go on at its source whether QEMU gets the disks: QEMU locks images only when its guest is
-    /// started, which is after the decision. The disks are given up again, so that the source can have them back.
+    /// Checks, while the guest can still continue at its source, whether QEMU can lock the disks: QEMU locks images
+    /// only when its guest starts, which is after the decision. The disks are released again, so that the source can
+    /// use them.
     fn try_disks(&self) -> Result<(), VmmError> {
         match self.qmp.execute("blockdev-set-active", json!({ "active": true })) {
             Ok(_) => {}
-            // QEMU 9.2 and older: there is nothing to ask before the start.
+            // QEMU 9.2 and older have no command for this before the start.
             Err(QmpError::Refused { class, .. }) if class == "CommandNotFound" => return Ok(()),
             Err(QmpError::Refused { description, .. }) => {
-                self.give_up_disks();
+                self.release_disks();
                 return Err(format!(
                     "the destination's QEMU cannot use the disks: {description}; end what uses the image there, and send again"
                 )
@@ -218,13 +221,13 @@ impl QemuDestination {
             }
             Err(error) => return Err(error.into()),
         }
-        self.give_up_disks();
+        self.release_disks();
         Ok(())
     }
 
-    fn give_up_disks(&self) {
+    fn release_disks(&self) {
         if let Err(error) = self.qmp.execute("blockdev-set-active", json!({ "active": false })) {
-            // Then the disks stay with this QEMU until it is ended or starts the guest.
+            // Then this QEMU keeps the disks until it is ended or starts the guest.
             tracing::warn!(%error, "the destination's QEMU keeps disks that it should not have yet");
         }
     }
@@ -241,7 +244,7 @@ impl QemuDestination {
         loop {
             match self.qmp.status()?.as_str() {
                 "paused" => return Ok(()),
-                "inmigrate" if Instant::now() < deadline => std::thread::sleep(LOOK_PAUSE),
+                "inmigrate" if Instant::now() < deadline => std::thread::sleep(POLL_PAUSE),
                 status => return Err(format!("QEMU is {status} where it should be loaded and paused").into()),
             }
         }
@@ -285,7 +288,7 @@ impl DestinationVmm for QemuDestination {
     }
 
     fn discard(&mut self) -> Result<(), VmmError> {
-        // One that has exited, or holds part of a guest, needs nothing put back.
+        // The settings of a QEMU that has exited, or has a part of a guest, need not be restored.
         self.restore.take().into_iter().for_each(Restore::keep);
         Ok(qemu::quit(&self.qmp, self.identity, QUIT_TIME)?)
     }

@@ -1,4 +1,5 @@
-//! Checks, before anything of a source QEMU is touched, whether direct mode can move its guest. An unknown condition counts as a no.
+//! Checks, before anything of a source QEMU is changed, whether direct mode can move its guest. An unknown condition
+//! makes the guest ineligible.
 
 use std::fs;
 
@@ -6,11 +7,12 @@ use serde_json::{Value, json};
 
 use crate::qmp::Qmp;
 
-/// The first and the last release, as major and minor number, of which it is known that a `transaction` without actions drains the block
-/// layer, and that the device state loads as it was saved.
+/// The first and the last release, as major and minor number, that are known to drain the block layer in a
+/// `transaction` without actions, and to load device state as it was saved.
 const RELEASES: ((u32, u32), (u32, u32)) = ((8, 0), (11, 1));
 
-/// Devices that write guest RAM past QEMU's page tables, by the files that QEMU has open for them: prefix of the path, and the reason.
+/// Devices that write guest RAM past QEMU's page tables, by the files that QEMU has open for them: prefix of the path,
+/// and the reason.
 const WRITERS: &[(&str, &str)] = &[
     ("/dev/vfio", "an assigned device (VFIO) writes guest RAM by DMA"),
     ("/dev/iommu", "an assigned device (iommufd) writes guest RAM by DMA"),
@@ -20,8 +22,8 @@ const WRITERS: &[(&str, &str)] = &[
     ("/dev/sev", "guest RAM is encrypted"),
 ];
 
-/// Devices that save their state while the guest runs, or that write guest RAM past QEMU's page tables: prefix of their type, and the
-/// reason.
+/// Devices that save their state while the guest runs, or that write guest RAM past QEMU's page tables: prefix of their
+/// type, and the reason.
 const DEVICES: &[(&str, &str)] = &[
     ("vfio-", "saves its state while the guest runs, or writes guest RAM by DMA"),
     ("vhost-vdpa", "writes guest RAM by DMA"),
@@ -30,7 +32,8 @@ const DEVICES: &[(&str, &str)] = &[
     ("cxl-type3", "has memory of its own that the guest shares"),
 ];
 
-/// Block drivers whose devices write guest RAM by DMA: QEMU's block/nvme.c (over util/vfio-helpers.c) and block/blkio.c.
+/// Block drivers whose devices write guest RAM by DMA: QEMU's block/nvme.c (over util/vfio-helpers.c) and
+/// block/blkio.c.
 const DMA_DRIVERS: &[&str] =
     &["nvme", "io_uring", "nvme-io_uring", "virtio-blk-vfio-pci", "virtio-blk-vhost-user", "virtio-blk-vhost-vdpa"];
 
@@ -76,7 +79,8 @@ pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
     check_nothing_pins(qmp)
 }
 
-/// Checks that nothing pins guest RAM or writes it past QEMU's page tables. A destination that waits for missing pages needs this, too.
+/// Checks that nothing pins guest RAM or writes it past QEMU's page tables. A destination that waits for missing pages
+/// needs this, too.
 ///
 /// # Errors
 /// Which device, disk or file does.
@@ -86,7 +90,8 @@ pub(super) fn check_nothing_pins(qmp: &Qmp) -> Result<(), String> {
     check_files(qmp)
 }
 
-/// Fails for block drivers that map all of guest RAM for a device: draining the block layer does not cover the device's writes.
+/// Fails for block drivers that map all of guest RAM for a device: draining the block layer does not cover the device's
+/// writes.
 fn check_disks(nodes: &Value) -> Result<(), String> {
     for node in nodes.as_array().into_iter().flatten() {
         let driver = node["drv"].as_str().unwrap_or_default();

@@ -1,4 +1,5 @@
-//! Direct mode: a QEMU's guest is moved from outside, by the library's own source and destination. QEMU's migration of RAM is not used.
+//! Direct mode: a QEMU's guest is moved from outside, by the library's own source and destination. QEMU's migration of
+//! RAM is not used.
 //!
 //! ```text
 //!  QEMU (source)                        sterna send                   sterna receive                QEMU (destination)
@@ -6,20 +7,23 @@
 //!  userfaultfd ── PAGEMAP_SCAN ───────> dirty log
 //!  stop, xen-save-devices-state ──────> SourceVmm ═ stream channel ═> DestinationVmm ── a stream without pages ──> -incoming
 //! ```
-//! The tracking is asynchronous write protection by a userfaultfd that is made in QEMU's process and taken out of it (`sterna-attach`).
-//! When this process ends, however, the kernel closes that descriptor and QEMU is as it was before.
+//! Writes are tracked by asynchronous write protection, with a userfaultfd that is made in QEMU's process and
+//! duplicated into this one (`sterna-attach`). When this process ends, for whatever reason, the kernel closes the
+//! descriptor and QEMU is as it was before.
 //!
-//! **What makes it right.** Each round is: scan for written pages and protect them again; wait until QEMU's block layer has nothing under
-//! way (`transaction` without actions, which drains); read the pages. A disk that reads into guest RAM by `O_DIRECT` pins pages: what it
-//! writes after they were protected again takes no page fault, and no later scan sees it ([`SourceVmm::settle_io`]
-//! (sterna_engine::vmm::SourceVmm::settle_io)). QEMU's `stop` drains as well, and the devices are saved before the last scan, so that what
-//! saving writes is sent too.
+//! **Why no write is lost.** Each round is: scan for written pages and protect them again; wait until QEMU's block
+//! layer has nothing in progress (`transaction` without actions, which drains); read the pages. A disk that reads into
+//! guest RAM by `O_DIRECT` pins pages: its writes after the pages were protected again cause no page fault, and no
+//! later scan finds them (see [`settle_io`](sterna_engine::vmm::SourceVmm::settle_io)). QEMU's `stop` drains as well,
+//! and the devices are saved before the last scan, so that RAM written by the saving is sent too.
 //!
-//! **Post-copy** is the library's as well: `post_copy` has a userfaultfd made in the destination's QEMU, and memory given back there.
+//! **Post-copy** is the library's as well: `post_copy` makes a userfaultfd in the destination's QEMU, and frees stale
+//! memory there.
 //!
-//! `eligible` finds out whether a QEMU can be moved so, before anything of it is touched; `ram` finds its memory and tracks it; `source` and
-//! `destination` are the two monitors as the library drives them; `stream` puts together what the destination's QEMU reads; `throttle` slows
-//! the guest down where that was chosen.
+//! `eligible` checks whether a QEMU's guest can be moved in this mode, before anything is changed; `ram` finds the
+//! memory and tracks its writes; `source` and `destination` implement the library's interfaces for the two QEMUs;
+//! `stream` composes the stream that the destination's QEMU reads; `throttle` slows the guest down if the user chose
+//! that.
 
 mod destination;
 mod eligible;
@@ -33,22 +37,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_engine::cancel::Cancel;
-use sterna_engine::migration::MigrationError;
-use sterna_engine::report::{Observer, Outcome, Progress, ReceiveProgress, Report};
+use sterna_engine::migration::{ErrorKind, MigrationError};
+use sterna_engine::report::{Observer, Outcome, Report};
 use sterna_engine::source::{MonitorRecord, Source, TimeLimits};
 use sterna_engine::transport::Address;
 use sterna_offload::{Accelerators, LEDGERS, Offload, Settings, Shares, StartError};
 use sterna_wire::control::Mode;
-use sterna_wire::switchover::{Moment, SourceAfter, Step};
+use sterna_wire::switchover::SourceAfter;
 
-pub(super) use self::destination::{NotTaken, prepare as prepare_destination, receive};
+pub(super) use self::destination::{NotTaken, Ready as ReadyDestination, prepare as prepare_destination, receive};
 pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory};
 use self::ram::DirectRam;
 use self::source::QemuSource;
-use super::{DirectOptions, SendOptions, fault, qemu};
+use super::fault::WithFaultPoints;
+use super::{DirectOptions, SendOptions, qemu};
 use crate::qmp::Qmp;
 
-/// A source QEMU that can be moved directly: nothing of it was changed yet but that its writes can be tracked.
+/// A source QEMU whose guest can be moved in direct mode. Only the tracking of its writes has been prepared so far.
 #[derive(Debug)]
 pub(super) struct Ready {
     ram: DirectRam,
@@ -56,16 +61,16 @@ pub(super) struct Ready {
 }
 
 impl Ready {
-    /// How its writes are tracked, for people.
+    /// Describes how writes are tracked, for notes.
     pub(super) fn tracking(&self) -> String {
         self.ram.tracking()
     }
 }
 
-/// Finds out whether the guest of this QEMU can be moved directly, and takes hold of its memory.
+/// Checks whether direct mode can move the guest of this QEMU, and opens its memory.
 ///
 /// # Errors
-/// Why it cannot, and what would make it so. QEMU is as it was.
+/// Why it cannot, and what would make it possible. QEMU is unchanged.
 pub(super) fn prepare(qmp: &Qmp) -> Result<Ready, String> {
     eligible::check(qmp)?;
     let ram = DirectRam::of_source(qmp)?;
@@ -73,23 +78,23 @@ pub(super) fn prepare(qmp: &Qmp) -> Result<Ready, String> {
     Ok(Ready { ram, machine_type })
 }
 
-/// What was asked for to help the CPU, opened; none where that is nothing.
+/// Opens the accelerators that the user chose; `None` if the user chose none.
 ///
 /// # Errors
-/// It is not there, or cannot be used.
+/// An accelerator is missing, or cannot be used.
 pub(super) fn offload(options: &DirectOptions) -> Result<Option<Arc<Offload>>, StartError> {
     if options.accelerators == Accelerators::cpu() {
         return Ok(None);
     }
-    // Settings may get more fields.
+    // Settings may gain fields.
     let mut settings = Settings::default();
     settings.shares = Shares::of_host(LEDGERS);
     Offload::start(&options.accelerators, &settings).map(Some)
 }
 
-/// Why the guest was not sent. It was not touched.
+/// Why the guest was not sent. The guest was not touched.
 pub(super) struct NotSent {
-    /// The destination was reached, and has refused this migration; it may take another one.
+    /// Whether the destination was reached and refused this migration; it may accept another one.
     pub(super) refused: bool,
     pub(super) reason: String,
 }
@@ -97,7 +102,7 @@ pub(super) struct NotSent {
 /// Moves the guest.
 ///
 /// # Errors
-/// Only for what is found before the guest is touched; every other end is told by the report.
+/// Only for errors before the guest is touched; the report describes every other outcome.
 pub(super) fn send(
     ready: Ready,
     qmp: &Qmp,
@@ -137,7 +142,7 @@ pub(super) fn send(
         .checksums(direct.checksums)
         .when_not_converging(direct.not_converging)
         .give_up_after(options.waits.total)
-        .time_limits(TimeLimits { stall: Some(options.waits.stall), ..TimeLimits::default() })
+        .time_limits(TimeLimits::default().stall(Some(options.waits.stall)))
         .state_dir(&options.state_dir);
     if let Some(offload) = offload {
         source = source.offload(offload);
@@ -147,7 +152,7 @@ pub(super) fn send(
     let mut report = match moved {
         Ok(report) => report,
         Err(MigrationError { report: Some(report), .. }) => *report,
-        Err(error) => return Err(NotSent { refused: error.refused, reason: error.to_string() }),
+        Err(error) => return Err(NotSent { refused: error.kind == ErrorKind::Refused, reason: error.to_string() }),
     };
     settle_source(&mut report, &record);
     report.mode = Some("direct".into());
@@ -157,7 +162,7 @@ pub(super) fn send(
     Ok(report)
 }
 
-/// What became of the source's QEMU, and what somebody must know of it.
+/// Settles the source's QEMU after the migration. Returns the outcome, and notes for the user.
 fn settle_source(report: &mut Report, record: &MonitorRecord) {
     let lives = record.process.is_none_or(sterna_engine::process::lives);
     match report.outcome {
@@ -170,30 +175,5 @@ fn settle_source(report: &mut Report, record: &MonitorRecord) {
         }
         Outcome::Unconfirmed if lives => report.warnings.push(qemu::unconfirmed_warning()),
         _ => {}
-    }
-}
-
-/// Hands everything on, and stops or kills the process where a test asks for it.
-struct WithFaultPoints<'a>(&'a dyn Observer);
-
-impl Observer for WithFaultPoints<'_> {
-    fn progress(&self, progress: &Progress) {
-        self.0.progress(progress);
-    }
-
-    fn received(&self, progress: &ReceiveProgress) {
-        self.0.received(progress);
-    }
-
-    fn note(&self, text: &str) {
-        self.0.note(text);
-    }
-
-    fn listening(&self, address: &str) {
-        self.0.listening(address);
-    }
-
-    fn step(&self, moment: Moment, step: Step) {
-        fault::point(moment, Some(step));
     }
 }

@@ -1,17 +1,19 @@
-//! Post-copy of a destination QEMU: performs the library's calls in QEMU's process, and checks beforehand that this is possible.
+//! Post-copy of a destination QEMU: performs the library's calls in QEMU's process, and checks beforehand that this is
+//! possible.
 //!
 //! ```text
 //!  /dev/userfaultfd, opened here ── getfd ──> QEMU: ioctl USERFAULTFD_IOC_NEW, by injection ── pidfd_getfd ──> register, copy, wake: here
 //!  stale pages of private memory ───────────> QEMU: process_madvise(MADV_DONTNEED), by injection      of shared memory: a hole in the file
 //! ```
-//! KVM handles a guest's page faults in the kernel, so the userfaultfd must cover kernel faults, too. It is made by the device, or if
-//! this process may not open the device, by the system call, if QEMU has the right to it.
+//! KVM handles a guest's page faults in the kernel, so the userfaultfd must cover kernel faults, too. It is made by the
+//! device or, if this process may not open the device, by the system call, if QEMU has the privilege.
 //!
-//! QEMU keeps a copy of the descriptor until no page is missing. So a guest whose `sterna receive` was killed waits for its memory for
-//! ever, which [`waits_for_memory`] shows to an operator's `recover`; it never reads zeros in place of missing pages.
+//! QEMU keeps a copy of the descriptor until no page is missing. So a guest whose `sterna receive` was killed waits for
+//! its memory for ever, which [`waits_for_memory`] shows to an operator's `recover`; it never reads zeros in place of
+//! missing pages.
 //!
-//! A balloon at the destination may give pages back meanwhile. A missing page that is not stale is filled with zeros here, as QEMU
-//! expects, and a stale page cannot be given back, since it is not present.
+//! A balloon at the destination may free pages meanwhile. A missing page that is not stale is filled with zeros here,
+//! as QEMU expects; a stale page cannot be freed, because it is not present.
 
 use std::fs::{self, File};
 use std::io;
@@ -35,12 +37,12 @@ use crate::qmp::Qmp;
 const DEVICE: &str = "/dev/userfaultfd";
 /// QEMU's name for the device's descriptor while the userfaultfd is made.
 const DESCRIPTOR: &str = "sterna-userfaultfd";
-/// How long QEMU's main thread may be stopped in all to give memory back: the guest is paused meanwhile.
-const GIVING_BACK_TIME: Duration = Duration::from_secs(10);
-/// How long QEMU's main thread may be stopped for one call about huge pages.
+/// How long QEMU's main thread may be stopped in total to free memory; the guest is paused meanwhile.
+const FREEING_TIME: Duration = Duration::from_secs(10);
+/// How long QEMU's main thread may be stopped for one `madvise` call about huge pages.
 const ADVISING_TIME: Duration = Duration::from_secs(5);
 
-/// Returns why the post-copy that a source wants is not possible; none if it is possible, or if the source does not want it.
+/// Returns why the post-copy that a source requests is not possible; `None` if it is possible, or not requested.
 pub(in crate::gateway) fn refusal(qmp: &Qmp, hello: &Hello) -> Option<String> {
     if hello.mode != Mode::Direct || !Destination::wants_post_copy(hello) {
         return None;
@@ -57,7 +59,7 @@ fn check(qmp: &Qmp, hello: &Hello) -> Result<(), String> {
     if let Err(device) = open_device() {
         check_system_call(process, &device)?;
     }
-    // A trial shows now that system calls can be injected: after the guest's memory was sent it would be too late to learn that.
+    // A trial now shows whether system calls can be injected; after the guest's memory was sent it would be too late.
     let try_one = || -> Result<(), AttachError> {
         let process = Process::open(process)?;
         let mut thread = process.stop()?;
@@ -111,12 +113,12 @@ pub(super) struct QemuProcess {
     target: Arc<TargetProcess>,
     process: Process,
     copy: Mutex<Option<UserfaultCopy>>,
-    given_back: Mutex<GivenBack>,
+    freed: Mutex<FreedMemory>,
 }
 
-/// The cost of giving memory back: how many ranges, and how long the thread was stopped.
+/// The cost of freeing memory: how many ranges, and how long the thread was stopped.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct GivenBack {
+pub(super) struct FreedMemory {
     pub(super) ranges: usize,
     pub(super) stopped: Duration,
 }
@@ -129,20 +131,20 @@ impl QemuProcess {
     pub(super) fn new(qmp: &Qmp, target: &Arc<TargetProcess>) -> Result<Self, String> {
         let process = Process::open(target.pid()).map_err(|error| error.to_string())?;
         target.check_alive().map_err(|error| error.to_string())?;
-        let (copy, given_back) = Default::default();
-        Ok(Self { qmp: qmp.clone(), target: Arc::clone(target), process, copy, given_back })
+        let (copy, freed) = Default::default();
+        Ok(Self { qmp: qmp.clone(), target: Arc::clone(target), process, copy, freed })
     }
 
-    /// Returns the cost of giving private memory back so far.
-    pub(super) fn given_back(&self) -> GivenBack {
-        *self.given_back.lock().expect("no thread panics with it locked")
+    /// Returns the cost of freeing private memory so far.
+    pub(super) fn freed(&self) -> FreedMemory {
+        *self.freed.lock().expect("no thread panics with it locked")
     }
 
     fn copy(&self) -> MutexGuard<'_, Option<UserfaultCopy>> {
         self.copy.lock().expect("no thread panics with it locked")
     }
 
-    /// Makes the userfaultfd by the device, whose descriptor QEMU gets for this time.
+    /// Makes the userfaultfd by the device, whose descriptor QEMU has for this time.
     fn make_by_device(&self) -> Result<(OwnedFd, UserfaultCopy), String> {
         let (device, number) = open_device().map_err(|error| format!("{DEVICE}: {error}"))?;
         let given = self.qmp.execute_with_descriptor("getfd", json!({ "fdname": DESCRIPTOR }), device.as_fd());
@@ -163,7 +165,7 @@ impl QemuProcess {
         };
         let number =
             files.flatten().filter(|file| is_it(&file.path())).find_map(|file| file.file_name().to_str()?.parse().ok());
-        number.ok_or_else(|| format!("QEMU does not have {DEVICE} open, which it was given"))
+        number.ok_or_else(|| format!("QEMU does not have {DEVICE} open, although it received the descriptor"))
     }
 
     fn make(&self, origin: UserfaultOrigin) -> Result<(OwnedFd, UserfaultCopy), String> {
@@ -214,11 +216,11 @@ impl GuestProcess for QemuProcess {
             return call(ADVISING_TIME).map(drop);
         }
         // The lock admits one call at a time, since a process has one main thread.
-        let mut given_back = self.given_back.lock().expect("no thread panics with it locked");
+        let mut freed = self.freed.lock().expect("no thread panics with it locked");
         let begun = Instant::now();
-        let outcome = call(GIVING_BACK_TIME.saturating_sub(given_back.stopped));
-        given_back.stopped += begun.elapsed();
-        given_back.ranges += ranges.len();
+        let outcome = call(FREEING_TIME.saturating_sub(freed.stopped));
+        freed.stopped += begun.elapsed();
+        freed.ranges += ranges.len();
         tracing::debug!(ranges = ranges.len(), ?outcome, "memory given back in QEMU");
         outcome.map(drop)
     }

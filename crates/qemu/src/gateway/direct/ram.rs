@@ -1,8 +1,9 @@
-//! A QEMU's guest RAM from outside: where each block lies, how it is read and written, and its dirty log.
+//! A QEMU's guest RAM, accessed from outside: the location of each block, how it is read and written, and its dirty
+//! log.
 //!
-//! Shared files are mapped into this process: accelerators can then read them, and placing a page is a store. Private memory is read by
-//! `process_vm_readv` and written by `/proc/PID/mem`. The library moves all blocks, also ROMs and video memory, each up to its used
-//! length: the stream that the destination's QEMU reads contains no page.
+//! Shared files are mapped into this process: accelerators can then read them, and placing a page is a store. Private
+//! memory is read by `process_vm_readv` and written by `/proc/PID/mem`. The library moves all blocks, also ROMs and
+//! video memory, each up to its used length: the stream that the destination's QEMU reads contains no page.
 
 use std::fs;
 use std::io;
@@ -35,7 +36,8 @@ pub(super) struct DirectRam {
     tracking: String,
 }
 
-/// The conditions for complete tracking. They must still hold when the guest has stopped; else untracked writes are possible.
+/// The conditions for complete tracking. They must still hold when the guest has stopped; else untracked writes are
+/// possible.
 #[derive(Debug)]
 pub(super) struct Watched {
     /// QEMU's list of its blocks.
@@ -152,7 +154,8 @@ impl DirectRam {
 }
 
 impl Watched {
-    /// Checks, once the guest has stopped, that its memory is still at the same addresses, and that no new process writes it.
+    /// Checks, once the guest has stopped, that its memory is still at the same addresses, and that no new process
+    /// writes it.
     ///
     /// # Errors
     /// Which condition has changed.
@@ -216,7 +219,8 @@ fn gives_memory_back(device: &str) -> bool {
     ["virtio-balloon", "virtio-mem"].iter().any(|kind| device.starts_with(kind))
 }
 
-/// Returns the number of vhost-user back ends that share guest RAM with QEMU: of devices, of network interfaces, and of objects.
+/// Returns the number of vhost-user back ends that share guest RAM with QEMU: of devices, of network interfaces, and of
+/// objects.
 fn back_ends(qmp: &Qmp, devices: &[String]) -> Result<usize, String> {
     let networks = qmp.human("info network").map_err(|error| error.to_string())?;
     let objects = qmp.execute("qom-list", json!({ "path": "/objects" })).map_err(|error| error.to_string())?;
@@ -231,8 +235,8 @@ fn back_ends(qmp: &Qmp, devices: &[String]) -> Result<usize, String> {
         + objects.as_array().map_or(0, |all| all.iter().filter(of_object).count()))
 }
 
-/// Fails if fewer mappers than back ends are seen: a back end in a pid namespace that this process does not see would write guest RAM
-/// untracked.
+/// Fails if fewer mappers than back ends are seen: a back end in a pid namespace that this process does not see would
+/// write guest RAM untracked.
 fn check_count(back_ends: usize, seen: usize) -> Result<(), String> {
     match seen < back_ends {
         true => Err(format!(
@@ -251,8 +255,8 @@ fn files_of(guest: &GuestRam, mapped: &MappedRam) -> Vec<FileOfBlock> {
     guest.blocks().iter().zip(mapped.blocks()).enumerate().filter_map(file).collect()
 }
 
-/// Returns the processes besides this one and QEMU with a writable mapping of a file of guest RAM: vhost-user back ends, which write past
-/// QEMU's page tables.
+/// Returns the processes besides this one and QEMU with a writable mapping of a file of guest RAM: vhost-user back
+/// ends, which write past QEMU's page tables.
 fn other_mappers(files: &[FileOfBlock], guest: &GuestRam, qemu: i32) -> Result<Vec<Mapper>, String> {
     let mut mappers = Vec::new();
     if files.is_empty() {
@@ -319,8 +323,9 @@ impl FileOfBlock {
     }
 }
 
-/// Fails for every back end but virtiofsd, which writes guest RAM by copying, unless it passes the guest's own `O_DIRECT` on. A back end
-/// with a device of its own (SPDK, DPDK) may have pinned guest RAM for DMA, which causes no page fault.
+/// Fails for every back end but virtiofsd, which writes guest RAM by copying, unless it passes the guest's own
+/// `O_DIRECT` on. A back end with a device of its own (SPDK, DPDK) may have pinned guest RAM for DMA, which causes no
+/// page fault.
 fn refuse_unknown(mapper: &Mapper) -> Result<(), String> {
     let Mapper { pid, program, .. } = mapper;
     if program != "virtiofsd" {
@@ -337,8 +342,8 @@ fn refuse_unknown(mapper: &Mapper) -> Result<(), String> {
     }
 }
 
-/// Returns the memory of a destination's QEMU, in the order of the source's `wanted`. Blocks have the source's lengths only once QEMU has
-/// read the list of blocks.
+/// Returns the memory of a destination's QEMU, in the order of the source's `wanted`. Blocks have the source's lengths
+/// only once QEMU has read the list of blocks.
 ///
 /// # Errors
 /// A block is missing, or cannot be written from outside.
@@ -356,7 +361,8 @@ pub(super) fn of_destination(qmp: &Qmp, wanted: &[Block]) -> Result<(GuestRam, A
     Ok((guest, process))
 }
 
-/// Checks that a destination's memory is accessed through QEMU's page tables only, where missing pages cause page faults.
+/// Checks that a destination's memory is accessed through QEMU's page tables only, where missing pages cause page
+/// faults.
 ///
 /// # Errors
 /// Another process maps, or will map, the memory, or QEMU has locked it.

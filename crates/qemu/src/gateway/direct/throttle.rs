@@ -1,20 +1,23 @@
-//! Slows a source QEMU's guest down from outside: holds its vCPU threads by ptrace(2) for slices of time (`sterna-attach`).
+//! Slows a source QEMU's guest down from outside: holds its vCPU threads by ptrace(2) for slices of time
+//! (`sterna-attach`).
 //!
-//! **Why not `cpu.max`** of the threads' control group: the limit would outlive a killed Sterna, and the guest would stay slow for ever.
-//! It also needs a control group for the vCPU threads alone, which libvirt makes and other programs do not. The kernel releases threads
-//! held by ptrace(2) when the tracer ends, and direct mode needs the rights for ptrace(2) anyway.
+//! **Why not `cpu.max`** of the threads' control group: the limit would outlive a killed Sterna, and the guest would
+//! stay slow for ever. It also needs a control group for the vCPU threads alone, which libvirt makes and other programs
+//! do not. The kernel releases threads held by ptrace(2) when the tracer ends, and direct mode needs the rights for
+//! ptrace(2) anyway.
 //!
-//! **A held thread has no lock.** A vCPU thread held while it has QEMU's big lock would stop QEMU's main loop, and its monitor with it. So
-//! a thread is held only where it certainly has no lock:
+//! **A held thread has no lock.** A vCPU thread held while it has QEMU's big lock would stop QEMU's main loop, and its
+//! monitor with it. So a thread is held only where it certainly has no lock:
 //!
-//! * in the ioctl `KVM_RUN`, which QEMU enters without the lock (`kvm_cpu_exec` in accel/kvm/kvm-all.c), also while the guest's vCPU is
-//!   halted. The ioctl returns `EINTR`, as for any signal, and QEMU enters it again;
-//! * under TCG, in translated code (`cpu_exec_loop` in accel/tcg/cpu-exec.c takes the lock for interrupts only, and releases it). The
-//!   translated code is executable memory without a file, or of the memfd `tcg-jit` if it has a separate writable mapping
-//!   (`alloc_code_gen_buffer` in tcg/region.c). Helpers, translation and devices are code of QEMU's own file.
+//! * in the ioctl `KVM_RUN`, which QEMU enters without the lock (`kvm_cpu_exec` in accel/kvm/kvm-all.c), also while the
+//!   guest's vCPU is halted. The ioctl returns `EINTR`, as for any signal, and QEMU enters it again;
+//! * under TCG, in translated code (`cpu_exec_loop` in accel/tcg/cpu-exec.c takes the lock for interrupts only, and
+//!   releases it). The translated code is executable memory without a file, or of the memfd `tcg-jit` if it has a
+//!   separate writable mapping (`alloc_code_gen_buffer` in tcg/region.c). Helpers, translation and devices are code of
+//!   QEMU's own file.
 //!
-//! A thread that is elsewhere runs on and is stopped again 0.1 to 1 ms later, as long as the slice lasts. TCG's interpreter translates nothing, so
-//! a QEMU built with it is not slowed down.
+//! A thread that is elsewhere runs on and is stopped again 0.1 to 1 ms later, as long as the slice lasts. TCG's
+//! interpreter translates nothing, so a QEMU built with it is not slowed down.
 //!
 //! Plugging a vCPU in or out ends the throttling: the guest runs at full speed, and the migration goes on.
 
@@ -32,7 +35,8 @@ const KVM_RUN: u32 = 0xAE80;
 /// The file of translated code that is mapped twice, once writable and once executable.
 const SPLIT_CODE: &str = "/memfd:tcg-jit";
 
-/// Holds the vCPUs of a QEMU for a share of the time. When this is dropped, the guest runs at full speed and no thread of QEMU is traced.
+/// Holds the vCPUs of a QEMU for a share of the time. Once this is dropped, the guest runs at full speed and no thread
+/// of QEMU is traced.
 #[derive(Debug)]
 pub(super) struct VcpuThrottle {
     slowdown: Slowdown,
@@ -77,8 +81,8 @@ fn failed(error: &AttachError) -> String {
     }
 }
 
-/// Returns the threads of the vCPUs by their numbers in QEMU's pid namespace, sorted. One thread may run several vCPUs (TCG with
-/// `thread=single`).
+/// Returns the threads of the vCPUs by their numbers in QEMU's pid namespace, sorted. One thread may run several vCPUs
+/// (TCG with `thread=single`).
 fn vcpus(qmp: &Qmp) -> Result<Vec<i32>, String> {
     let answer = qmp.execute("query-cpus-fast", json!({})).map_err(|error| error.to_string())?;
     let number = |vcpu: &serde_json::Value| i32::try_from(vcpu["thread-id"].as_i64()?).ok();

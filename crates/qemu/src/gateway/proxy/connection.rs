@@ -20,9 +20,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use sterna_engine::abort::Abort;
+use sterna_engine::item::Item;
 use sterna_engine::pacer::Pacer;
-use sterna_engine::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
-use sterna_engine::send::{Compression, Item, SendChannel, SendContext};
+use sterna_engine::receive::{ChannelSink, OpaqueSink, PacketRules, ReceiveCounters, SinkError, receive_packets};
+use sterna_engine::send::{Compression, SendChannel, SendContext};
 use sterna_engine::session::Opened;
 use sterna_engine::window::Window;
 
@@ -85,7 +86,8 @@ impl LocalEnd {
     pub(super) fn carry_in(&mut self, channel: Opened, ended: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let Opened { mut writer, mut reader, closer, .. } = channel;
         self.inward.on_end(move || closer.close());
-        let mut sink = Inward { local: self.stream.try_clone()?, ended: Arc::clone(&self.inward_ended) };
+        let inward = Inward { local: self.stream.try_clone()?, ended: Arc::clone(&self.inward_ended) };
+        let mut sink = ChannelSink::new().with_opaque(inward);
         let rules = PacketRules { packet_size: self.packet_size, checksums: true };
         let (inward, inward_ended) = (Arc::clone(&self.inward), Arc::clone(&self.inward_ended));
         let thread = std::thread::Builder::new().name("opaque-in".into()).spawn(move || {
@@ -120,20 +122,13 @@ impl LocalEnd {
     }
 
     fn context(&self) -> SendContext {
-        SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::new(Window::new(self.packet_size as u64, Duration::ZERO, Duration::ZERO)),
-            pacer: Arc::new(Pacer::new(None)),
-            abort: Arc::clone(&self.outward),
-            compression: Compression::none(),
-            rules: PacketRules { packet_size: self.packet_size, checksums: true },
-            accelerator: None,
-            again: None,
-            delta_cache: 0,
-            delta_blocks: None,
-            devices: None,
-        }
+        SendContext::new(
+            Arc::new(Window::new(self.packet_size as u64, Duration::ZERO, Duration::ZERO)),
+            Arc::new(Pacer::new(None)),
+            Arc::clone(&self.outward),
+            Compression::none(),
+            PacketRules { packet_size: self.packet_size, checksums: true },
+        )
     }
 }
 
@@ -208,7 +203,7 @@ struct Inward {
     ended: Arc<AtomicBool>,
 }
 
-impl Sink for Inward {
+impl OpaqueSink for Inward {
     fn opaque(&mut self, content: &[u8]) -> Result<(), SinkError> {
         if content.is_empty() {
             self.ended.store(true, Ordering::Release);

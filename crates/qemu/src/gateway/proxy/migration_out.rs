@@ -227,20 +227,13 @@ impl Migration {
         let failed = GatewayError::new;
         let options = proxy.options;
         let rules = session.rules();
-        let context = SendContext {
-            normal_page_ratio: Default::default(),
-            hash_key: None,
-            window: Arc::new(Window::new(rules.packet_size as u64, session.round_trip, options.downtime)),
-            pacer: Arc::new(Pacer::new(options.bandwidth)),
-            abort: Arc::clone(&self.abort),
-            compression: proxy.compression.clone(),
+        let context = SendContext::new(
+            Arc::new(Window::new(rules.packet_size as u64, session.round_trip, options.downtime)),
+            Arc::new(Pacer::new(options.bandwidth)),
+            Arc::clone(&self.abort),
+            proxy.compression.clone(),
             rules,
-            accelerator: None,
-            again: None,
-            delta_cache: 0,
-            delta_blocks: None,
-            devices: None,
-        };
+        );
         let session = Session { channels: start.ram_channels, ..session.clone() };
         let readers = 1 + multifd.len();
         let close = WhenAborted::CloseMain;

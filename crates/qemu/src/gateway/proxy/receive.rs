@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use sterna_engine::abort::Abort;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::{ControlEvent, ControlLink, send_message};
-use sterna_engine::receive::Sink;
+use sterna_engine::receive::ChannelSink;
 use sterna_engine::report::{Observer, Outcome, between};
 use sterna_engine::session::{
     AcceptedSource, ChannelAcceptor, ConnectionEvent, ExtraChannelHandler, Handshake, OnConnectionEvent, Opened,
@@ -307,17 +307,15 @@ impl Serving<'_> {
     }
 }
 
-/// The sink of a session without pages: it refuses every packet.
+/// The sinks of a session without pages: they refuse every packet.
 struct NoPages;
 
-impl Sink for NoPages {}
-
 impl Sinks for NoPages {
-    fn ram(&self, _: u16) -> Box<dyn Sink> {
-        Box::new(Self)
+    fn ram(&self, _: u16) -> ChannelSink {
+        ChannelSink::new()
     }
 
-    fn stream(&self) -> Box<dyn Sink> {
-        Box::new(Self)
+    fn stream(&self) -> ChannelSink {
+        ChannelSink::new()
     }
 }

@@ -5,22 +5,23 @@ use std::time::Instant;
 use sterna_engine::process::own_cpu_seconds;
 use sterna_engine::report::{Outcome, Progress, Report};
 use sterna_engine::send::Sent;
-use sterna_engine::session::SourceOutcome;
+use sterna_engine::switchover::Ending;
 use sterna_engine::transport::Security;
 use sterna_wire::switchover::{SourceAfter, SourceEnd};
 
-use super::{COMMIT_ESTIMATE, Driver};
+use super::COMMIT_ESTIMATE;
+use super::driver::Driver;
+use super::migration::Stage;
 use crate::gateway::qemu::{self, PAGE_SIZE};
-use crate::gateway::recovery::source_end;
 
 impl Driver<'_> {
     pub(super) fn sent(&self) -> Sent {
-        self.moving.as_ref().map(|moving| moving.plane.sent()).unwrap_or_default()
+        self.stage.moving().map(|moving| moving.plane.sent()).unwrap_or_default()
     }
 
     /// Queries QEMU's figures and reports the progress.
     pub(super) fn report_progress(&mut self) {
-        if !self.migrating || self.lead.abort.is_over() {
+        if !self.stage.begun() || self.kernel.abort.is_over() {
             return;
         }
         let Ok(info) = self.qmp.query_migrate() else { return };
@@ -52,118 +53,77 @@ impl Driver<'_> {
             predicted_downtime_ms: drain + COMMIT_ESTIMATE.as_secs_f64() * 1e3,
             devices: Vec::new(),
         };
-        self.observer.progress(&self.progress);
+        self.kernel.observer.progress(&self.progress);
         // Before the first pages are sent there is no rate to predict from; after the stop the rounds are over.
         if self.progress.phase == "active"
             && content_rate > 0.0
             && let Some(note) = self.watch.report(self.progress.round, self.progress.predicted_downtime_ms)
         {
-            self.observer.note(note);
+            self.kernel.observer.note(note);
         }
-    }
-
-    /// Returns the outcome when the guest runs at the destination. It is only `Completed` if the record on the disk is settled.
-    fn finished(&self) -> (Outcome, Option<String>) {
-        let Some(why) = self.unwritten.as_ref().filter(|_| !self.settled()) else { return (Outcome::Completed, None) };
-        let reason = format!(
-            "the destination has confirmed that the guest runs there, but the record could not be written: {why}"
-        );
-        (Outcome::Unconfirmed, Some(reason))
-    }
-
-    fn settled(&self) -> bool {
-        self.record.record().state.settled()
     }
 
     /// Returns whether the source QEMU was ended or kept.
     fn source_after(&self) -> SourceAfter {
-        match self.source_left {
+        match self.kernel.left() {
             Some(_) => SourceAfter::Keep,
-            None => self.record.record().source_after,
+            None => self.kernel.ledger.record().source_after,
         }
     }
 
     /// Returns what the operator must know or do now.
-    fn warnings(&self, outcome: Outcome) -> Vec<String> {
-        let record = self.record.record();
+    fn warnings(&self, ending: &Ending) -> Vec<String> {
+        let record = self.kernel.ledger.record();
         let mut warnings = Vec::new();
-        let left = record.qemu.is_none_or(sterna_engine::process::lives);
-        if outcome == Outcome::Completed && left && self.source_after() == SourceAfter::Keep {
-            warnings.push(qemu::kept_warning(record.qemu, record.source_after, self.source_left.as_deref()));
-        }
-        if outcome == Outcome::Unconfirmed && left {
-            warnings.push(qemu::unconfirmed_warning());
-        }
-        if matches!(outcome, Outcome::Failed | Outcome::Cancelled) {
-            if let Some(why) = self.unwritten.as_ref().filter(|_| self.record.written() && !self.settled()) {
-                warnings.push(format!(
-                    "this end could not be written to the record, which still holds the state `{}`: {why}. Put that right, then \
-                     run `sterna recover {}` here: until then this QEMU takes part in no other migration",
-                    record.state.name(),
-                    self.session.id
-                ));
+        let lives = record.monitor_process.is_none_or(sterna_engine::process::lives);
+        match ending.outcome {
+            Outcome::Completed if lives && self.source_after() == SourceAfter::Keep => {
+                warnings.push(qemu::kept_warning(record.monitor_process, record.source_after, self.kernel.left()));
             }
-            if self.accepted {
-                warnings.extend(qemu::clean_up(&self.qmp).err());
+            Outcome::Unconfirmed if lives => warnings.push(qemu::unconfirmed_warning()),
+            Outcome::Failed | Outcome::Cancelled => {
+                warnings.extend(self.kernel.record_warning(ending));
+                if self.stage.accepted() {
+                    warnings.extend(qemu::clean_up(&self.qmp).err());
+                }
             }
+            _ => {}
         }
         warnings
     }
 
-    pub(super) fn finish(mut self, end: SourceOutcome) -> Report {
-        let (outcome, reason) = match end {
-            SourceOutcome::Machine(SourceEnd::Finished) => self.finished(),
-            SourceOutcome::Machine(SourceEnd::Aborted { reason }) if self.lead.cancelled => {
-                (Outcome::Cancelled, Some(reason))
-            }
-            SourceOutcome::Machine(SourceEnd::Aborted { reason }) => (Outcome::Failed, Some(reason)),
-            SourceOutcome::Machine(SourceEnd::NotStarted) => {
-                let why = self.unwritten.take().unwrap_or_default();
-                (Outcome::Failed, Some(format!("the migration's record could not be written: {why}")))
-            }
-            SourceOutcome::Machine(SourceEnd::GuestGone) => (Outcome::Lost, Some("the source QEMU died".into())),
-            SourceOutcome::Machine(end @ SourceEnd::DestinationLost { .. }) => {
-                (Outcome::Unconfirmed, source_end(&end).err().map(|error| error.to_string()))
-            }
-            SourceOutcome::Machine(end @ (SourceEnd::Stuck { .. } | SourceEnd::Conflict)) => {
-                (Outcome::Stuck, source_end(&end).err().map(|error| error.to_string()))
-            }
-            SourceOutcome::Undelivered if self.lead.switchover.decided() => {
-                let unreachable = || "the destination did not confirm it in time".to_owned();
-                (Outcome::Unconfirmed, Some(self.lead.undelivered.take().unwrap_or_else(unreachable)))
-            }
-            // The abort is on the disk and the guest runs here. A destination that missed the abort asks for it, or presumes it.
-            SourceOutcome::Undelivered if self.lead.cancelled => (Outcome::Cancelled, Some("cancelled".into())),
-            SourceOutcome::Undelivered => (Outcome::Failed, Some(self.lead.switchover.reason().to_owned())),
-        };
+    pub(super) fn finish(mut self, end: SourceEnd) -> Report {
+        let ending = self.kernel.ending(end);
         let sent = self.sent();
-        if outcome == Outcome::Completed {
-            // Figures follow the last switchover message on the same channel.
-            if let Some(restore) = self.restore.take() {
-                restore.keep();
-            }
+        let outcome = ending.outcome;
+        if let Stage::Begun(begun) = &mut self.stage
+            && outcome == Outcome::Completed
+            && let Some(restore) = begun.restore.take()
+        {
+            restore.keep();
         }
-        self.lead.abort.finish();
+        self.kernel.hang_up();
         self.count_rounds();
-        self.lead.peer.hang_up();
-        if let Some(moving) = self.moving.take() {
+        if let Stage::Begun(begun) = &mut self.stage
+            && let Some(moving) = begun.moving.take()
+        {
             moving.plane.join();
         }
-        let warnings = self.warnings(outcome);
+        let warnings = self.warnings(&ending);
         let source_after = (outcome == Outcome::Completed).then(|| self.source_after());
-        let end = self.lead.moments.running.unwrap_or_else(Instant::now);
+        let end = self.kernel.moments.running.unwrap_or_else(Instant::now);
         let (delta_cache, no_memory) = sent.delta_cache(self.delta_cache, self.options.channels);
         (self.delta_cache, self.no_deltas) = (delta_cache, self.no_deltas.or(no_memory));
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         Report {
-            id: self.session.id.to_string(),
+            id: self.kernel.session.id.to_string(),
             outcome,
-            reason,
+            reason: ending.reason,
             machine: self.machine_name.clone(),
             destination: self.options.to.clone(),
             total_ms,
-            downtime_ms: self.lead.moments.downtime_ms(),
-            downtime: self.lead.moments.parts(),
+            downtime_ms: self.kernel.moments.downtime_ms(),
+            downtime: self.kernel.moments.parts(),
             rounds: self.rounds,
             convergence: self.watch.note().map(str::to_owned),
             post_copy: None,
@@ -188,7 +148,7 @@ impl Driver<'_> {
             delta_cache: self.delta_cache,
             no_deltas: self.no_deltas.map(str::to_owned),
             devices: Vec::new(),
-            refused_packets: self.deltas.as_ref().map_or(0, |deltas| deltas.packets()),
+            refused_packets: self.refusals.as_ref().map_or(0, |refusals| refusals.packets()),
             source_after,
             warnings,
             mode: Some("stream".into()),

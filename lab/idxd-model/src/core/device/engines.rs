@@ -1,17 +1,17 @@
-//! What a device's engines do: take from the queues in turn, fetch batches, give descriptors out to be executed, and are
-//! occupied for as long as the timing says.
+//! A device's engines: they remove entries from the queues in turn, fetch batches, return descriptors for execution,
+//! and are occupied for the time that the timing gives.
 
 use super::{Device, Event, Owner, Pending, Running, State};
 use crate::config::Kind;
 use crate::core::batch::{Batch, Next};
 use crate::core::queue::{Entry, Queue};
 use crate::core::script::{Fate, fate};
-use crate::core::{Came, Done, Job, Nanos, Payload, Step, Task, Timed};
+use crate::core::{Done, Job, JobResult, Nanos, Payload, Step, Task, Timed};
 use crate::ops::{self, Outcome};
 use crate::table::dsa::{self, code};
 
 impl Device {
-    /// Gives free engines something to do.
+    /// Gives work to free engines.
     pub(super) fn dispatch(&mut self, now: Nanos) -> Option<Step> {
         if self.state == State::Halted {
             return None;
@@ -35,8 +35,8 @@ impl Device {
         None
     }
 
-    /// The queue of the engine's group whose turn it is. Each turn of a queue costs it the inverse of its priority, so
-    /// that none starves (WQ Priority, 9.2.24).
+    /// Returns the queue of the engine's group whose turn it is. Each turn costs a queue the inverse of its priority,
+    /// so that no queue starves (WQ Priority, 9.2.24).
     fn choose(&mut self, engine: usize, now: Nanos) -> Option<usize> {
         let group = self.engines[engine].group;
         let ready = |queue: &Queue| queue.entries.front().is_some_and(|entry| entry.arrived <= now);
@@ -44,7 +44,7 @@ impl Device {
         let chosen = candidates.min_by_key(|&queue| (self.queues[queue].turns, queue))?;
         let turns = self.queues[chosen].turns;
         for &queue in &self.groups[group] {
-            // Whoever had nothing to do does not save up turns.
+            // An idle queue does not save up turns.
             let other = &mut self.queues[queue];
             other.turns = other.turns.max(turns);
         }
@@ -52,7 +52,7 @@ impl Device {
         Some(chosen)
     }
 
-    /// Starts what comes out of a queue. None if no work is to be done outside.
+    /// Starts an entry of a queue. Returns `None` if the owner has nothing to execute.
     fn start(&mut self, engine: usize, queue: usize, entry: Entry) -> Option<Job> {
         let started = self.time.max(entry.arrived);
         self.time = started;
@@ -102,7 +102,7 @@ impl Device {
         state.dropped = fate.dropped;
         self.batches.insert(batch, state);
         self.engines[engine].busy = true;
-        if self.ill_fated(&fate) {
+        if self.hangs_or_halts(&fate) {
             return None;
         }
         let id = self.id();
@@ -110,8 +110,8 @@ impl Device {
         Some(Job { id, engine, task })
     }
 
-    /// Hangs or halts. True if there is nothing to execute.
-    fn ill_fated(&mut self, fate: &Fate) -> bool {
+    /// Applies a scripted hang or halt. Returns `true` if there is nothing to execute.
+    fn hangs_or_halts(&mut self, fate: &Fate) -> bool {
         if fate.halt {
             self.halt();
         }
@@ -120,7 +120,7 @@ impl Device {
 
     fn job(&mut self, engine: usize, running: Running, bytes: Box<[u8; 64]>, in_batch: bool) -> Option<Job> {
         self.engines[engine].busy = true;
-        if self.ill_fated(&running.fate) {
+        if self.hangs_or_halts(&running.fate) {
             return None;
         }
         let task = Task::Descriptor {
@@ -134,7 +134,7 @@ impl Device {
         Some(Job { id, engine, task })
     }
 
-    /// The next member of the batch that an engine is at. Without one the engine may have been released.
+    /// Returns the job for the next member of an engine's batch. Without a member the engine may have been released.
     fn member(&mut self, engine: usize, batch: u64) -> Option<Job> {
         let state = self.batches.get_mut(&batch)?;
         match state.next(self.config.reorder, &mut self.random) {
@@ -162,13 +162,13 @@ impl Device {
         }
     }
 
-    /// Reports what came of a job.
+    /// Reports the result of a job.
     pub fn finish(&mut self, done: Done) {
-        // A reset in the meantime has forgotten it.
+        // A reset in the meantime has dropped the job.
         let Some(running) = self.jobs.remove(&done.id) else { return };
-        match done.came {
-            Came::Descriptor(outcome) => self.executed(done.engine, running, *outcome),
-            Came::List { descriptors, fault, page_requests } => {
+        match done.result {
+            JobResult::Descriptor(outcome) => self.executed(done.engine, running, *outcome),
+            JobResult::List { descriptors, fault, page_requests } => {
                 let id = running.batch.expect("lists are of batches");
                 let Some(batch) = self.batches.get_mut(&id) else { return };
                 batch.fetched(descriptors, fault);
@@ -183,8 +183,8 @@ impl Device {
         }
     }
 
-    /// Occupies an engine from `started`; returns when it is free. `setup` and the bytes are in its own time, and the
-    /// bytes share the device's rate.
+    /// Occupies an engine from `started` and returns when it is free. The engine's own time covers `setup` and the
+    /// bytes; the bytes also share the device's rate.
     fn occupy(&mut self, started: Nanos, setup: u64, fixed: u64, bytes: u64, writes: bool, slow: u32) -> Nanos {
         let (device_ps, engine_ps) = if writes {
             (self.timing.byte_ps, self.timing.engine_byte_ps)
@@ -207,7 +207,7 @@ impl Device {
         if self.paced {
             started + took
         } else if slow > 1 {
-            // Slow is slow even where nothing else is timed.
+            // A scripted slowdown applies even where nothing else is timed.
             self.time + took
         } else {
             self.time
@@ -249,13 +249,13 @@ impl Device {
         {
             batch.executed(outcome.status);
         }
-        // Scripts may say "never" by a delay without end.
+        // A script may express "never" by an endless delay.
         let visible = free.saturating_add(self.latency()).saturating_add(fate.late);
         let data_at = visible.saturating_add(fate.late_data.unwrap_or(0));
         for (address, bytes) in outcome.late {
             self.at(data_at, Event::Data { address, bytes });
         }
-        // The record is behind the data unless the script wants it before.
+        // The record follows the data unless a script delays the data.
         let record_at = if fate.late > 0 { visible.saturating_add(1) } else { visible };
         let (record, target) = (outcome.record, outcome.target);
         let pending = Pending { owner, queue, operation, record, target, dropped: fate.dropped, kernel: false };

@@ -1,5 +1,5 @@
-//! What happens to completion records: they are due, written, lost or copied by the kernel, and what has waited for them goes on
-//! (batches, drains, the queue's entry).
+//! Completion records: they become due, are written, lost or copied by the kernel. Batches, drains and the queue's
+//! entry that have waited for a record continue.
 
 use super::{Device, Event, Owner, Pending};
 use crate::core::batch::Batch;
@@ -10,21 +10,21 @@ use crate::table::dsa::code;
 use crate::table::status;
 
 impl Device {
-    /// A record is due: it goes where it belongs. Some if the owner has to write it.
+    /// Handles a record that is due. Returns the write if the owner has to perform one.
     pub(super) fn record_due(&mut self, id: u64, pending: Pending) -> Option<Step> {
         if pending.dropped {
             self.accounts.lost_records += 1;
-            self.concluded(&pending);
+            self.record_settled(&pending);
             return None;
         }
         match pending.target {
             Target::Nowhere => {
-                self.concluded(&pending);
+                self.record_settled(&pending);
                 None
             }
             Target::SoftwareError => {
                 self.software_error(pending.record.status() & 0x3f, pending.queue, pending.operation);
-                self.concluded(&pending);
+                self.record_settled(&pending);
                 None
             }
             Target::Address(address) => {
@@ -40,28 +40,28 @@ impl Device {
         }
     }
 
-    /// Reports what came of a write.
-    pub fn written(&mut self, write: &Write, came: Written) {
+    /// Reports the result of a write.
+    pub fn written(&mut self, write: &Write, result: Written) {
         let Some(mut pending) = self.writes.remove(&write.id) else { return };
-        // 3.13.1: without translation service nobody learns of a write that faults, be it a record.
-        let unnoticed = came == Written::Faulted && !self.queues[pending.queue].limits.translation;
-        if came != Written::Done && !unnoticed && let Owner::Member { batch } = pending.owner
-            // 8.3.2: though the fault was resolved, hardware may indicate a possible error.
-            && (came == Written::Faulted || self.random.below(2) == 0)
+        // 3.13.1: without translation service a write that faults is not reported, even that of a record.
+        let unnoticed = result == Written::Faulted && !self.queues[pending.queue].limits.translation;
+        if result != Written::Done && !unnoticed && let Owner::Member { batch } = pending.owner
+            // 8.3.2: although the fault was resolved, hardware may indicate a possible error.
+            && (result == Written::Faulted || self.random.below(2) == 0)
             && let Some(batch) = self.batches.get_mut(&batch)
         {
-            batch.doubt();
+            batch.record_faulted();
         }
-        match came {
+        match result {
             Written::Done | Written::Requested => {
-                self.accounts.page_requests += u64::from(came == Written::Requested && !pending.kernel);
+                self.accounts.page_requests += u64::from(result == Written::Requested && !pending.kernel);
                 self.accounts.event_log_records += u64::from(pending.kernel);
             }
             Written::Faulted if unnoticed => self.accounts.lost_records += 1,
             Written::Faulted if self.config.event_log && !pending.kernel => {
                 // 3.13.3: the event log has the record; the kernel copies it when it has handled the fault. The
                 // descriptor counts as complete for the device.
-                self.concluded(&pending);
+                self.record_settled(&pending);
                 pending.kernel = true;
                 let at = self.time + self.timing.event_log_ns;
                 self.at(at, Event::Record(pending));
@@ -73,12 +73,12 @@ impl Device {
             }
         }
         if !pending.kernel {
-            self.concluded(&pending);
+            self.record_settled(&pending);
         }
     }
 
-    /// A record is visible, or will never be: what waited for it goes on.
-    fn concluded(&mut self, pending: &Pending) {
+    /// Continues what waited for a record that is visible now, or never will be.
+    fn record_settled(&mut self, pending: &Pending) {
         if pending.kernel {
             return;
         }
@@ -93,7 +93,7 @@ impl Device {
         }
     }
 
-    /// Writes a batch's record if all of it is over and no engine is at it any more.
+    /// Writes a batch's record if all its members are complete and no engine executes it any more.
     pub(super) fn batch_over(&mut self, id: u64) {
         let held = self.engines.iter().any(|engine| engine.batch == Some(id));
         if held || !self.batches.get(&id).is_some_and(Batch::is_over) {
@@ -122,7 +122,7 @@ impl Device {
         }
     }
 
-    /// A drain has nothing more to wait for.
+    /// Completes a drain that has nothing more to wait for.
     pub(super) fn drained(&mut self, queue: usize, entry: &Entry) {
         let Payload::Descriptor(bytes) = &entry.payload else { return };
         let pending = Pending {

@@ -1,4 +1,4 @@
-//! Compress (3.4, 3.10.2): matches within 4 KiB, written with the codes that the AECS has.
+//! Compress (3.4, 3.10.2): matches within 4 KiB, written with the codes of the AECS.
 
 use super::{DISTANCES, LENGTHS, Report, crc32, halves, source, xor};
 use crate::ops::Scratch;
@@ -8,17 +8,17 @@ use crate::table::iaa::{self, compress_aecs as aecs, compression, error};
 use crate::table::status;
 
 const HASH_BITS: u32 = 12;
-/// Earlier places that are tried.
-const TRIES: usize = 8;
+/// Maximum number of earlier positions that are tried for a match.
+const MAX_TRIES: usize = 8;
 
-/// What a token is.
+/// A token of deflate.
 #[derive(Clone, Copy, Debug)]
 enum Token {
     Literal(u8),
     Match { length: u16, distance: u16 },
 }
 
-/// Greedy, as a device does it in one pass.
+/// Finds tokens greedily, as a device does in one pass.
 fn tokens(bytes: &[u8], literals_only: bool, mut each: impl FnMut(Token)) {
     let mut heads = vec![usize::MAX; 1 << HASH_BITS];
     let mut before = vec![usize::MAX; bytes.len()];
@@ -31,7 +31,7 @@ fn tokens(bytes: &[u8], literals_only: bool, mut each: impl FnMut(Token)) {
         let mut best = (0, 0);
         if !literals_only && at + 3 <= bytes.len() {
             let mut place = heads[hash(at)];
-            for _ in 0..TRIES {
+            for _ in 0..MAX_TRIES {
                 if place == usize::MAX || at - place > iaa::WINDOW {
                     break;
                 }
@@ -60,7 +60,7 @@ fn tokens(bytes: &[u8], literals_only: bool, mut each: impl FnMut(Token)) {
     }
 }
 
-/// The symbol whose base is the last not above the value, with its extra bits.
+/// Returns the symbol whose base is the largest not above the value, with its extra bits.
 fn symbol(table: &[(u16, u8)], value: u16) -> (usize, u8, u16) {
     let index = table.iter().rposition(|&(base, _)| base <= value).expect("every table begins below every value");
     (index, table[index].1, value - table[index].0)
@@ -85,7 +85,7 @@ impl Bits {
         }
     }
 
-    /// A Huffman code, most significant bit first. False if the table has none.
+    /// Writes a Huffman code, most significant bit first. Returns `false` if the table has no such code.
     fn code(&mut self, entry: u32) -> bool {
         let (code, length) = (entry & 0x7fff, entry >> 15 & 0xf);
         if length == 0 {
@@ -170,7 +170,7 @@ struct Finished {
 fn finish(descriptor: &[u8; 64], access: &mut Access<'_>, finished: Finished) -> Report {
     let Finished { out, mut state, write_at, crc, xor, input } = finished;
     let flush = iaa::OPERATION_FLAGS.get(descriptor) as u16 & compression::FLUSH != 0;
-    // Without flush whole words go out, and what is left stays in the accumulator.
+    // Without flush only whole words are written; the remaining bits stay in the accumulator.
     let written = if flush { out.bytes.len() } else { out.count / 64 * 8 };
     if written as u64 > iaa::DESTINATION_SIZE.get(descriptor) {
         // Table 4-8: not recoverable, and the AECS is not written (3.4.2).
@@ -195,10 +195,10 @@ fn finish(descriptor: &[u8; 64], access: &mut Access<'_>, finished: Finished) ->
     Report { status: status::SUCCESS, output: written as u64, output_bits, xor, crc, bytes: input, ..Report::default() }
 }
 
-/// The histogram of the tokens (3.4.1).
+/// Computes the histogram of the tokens (3.4.1).
 fn statistics(descriptor: &[u8; 64], access: &mut Access<'_>, input: &[u8], literals: bool) -> Report {
     let mut counts = vec![0_u32; iaa::STATISTICS_WORDS];
-    let mut count = |word: usize| counts[word] = (counts[word] + 1).min(iaa::STATISTICS_MOST);
+    let mut count = |word: usize| counts[word] = (counts[word] + 1).min(iaa::MAX_STATISTICS_COUNT);
     tokens(input, literals, |token| match token {
         Token::Literal(byte) => count(usize::from(byte)),
         Token::Match { length, distance } => {

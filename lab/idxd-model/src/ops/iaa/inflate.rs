@@ -1,7 +1,8 @@
 //! Decompress (3.3, 3.10.1): any deflate stream with a window of up to 4 KiB, resumable through the AECS.
 //!
-//! A token or a block header is either consumed whole or not at all, so the state between two descriptors is: bits not
-//! consumed, where in which block, the codes of the block, the rest of a match that did not fit, and the history.
+//! A token or a block header is consumed completely or not at all. So the state between two descriptors consists of the
+//! unconsumed bits, the kind of block and the position in it, the codes of the block, the rest of a match that did not
+//! fit, and the history.
 
 use std::sync::OnceLock;
 
@@ -12,14 +13,14 @@ use crate::table::dsa::FLAGS;
 use crate::table::iaa::{self, decompress_aecs as aecs, decompression, error};
 use crate::table::status;
 
-/// Why it stopped.
+/// Why the decompression stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stopped {
-    /// The input has no whole token left.
+    /// The input has no complete token left.
     Input,
     /// The output is full.
     Output,
-    /// At an end of block that counts.
+    /// At an end of block at which the flags request a stop.
     End,
     Error(u8),
 }
@@ -34,7 +35,7 @@ struct Bits<'a> {
 }
 
 impl Bits<'_> {
-    /// Up to 16 bits from here, zeros behind the end.
+    /// Returns the next bits, up to 16, with zeros behind the end.
     fn peek(&self) -> u32 {
         let mut value = 0;
         if self.at >= self.held_bits {
@@ -149,7 +150,7 @@ struct Inflate {
     /// The rest of a match: bytes and distance.
     rest: (u16, u16),
     history: Vec<u8>,
-    /// Whether the last token was an end of block that counts.
+    /// Whether the last token was an end of block to which the flags apply.
     at_end: bool,
 }
 
@@ -158,7 +159,7 @@ impl Inflate {
         Inflate { block: Block::Header, last: false, rest: (0, 0), history: Vec::new(), at_end: false }
     }
 
-    /// Until the input or the room is used up. `history` grows by the output.
+    /// Decompresses until the input or the room is used up. `history` grows by the output.
     fn run(&mut self, bits: &mut Bits<'_>, room: usize, flags: u16) -> Stopped {
         let start = self.history.len();
         loop {
@@ -187,7 +188,7 @@ impl Inflate {
         }
     }
 
-    /// One token, or one block header.
+    /// Reads one token, or one block header.
     fn token(&mut self, bits: &mut Bits<'_>, full: bool, flags: u16) -> Result<(), Stopped> {
         match &mut self.block {
             Block::Ended => return Err(Stopped::End),
@@ -252,7 +253,7 @@ impl Inflate {
         let kind = bits.take(2)?;
         let block = match kind {
             0 => {
-                // To the next byte of the stream, which is where the bits held back by an earlier descriptor count too.
+                // To the next byte of the stream; bits held back by an earlier descriptor count, too.
                 let used = bits.at + (8 - bits.held_bits % 8) % 8;
                 bits.take((8 - used as u32 % 8) % 8)?;
                 let (length, inverse) = (bits.take(16)?, bits.take(16)?);
@@ -273,7 +274,7 @@ impl Inflate {
     }
 }
 
-/// A dynamic header (RFC 1951, 3.2.7).
+/// Reads a dynamic header (RFC 1951, 3.2.7).
 fn dynamic(bits: &mut Bits<'_>) -> Result<Block, Stopped> {
     const ORDER: [usize; 19] = [16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15];
     let literals = bits.take(5)? as usize + 257;
@@ -363,7 +364,8 @@ fn decompress_input(descriptor: &[u8; 64], access: &mut Access<'_>, input: &[u8]
     let crc = crc32(descriptor, aecs::CRC.get(&state) as u32, output);
     let xor = xor(aecs::XOR.get(&state) as u16, output);
     let flush = flags & decompression::FLUSH != 0;
-    // Table 6-8, Flush Output: a partial word that would overflow the output is kept. It is older than this descriptor's room.
+    // Table 6-8, Flush Output: a partial word that would overflow the output is kept. It does not count against this
+    // descriptor's room.
     let overflow = stopped == Stopped::Output || (flush && pending.len() > room);
     let mut written = pending;
     if !suppress {
@@ -379,7 +381,7 @@ fn decompress_input(descriptor: &[u8; 64], access: &mut Access<'_>, input: &[u8]
     let save = writes == iaa::WRITE_AECS || (writes == iaa::WRITE_ON_OVERFLOW && overflow);
     let mut consumed = input.len();
     if save {
-        // What is not consumed of source 1 comes again with the next descriptor, from the byte it begins in on.
+        // The next descriptor contains the unconsumed part of source 1 again, from the byte in which that part begins.
         let source_bits = bits.at.saturating_sub(held_bits);
         let whole_bits = held_bits + source_bits.next_multiple_of(8);
         let keep = match stopped {
@@ -413,7 +415,7 @@ fn decompress_input(descriptor: &[u8; 64], access: &mut Access<'_>, input: &[u8]
     }
 }
 
-// Offsets in the part of the AECS that is this model's own.
+// Offsets in the part of the AECS that is private to this model.
 const LAST: usize = aecs::STATE;
 const REST_LENGTH: usize = aecs::STATE + 2;
 const REST_DISTANCE: usize = aecs::STATE + 4;
@@ -423,7 +425,7 @@ const LITERAL_LENGTHS: usize = aecs::STATE + 8;
 const DISTANCE_LENGTHS: usize = LITERAL_LENGTHS + 144;
 const HALF: usize = 32;
 
-/// Back from what [`store`] has written. None if it cannot have been.
+/// Reads the state that [`store`] has written. `None` if `store` cannot have written it.
 fn load(state: &[u8]) -> Option<Inflate> {
     let sizes = &state[aecs::INPUT_SIZES..aecs::INPUT_SIZES + HALF];
     let output_bits = aecs::OUTPUT_BITS.get(state);

@@ -1,4 +1,5 @@
-//! IAA's operations: checked, executed and recorded apart from DSA's, because hardly a field is in the same place.
+//! IAA's operations. They are checked, executed and recorded separately from DSA's, because hardly any field has the
+//! same offset.
 
 mod deflate;
 mod inflate;
@@ -38,7 +39,7 @@ pub(super) fn check(descriptor: &[u8; 64], limits: &Limits) -> Result<&'static O
     Ok(operation)
 }
 
-/// 6.1.3 and table 4-1.
+/// Checks the flags (6.1.3 and table 4-1).
 fn flags_allowed(operation: &Operation, flags: u32, extra: u16, limits: &Limits) -> Result<(), Invalid> {
     let mut allowed = iaa::ANY | operation.flags;
     let mut forbid = |mask: u32, when: bool| {
@@ -66,7 +67,8 @@ fn flags_allowed(operation: &Operation, flags: u32, extra: u16, limits: &Limits)
     if wrong != 0 { Err(Invalid { status: status::INVALID_FLAGS, flags: wrong }) } else { Ok(()) }
 }
 
-/// Tables 6-8, 6-11 and 6-13. What this model does not have is refused as unsupported.
+/// Checks the operation's own flags (tables 6-8, 6-11 and 6-13). Flags that this model lacks are refused as
+/// unsupported.
 fn extra_flags(code: u8, descriptor: &[u8; 64], extra: u16) -> Result<(), Invalid> {
     let (known, required) = match code {
         code::DECOMPRESS => (decompression::KNOWN, decompression::ENABLE),
@@ -110,7 +112,7 @@ fn sizes(operation: &Operation, descriptor: &[u8; 64], uses_aecs: bool, limits: 
             return fail(status::BAD_SIZE);
         }
     }
-    // Twice the size of the AECS is its memory (3.2).
+    // An AECS occupies twice its size (3.2).
     let second = if uses_aecs { (aecs.0, 2 * aecs.1) } else { (0, 0) };
     let pairs = [(source, destination), (source, second), (destination, second)];
     if pairs.iter().any(|&(one, two)| one.1 > 0 && two.1 > 0 && overlap(one.0, one.1, two.0, two.1)) {
@@ -119,7 +121,7 @@ fn sizes(operation: &Operation, descriptor: &[u8; 64], uses_aecs: bool, limits: 
     Ok(())
 }
 
-/// What an operation reports.
+/// The result of an operation.
 #[derive(Debug, Default)]
 struct Report {
     status: u8,
@@ -189,21 +191,21 @@ pub(super) fn execute(
     }
 }
 
-/// Where the AECS is read and where it is written: the two halves, exchanged by the toggle (3.2).
+/// Returns the addresses at which the AECS is read and written: the two halves, exchanged by the toggle (3.2).
 fn halves(descriptor: &[u8; 64]) -> (u64, u64) {
     let (address, size) = (iaa::SOURCE2.get(descriptor), iaa::SOURCE2_SIZE.get(descriptor));
     let second = address.wrapping_add(size);
     if FLAGS.get(descriptor) as u32 & iaa::TOGGLE == 0 { (address, second) } else { (second, address) }
 }
 
-/// All of source 1: nothing is partly done, so it is read before anything is written.
+/// Reads all of source 1. No operation is completed in part, so this comes before any write.
 fn source(descriptor: &[u8; 64], access: &mut Access<'_>, into: &mut Vec<u8>) -> Result<(), Stop> {
     into.clear();
     into.resize(iaa::SOURCE1_SIZE.get(descriptor) as usize, 0);
     if into.is_empty() { Ok(()) } else { access.read(iaa::SOURCE1.get(descriptor), into) }
 }
 
-/// CRC-32 (V.42) or CRC-32C (RFC 3720), continued.
+/// Continues a CRC-32 (V.42) or CRC-32C (RFC 3720).
 fn crc32(descriptor: &[u8; 64], seed: u32, bytes: &[u8]) -> u32 {
     if FLAGS.get(descriptor) as u32 & iaa::CRC_SELECT != 0 {
         return super::crc::crc32c(seed, bytes);
@@ -232,12 +234,12 @@ static V42: [u32; 256] = {
     table
 };
 
-/// XOR of 16-bit words, the last byte extended by zero (3.6).
+/// Returns the XOR of 16-bit words, the last byte extended by zero (3.6).
 fn xor(seed: u16, bytes: &[u8]) -> u16 {
     bytes.chunks(2).fold(seed, |sum, word| sum ^ u16::from_le_bytes([word[0], word.get(1).copied().unwrap_or(0)]))
 }
 
-/// CRC64 (3.10.3): any polynomial, in the upper bits of the field.
+/// Executes CRC64 (3.10.3): any polynomial, in the upper bits of the field.
 fn crc64_operation(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &mut Scratch) -> Report {
     if let Err(stop) = source(descriptor, access, &mut scratch.output) {
         return Report::fault(stop, 0);

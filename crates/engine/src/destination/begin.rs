@@ -1,0 +1,247 @@
+//! The destination until its migration begins: waits for a source, agrees with it, and makes the driver.
+
+use std::sync::{Arc, Mutex};
+
+use sterna_memory::ram::GuestRam;
+use sterna_wire::control::{ControlMessage, Hello, Mode};
+use sterna_wire::switchover::{DestinationState, DestinationSwitchover, RecordState};
+
+use super::channels::PostCopyChannels;
+use super::devices::Devices;
+use super::driver::{Driver, Event};
+use super::loading::Loading;
+use super::target::{RamSink, Target};
+use super::{Destination, Listening, Taking, post_copy};
+use crate::abort::Abort;
+use crate::cancel::Cancel;
+use crate::control_link::{ControlEvent, ControlLink, send_message};
+use crate::cpu_time::CpuTime;
+use crate::device_state::load::LoadingDevices;
+use crate::device_state::{self, DeviceChannels, DeviceId};
+use crate::migration::{Cause, ErrorKind, MigrationError, POST_COPY, RETRANSMIT, difference, machine, size_difference};
+use crate::monitor::{CaughtObserver, DestinationMonitor};
+use crate::occupied::Occupied;
+use crate::process;
+use crate::receive::ChannelSink;
+use crate::report::{Observer, ReceiveReport};
+use crate::session::{
+    AcceptedSource, ChannelAcceptor, ConnectionEvent, Features, Handshake, OnConnectionEvent, Peer, Sinks, link_events,
+};
+use crate::state::{Part, StateSink, state_sink};
+use crate::switchover::{CANCELLED, DestinationKernel, DestinationSetup, Events, Ledger, Receiving, run_destination};
+use crate::transport::{Address, Incoming, Stop, Writer};
+use crate::vmm::DestinationVmm;
+
+/// Waits for a source, and runs its migration.
+pub(super) fn run(
+    listening: Listening,
+    vmm: &mut dyn DestinationVmm,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<ReceiveReport, MigrationError> {
+    let Listening { taking, address, incoming } = listening;
+    // Ends the listening and all handshakes, however this function returns.
+    let stopping = StopAtEnd(incoming.stop_handle());
+    let observer = &CaughtObserver(observer);
+    let cpu = CpuTime::default();
+    let _counted = cpu.count();
+    let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
+    observer.listening(&address.to_string());
+    let ram = taking.target.ram();
+    let ours = machine(vmm.name(), ram, 0).blocks;
+    let ids: Vec<DeviceId> = taking.devices.iter().map(|(id, _)| id.clone()).collect();
+    let no_post_copy = no_post_copy(&mut vmm, ram)?;
+    let refusal = |hello: &Hello| {
+        let post_copy = || {
+            let reason = no_post_copy.as_ref()?;
+            Destination::wants_post_copy(hello)
+                .then(|| format!("post-copy is not possible at the destination: {reason}"))
+        };
+        let devices = || device_state::difference(&hello.machine, &ids);
+        difference(&hello.machine.blocks, &ours).or_else(devices).or_else(post_copy)
+    };
+    let mut offered = Destination::FEATURES.offered.to_vec();
+    offered.extend(no_post_copy.is_none().then_some(POST_COPY));
+    let features = Features { offered: &offered, ..Destination::FEATURES };
+    let greeting = Handshake { takes: &[(Mode::Embedded, features)], refusal: &refusal };
+    let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
+    let Some(greeted) = greeted else {
+        let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
+        let kind = if cancel.is_cancelled() { ErrorKind::Cancelled } else { ErrorKind::Network };
+        return Err(MigrationError::not_accepted(Cause::new(kind, reason)));
+    };
+    let report = take(taking, &address, greeted, incoming, vmm, cpu.clone(), cancel, observer);
+    drop(stopping);
+    report
+}
+
+/// Returns why post-copy is not possible here, if it is not.
+fn no_post_copy(vmm: &mut DestinationMonitor<'_>, ram: &GuestRam) -> Result<Option<String>, MigrationError> {
+    let refused = vmm.post_copy_refusal().map_err(MigrationError::not_accepted)?;
+    Ok(refused.or_else(|| post_copy::refusal(ram)))
+}
+
+/// Runs the migration of a source whose hello the caller has accepted already, to learn which RAM is needed.
+pub(super) fn run_greeted(
+    taking: Taking,
+    address: &Address,
+    mut greeted: AcceptedSource,
+    incoming: Incoming,
+    vmm: &mut dyn DestinationVmm,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<ReceiveReport, MigrationError> {
+    let stopping = StopAtEnd(incoming.stop_handle());
+    let observer = &CaughtObserver(observer);
+    let cpu = CpuTime::default();
+    let _counted = cpu.count();
+    let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
+    let ids: Vec<DeviceId> = taking.devices.iter().map(|(id, _)| id.clone()).collect();
+    let differs = size_difference(&greeted.machine.blocks, taking.target.ram());
+    if let Some(reason) = differs.or_else(|| device_state::difference(&greeted.machine, &ids)) {
+        return Err(refuse(&mut greeted.writer, reason));
+    }
+    let report = take(taking, address, greeted, incoming, vmm, cpu.clone(), cancel, observer);
+    drop(stopping);
+    report
+}
+
+/// Refuses a source with the reason, and returns the error.
+fn refuse(writer: &mut Writer, reason: String) -> MigrationError {
+    // Fails where the peer is gone, which needs no answer.
+    let _ = send_message(writer, &ControlMessage::Refused { reason: reason.clone() });
+    MigrationError::not_accepted(reason)
+}
+
+#[allow(clippy::too_many_arguments)]
+fn take<'a>(
+    taking: Taking,
+    address: &Address,
+    greeted: AcceptedSource,
+    incoming: Incoming,
+    vmm: DestinationMonitor<'a>,
+    cpu: CpuTime,
+    cancel: &'a Cancel,
+    observer: &'a dyn Observer,
+) -> Result<ReceiveReport, MigrationError> {
+    let Taking { target, devices, device_share, state_dir, linger, stall, give_up_after, monitor, fence } = taking;
+    let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
+    observer.note(&format!("migration {} from {peer}", session.id));
+
+    let state = RecordState::Destination(DestinationState::Started);
+    let ledger = Ledger::new(state_dir.as_deref(), &session, state, address.to_string(), &monitor);
+    let ledger = ledger.map_err(|error| refuse(&mut writer, error.to_string()))?;
+
+    let (events, inbox) = Events::channel();
+    let occupied = Occupied::default();
+    let on_connection = on_connection(&events, &occupied);
+    let link = ControlLink::start(writer, reader, closer, messages, link_events(&on_connection, 1));
+    let link = link.map_err(MigrationError::not_accepted)?;
+    let abort = Arc::new(Abort::default());
+    let monitor_call = occupied.clone();
+    let _cancelling = events.on_cancel(cancel, move || monitor_call.raise(CANCELLED));
+    let fenced = events.clone();
+    let _fencing = fence.0.on_cancel(move || {
+        fenced.send(Event::Fenced);
+    });
+
+    let devices = Devices::new(devices, &machine, device_share);
+    let ending = devices.known();
+    abort.on_end(move || ending.end());
+    let begun = events.clone();
+    let (state_sink, ahead, last) = state_sink(move |part| {
+        begun.send(Event::State(part));
+    });
+    let sinks = TargetSinks {
+        target: Arc::clone(&target),
+        may_refuse: session.has(RETRANSMIT),
+        state: Mutex::new(Some(state_sink)),
+        mixed: devices.on(DeviceChannels::Mixed),
+        serial: devices.on(DeviceChannels::Serial),
+        own: devices.on(DeviceChannels::Own(0)),
+    };
+    let rules = session.rules();
+    let channels = PostCopyChannels::default();
+    let extra_channels = channels.handler(&target, rules);
+    let acceptor = ChannelAcceptor::new(session, Box::new(sinks), &abort, Some(extra_channels), on_connection);
+    let receiving = Receiving::start(acceptor, incoming, welcome, machine.ram, stall, give_up_after);
+    let mut receiving = receiving.map_err(MigrationError::not_accepted)?;
+    receiving.placement = target.placement();
+
+    let (machine, first) = DestinationSwitchover::begin();
+    let kernel = DestinationKernel::new(DestinationSetup {
+        machine,
+        peer: Peer::new(link),
+        ledger,
+        events,
+        abort,
+        cancel,
+        observer,
+    });
+    let mut driver = Driver {
+        kernel,
+        receiving,
+        vmm,
+        cpu,
+        channels,
+        faults: None,
+        devices,
+        loading: Loading::arriving(ahead, last),
+        target,
+        occupied,
+        faults_before: process::faults(std::process::id()),
+        linger,
+    };
+    let outcome = run_destination(&mut driver, &inbox, first);
+    driver.finish(outcome, peer)
+}
+
+/// Returns a closure that passes on the events of the control channels, and ends a call of the monitor where the source is lost.
+fn on_connection(events: &Events<Event>, occupied: &Occupied) -> OnConnectionEvent {
+    let (pass_on, monitor_call) = (events.on_connection(), occupied.clone());
+    Arc::new(move |news| {
+        if let ConnectionEvent::Control(_, ControlEvent::Lost(reason)) = &news {
+            monitor_call.lost(format_args!("the source was lost: {reason}"));
+        }
+        pass_on(news);
+    })
+}
+
+/// Ends the listening when it is dropped.
+struct StopAtEnd(Stop);
+
+impl Drop for StopAtEnd {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
+/// The sinks of this migration's channels.
+struct TargetSinks<F> {
+    target: Arc<Target>,
+    may_refuse: bool,
+    state: Mutex<Option<StateSink<F>>>,
+    /// The devices, where their state arrives on RAM channels.
+    mixed: Option<Arc<LoadingDevices>>,
+    /// The devices, where their state arrives on the stream channel.
+    serial: Option<Arc<LoadingDevices>>,
+    /// The devices, where their state arrives on channels of its own.
+    own: Option<Arc<LoadingDevices>>,
+}
+
+impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
+    fn ram(&self, index: u16) -> ChannelSink {
+        let pages = RamSink::new(&self.target, index, self.may_refuse);
+        ChannelSink::new().with_pages(pages).with_device_pieces(self.mixed.clone())
+    }
+
+    fn stream(&self) -> ChannelSink {
+        let sink = self.state.lock().expect("no thread panics with the lock held").take();
+        let records = sink.expect("the acceptor admits one stream channel");
+        ChannelSink::new().with_stream(records).with_device_pieces(self.serial.clone())
+    }
+
+    fn devices(&self) -> Option<ChannelSink> {
+        Some(ChannelSink::new().with_device_pieces(Some(self.own.clone()?)))
+    }
+}

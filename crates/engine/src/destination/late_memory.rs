@@ -1,0 +1,72 @@
+//! The driver's part for post-copy: the guest starts while part of its memory is still at the source, and the source may be lost and
+//! reconnect meanwhile.
+
+use std::sync::Arc;
+
+use sterna_wire::switchover::DestinationEvent;
+
+use super::driver::{Driver, Event};
+use super::post_copy::{PostCopy, PostCopyEvent};
+use crate::migration::{POST_COPY, Phase};
+
+impl Driver<'_> {
+    /// Prepares for post-copy: the guest will go on before all of its RAM is here.
+    pub(super) fn begin_post_copy(&mut self) -> Result<(), String> {
+        if !self.receiving.acceptor.session().has(POST_COPY) {
+            return Err("it was not agreed on".into());
+        }
+        if self.kernel.phase != Phase::Rounds || self.faults.is_some() {
+            return Err("it was begun already, or the guest is being switched over".into());
+        }
+        let (events, monitor_call) = (self.kernel.events.clone(), self.occupied.clone());
+        let news = Box::new(move |news| {
+            let failed = if let PostCopyEvent::Failed(reason) = &news { Some(reason.clone()) } else { None };
+            // Queued before the alarm, whose event closes the connection to the source.
+            events.send(Event::PostCopy(news));
+            if let Some(reason) = failed {
+                monitor_call.raise(reason);
+            }
+        });
+        let post_copy = PostCopy::begin(self.target.ram(), news)?;
+        let faults = post_copy.handle_faults().map_err(|error| format!("no thread for page faults: {error}"))?;
+        self.faults = Some(faults);
+        let released = Arc::clone(&post_copy);
+        self.kernel.abort.on_end(move || released.release_if_not_loaded());
+        self.target.begin_post_copy(post_copy)
+    }
+
+    /// Ends the data channels that there were, and admits new ones: the source has reconnected.
+    pub(super) fn admit_new_channels(&mut self) {
+        let Some(post_copy) = self.target.post_copy() else { return };
+        self.kernel.abort.lost("the source has reconnected with new channels");
+        post_copy.disconnected();
+        self.channels.join();
+        let incarnation = self.kernel.renew_channels();
+        self.receiving.acceptor.renew(incarnation, &self.kernel.abort);
+    }
+
+    pub(super) fn handle_post_copy(&mut self, news: PostCopyEvent) -> Option<DestinationEvent> {
+        match news {
+            PostCopyEvent::Complete => {
+                self.kernel.observer.note("all of the guest's memory is here");
+                Some(DestinationEvent::MemoryComplete)
+            }
+            PostCopyEvent::Note(text) => {
+                self.kernel.observer.note(&text);
+                None
+            }
+            PostCopyEvent::NoMemory(reason) => {
+                self.kernel.observer.note(&format!("the guest waits for memory of this host: {reason}"));
+                None
+            }
+            PostCopyEvent::Failed(reason) => {
+                self.kernel.observer.note(&format!("the guest's memory: {reason}"));
+                if self.kernel.may_give_up() {
+                    return Some(self.kernel.fail(reason));
+                }
+                self.kernel.abort.raise(&reason);
+                Some(DestinationEvent::MemoryFailed { reason })
+            }
+        }
+    }
+}

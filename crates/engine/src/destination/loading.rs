@@ -1,0 +1,134 @@
+//! The driver's part for the monitor's own state: what of it has arrived, and loading it once all of RAM is here.
+
+use std::time::Instant;
+
+use sterna_wire::control::{ControlMessage, Totals};
+use sterna_wire::switchover::DestinationEvent;
+
+use super::driver::Driver;
+use crate::migration::Phase;
+use crate::state::{Part, StateReader};
+
+/// How far loading the guest is.
+pub(super) enum Loading {
+    /// The guest's memory and state arrive.
+    Arriving {
+        /// The state that is sent ahead, until it was read.
+        ahead: Option<StateReader>,
+        /// The final state.
+        last: StateReader,
+        /// Whether the final state has begun to arrive.
+        begun: bool,
+        /// Whether all of RAM is here, by the source's totals.
+        complete: bool,
+    },
+    /// The monitor has loaded its state, which it began at `since`. Devices may still be loading.
+    Monitor { since: Instant },
+    /// The guest was loaded, or will not be.
+    Over,
+}
+
+impl Loading {
+    pub(super) fn arriving(ahead: StateReader, last: StateReader) -> Self {
+        Self::Arriving { ahead: Some(ahead), last, begun: false, complete: false }
+    }
+}
+
+impl Driver<'_> {
+    /// Handles the beginning of a part of the state.
+    pub(super) fn handle_state(&mut self, part: Part) -> Option<DestinationEvent> {
+        let Loading::Arriving { begun, .. } = &mut self.loading else { return None };
+        match part {
+            Part::Ahead if *begun => {
+                Some(self.failed_to_load("the source sends state ahead of what it has sent already"))
+            }
+            Part::Ahead => self.load_ahead(),
+            Part::Final => {
+                *begun = true;
+                self.kernel.phase = Phase::SwitchingOver;
+                self.load_if_complete()
+            }
+        }
+    }
+
+    /// Handles the source's totals: all of RAM must be here.
+    pub(super) fn handle_totals(&mut self, totals: &Totals) -> Option<DestinationEvent> {
+        if let Err(reason) = self.receiving.check(totals) {
+            return Some(DestinationEvent::Failed { reason });
+        }
+        let refused = self.target.refused();
+        if refused > 0 {
+            let reason = format!("{refused} pages arrived damaged, and the source has not sent them again");
+            return Some(DestinationEvent::Failed { reason });
+        }
+        self.target.seal();
+        if let Loading::Arriving { complete, .. } = &mut self.loading {
+            *complete = true;
+        }
+        self.load_if_complete()
+    }
+
+    fn load_ahead(&mut self) -> Option<DestinationEvent> {
+        let Loading::Arriving { ahead, .. } = &mut self.loading else { return None };
+        let mut reader = ahead.take()?;
+        let inside = self.occupied.enter(&self.kernel.abort, None);
+        let loaded = self.vmm.load_ahead(&mut reader).map_err(|error| error.to_string());
+        let loaded = loaded.and_then(|()| reader.finish().map_err(|error| error.to_string()));
+        drop(inside);
+        match loaded {
+            Ok(_) => {
+                self.kernel.peer.send(&ControlMessage::SwitchoverAck);
+                None
+            }
+            Err(_) if reader.was_lost() => self.state_incomplete(),
+            Err(error) => Some(self.failed_to_load(&format!("loading state ahead failed: {error}"))),
+        }
+    }
+
+    /// Loads the guest's state once all of its RAM is here.
+    fn load_if_complete(&mut self) -> Option<DestinationEvent> {
+        let Loading::Arriving { begun: true, complete: true, .. } = &self.loading else { return None };
+        let Loading::Arriving { mut last, .. } = std::mem::replace(&mut self.loading, Loading::Over) else {
+            return None;
+        };
+        let since = Instant::now();
+        let inside = self.occupied.enter(&self.kernel.abort, None);
+        let loaded = self.vmm.load(&mut last).map_err(|error| error.to_string());
+        let loaded = loaded.and_then(|()| last.finish().map_err(|error| error.to_string()));
+        drop(inside);
+        match loaded {
+            Ok(_) if self.target.post_copy().is_some_and(|post_copy| !post_copy.loaded()) => {
+                Some(self.failed_to_load("loading the guest's state failed: pages that it needs did not arrive"))
+            }
+            Ok(_) => {
+                self.loading = Loading::Monitor { since };
+                self.all_loaded()
+            }
+            Err(_) if last.was_lost() => self.state_incomplete(),
+            Err(error) => Some(self.failed_to_load(&format!("loading the guest's state failed: {error}"))),
+        }
+    }
+
+    /// Returns the event that all state is loaded, once the monitor and all devices have loaded.
+    pub(super) fn all_loaded(&mut self) -> Option<DestinationEvent> {
+        let Loading::Monitor { since } = self.loading else { return None };
+        if !self.devices.all_loaded() {
+            return None;
+        }
+        self.loading = Loading::Over;
+        self.receiving.figures.load_ms = since.elapsed().as_secs_f64() * 1e3;
+        Some(DestinationEvent::AllPlacedAndLoaded)
+    }
+
+    /// Handles the loss of the stream channel amid the state. The reason arrives on the control channel, or the control channel is lost.
+    fn state_incomplete(&self) -> Option<DestinationEvent> {
+        self.kernel.abort.lost("the source closed the stream channel before the end of the guest's state");
+        None
+    }
+
+    /// Sends the source why the guest cannot be loaded and returns the event of it.
+    pub(super) fn failed_to_load(&self, reason: &str) -> DestinationEvent {
+        // Where the migration is being taken down already, the alarm's reason explains more.
+        self.kernel.fail(self.kernel.abort.reason().unwrap_or_else(|| reason.to_owned()))
+    }
+}

@@ -1,0 +1,138 @@
+//! The source's part of the switchover: pausing the guest, its last pages and its state, or letting it run on; and slowing it down before.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Driver;
+use crate::migration::Phase;
+use crate::source::rounds::Order;
+use crate::state::{Part, StateWriter};
+use crate::switchover::{after, too_long};
+use crate::vmm::VmmError;
+
+/// The name of the monitor's state in reasons: the source waits for it while the guest is paused.
+pub(super) const MONITORS_STATE: &str = "the monitor's state";
+
+impl Driver<'_> {
+    pub(super) fn throttle(&mut self, percent: u8) {
+        match self.vmm.throttle(percent) {
+            Ok(()) => {
+                self.throttled = percent;
+                self.kernel.observer.note(&format!("the guest is held for {percent} % of the time"));
+            }
+            Err(error) => self.not_throttled(&error),
+        }
+    }
+
+    /// Has the monitor go on slowing its guest down: a pause of the guest, or something on the host, may have ended it.
+    fn keep_throttled(&mut self) {
+        if self.throttled > 0
+            && let Err(error) = self.vmm.throttle(self.throttled)
+        {
+            self.not_throttled(&error);
+        }
+    }
+
+    fn not_throttled(&mut self, error: &VmmError) {
+        self.throttled = 0;
+        self.kernel.observer.note(&format!("the guest is not slowed down: {error}"));
+        self.moving.iter().for_each(|moving| moving.order(Order::NotThrottled));
+    }
+
+    /// Has the monitor wait until the input and output under way has written guest RAM.
+    pub(super) fn settle_io(&mut self) -> Result<(), String> {
+        let inside = self.occupied.enter(&self.kernel.abort, None);
+        let settled = self.vmm.settle_io();
+        drop(inside);
+        settled.map_err(|error| format!("the guest's input and output does not settle: {error}"))?;
+        // The time limit does not count the wait, in which no page could be sent.
+        self.await_progress();
+        self.moving.iter().for_each(|moving| moving.order(Order::Settled));
+        self.keep_throttled();
+        Ok(())
+    }
+
+    /// Stops the guest, has the last round sent, and sends the state meanwhile.
+    pub(super) fn switch_over(&mut self) -> Result<(), String> {
+        let Some(moving) = &self.moving else { return Ok(()) };
+        if self.kernel.abort.is_over() {
+            return Ok(());
+        }
+        self.vmm.may_pause().map_err(|error| error.to_string())?;
+        // `sterna recover` resumes only a guest that was paused by its migration.
+        self.kernel.ledger.note_pausing(true).map_err(|error| error.to_string())?;
+        self.phase = Phase::SwitchingOver;
+        self.kernel.observer.note("stopping the guest");
+        // Before the call: the guest may have stopped even where pausing fails.
+        self.kernel.moments.pausing = Some(Instant::now());
+        // In `pause` a monitor may wait for a device that is saved ahead, and that device for the destination.
+        let inside = self.occupied.enter(&self.kernel.abort, None);
+        let paused = self.vmm.pause();
+        drop(inside);
+        paused.map_err(|error| format!("the monitor does not pause the guest: {error}"))?;
+        self.kernel.moments.paused = Some(Instant::now());
+        self.set_urgent(true);
+        self.kernel.due = Some((after(self.step_time()), "sending the last pages and the state"));
+        moving.order(Order::LastRound);
+        Ok(())
+    }
+
+    /// Resumes the guest, because the downtime would be too long after all.
+    pub(super) fn run_on(&mut self) -> Result<(), String> {
+        self.kernel.observer.note("the guest had dirtied too much until it was paused: it runs on");
+        self.resume_guest()?;
+        self.keep_throttled();
+        self.kernel.ledger.note_pausing(false).map_err(|error| error.to_string())?;
+        (self.phase, self.kernel.due) = (Phase::Rounds, self.rounds_due());
+        Ok(())
+    }
+
+    pub(super) fn resume_guest(&mut self) -> Result<(), String> {
+        self.vmm.resume().map_err(|error| format!("the monitor does not resume the guest: {error}"))?;
+        self.kernel.moments.runs_on();
+        self.set_urgent(false);
+        Ok(())
+    }
+
+    /// Makes the work of accelerators urgent while the guest is paused.
+    fn set_urgent(&self, urgent: bool) {
+        if let Some(accelerator) = &self.accelerator {
+            accelerator.set_urgent(urgent);
+        }
+    }
+
+    /// Sends the state of the guest, which stays paused, while its last pages are on their way.
+    pub(super) fn send_state(&mut self) -> Result<(), String> {
+        let Some(moving) = &self.moving else { return Ok(()) };
+        if self.kernel.abort.is_over() {
+            return Ok(());
+        }
+        self.devices.known.save();
+        let stream = moving.stream.as_ref().ok_or("there is no stream channel")?;
+        let mut state = StateWriter::new(stream, Part::Final, self.kernel.session.packet_size);
+        // The deadline ends the call where the destination does not read and so blocks the monitor, on this thread.
+        let deadline = self.kernel.due.map(|(deadline, step)| {
+            let devices = Arc::clone(&self.devices.known);
+            let lacks = move || [Some(MONITORS_STATE.to_owned()), devices.waiting_for()];
+            let reason = move || too_long(step, Some(lacks().into_iter().flatten().collect::<Vec<_>>().join(", ")));
+            (deadline, Box::new(reason) as _)
+        });
+        let inside = self.occupied.enter(&self.kernel.abort, deadline);
+        let saved = self.vmm.save(&mut state).map_err(|error| format!("saving the guest's state failed: {error}"));
+        let finished = saved.and_then(|()| state.finish().map_err(|error| error.to_string()));
+        drop(inside);
+        let bytes = match finished {
+            Ok(bytes) => bytes,
+            // The reason is in an event that is queued already, or the destination will send it.
+            Err(_) if self.kernel.abort.is_over() => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        self.kernel.moments.saved = Some(Instant::now());
+        tracing::debug!(bytes, "the guest's state is handed over");
+        Ok(())
+    }
+
+    pub(super) fn step_time(&self) -> Duration {
+        self.settings.limits.step.max(self.settings.downtime.saturating_mul(10))
+    }
+}

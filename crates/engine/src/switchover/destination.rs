@@ -1,0 +1,194 @@
+//! What every driver of a destination has.
+
+mod driver;
+mod run;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use sterna_wire::control::ControlMessage;
+use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationSwitchover};
+
+pub use self::driver::DestinationDriver;
+pub use self::run::run_destination;
+use super::{Events, Ledger};
+use crate::abort::Abort;
+use crate::cancel::Cancel;
+use crate::migration::Phase;
+use crate::report::Observer;
+use crate::session::Peer;
+
+/// How a destination's loop ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DestinationOutcome {
+    /// The state machine reached this end, and the source needs no more answers.
+    Machine(DestinationEnd),
+    /// The driver ended the loop before, for this reason.
+    GivenUp(String),
+}
+
+/// The source's control channel, once the migration has ended here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SourceLink {
+    /// There is one.
+    Connected,
+    /// The source closed it.
+    Closed,
+    /// It broke, or this side closed it.
+    Lost,
+}
+
+/// The values from which a [`DestinationKernel`] is made.
+pub struct DestinationSetup<'a, E> {
+    /// The state machine.
+    pub machine: DestinationSwitchover,
+    /// The source.
+    pub peer: Peer,
+    /// The migration's record.
+    pub ledger: Ledger,
+    /// The loop's events.
+    pub events: Events<E>,
+    /// The alarm of the data channels.
+    pub abort: Arc<Abort>,
+    /// Whether the migration was cancelled.
+    pub cancel: &'a Cancel,
+    /// Receives notes, progress and steps.
+    pub observer: &'a dyn Observer,
+}
+
+/// What every driver of a destination has.
+pub struct DestinationKernel<'a, E> {
+    machine: DestinationSwitchover,
+    /// The source.
+    pub peer: Peer,
+    /// The migration's record.
+    pub ledger: Ledger,
+    /// Sends events to the loop.
+    pub events: Events<E>,
+    cancel: &'a Cancel,
+    /// Receives notes, progress and steps.
+    pub observer: &'a dyn Observer,
+    /// The alarm of the current data channels.
+    pub abort: Arc<Abort>,
+    /// Incarnation of the current data channels.
+    data_incarnation: u32,
+    /// The phase that the migration has reached.
+    pub phase: Phase,
+    cancelled: bool,
+    /// When the decision arrived.
+    decided: Option<Instant>,
+    /// Deadline for the source's message about a broken channel.
+    last_words: Option<Instant>,
+    /// Whether the source closed the last control channel.
+    closed: bool,
+    /// Whether the source needs no more answers once the migration has ended.
+    settled: bool,
+    lingering: Option<Lingering>,
+    given_up: Option<String>,
+}
+
+/// A migration that has ended here, whose source may still need answers.
+#[derive(Clone)]
+struct Lingering {
+    end: DestinationEnd,
+    since: Instant,
+    /// When the source is no longer waited for; none where that must be determined anew.
+    hang_up_at: Option<Instant>,
+}
+
+impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
+    /// Makes the kernel of a migration whose control channel is open, or that is recovered.
+    pub fn new(setup: DestinationSetup<'a, E>) -> Self {
+        let DestinationSetup { machine, peer, ledger, events, abort, cancel, observer } = setup;
+        events.watch(&abort, 1);
+        Self {
+            machine,
+            peer,
+            ledger,
+            events,
+            cancel,
+            observer,
+            abort,
+            data_incarnation: 1,
+            phase: Phase::SettingUp,
+            cancelled: false,
+            decided: None,
+            last_words: None,
+            closed: false,
+            settled: false,
+            lingering: None,
+            given_up: None,
+        }
+    }
+
+    /// Returns whether this side may still end the migration by itself.
+    pub fn may_give_up(&self) -> bool {
+        self.machine.may_give_up()
+    }
+
+    /// Returns whether part of the guest's memory is still at the source, in post-copy.
+    pub fn lacks_memory(&self) -> bool {
+        self.machine.lacks_memory()
+    }
+
+    /// Returns the end, once the state machine has reached it.
+    pub fn end(&self) -> Option<&DestinationEnd> {
+        self.lingering.as_ref().map(|lingering| &lingering.end)
+    }
+
+    /// Returns whether the migration was cancelled. The event of the cancellation may still be queued.
+    pub fn cancelled(&self) -> bool {
+        self.cancelled || self.cancel.is_cancelled()
+    }
+
+    /// Ends the loop: nothing is settled, for `reason`.
+    pub fn give_up(&mut self, reason: impl Into<String>) {
+        self.given_up.get_or_insert(reason.into());
+    }
+
+    /// Sends the source the reason of a failure.
+    pub fn send_failure(&self, reason: &str) {
+        self.peer.send(&ControlMessage::Failed { reason: reason.to_owned() });
+    }
+
+    /// Sends the source the reason of a failure and returns the event of it.
+    pub fn fail(&self, reason: impl Into<String>) -> DestinationEvent {
+        let reason = reason.into();
+        self.send_failure(&reason);
+        DestinationEvent::Failed { reason }
+    }
+
+    /// Ends the wait for a source that may still need answers: the migration has ended here.
+    pub fn stop_lingering(&mut self) {
+        self.peer.hang_up();
+        self.settled = true;
+    }
+
+    /// Ends the connections: later reports of the channels' threads are no failures.
+    pub fn hang_up(&mut self) {
+        self.peer.hang_up();
+        self.abort.finish();
+    }
+
+    /// Begins a new incarnation of the data channels, with an alarm of its own. Returns the incarnation.
+    pub(crate) fn renew_channels(&mut self) -> u32 {
+        self.data_incarnation = self.peer.incarnation();
+        self.abort = Arc::default();
+        self.last_words = None;
+        self.events.watch(&self.abort, self.data_incarnation);
+        self.data_incarnation
+    }
+
+    fn link(&self) -> SourceLink {
+        match self.peer.is_connected() {
+            true => SourceLink::Connected,
+            false if self.closed => SourceLink::Closed,
+            false => SourceLink::Lost,
+        }
+    }
+
+    /// Has the time until which the source is answered determined anew.
+    fn link_changed(&mut self) {
+        self.lingering.iter_mut().for_each(|lingering| lingering.hang_up_at = None);
+    }
+}

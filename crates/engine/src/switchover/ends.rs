@@ -1,0 +1,126 @@
+//! What an end of the state machine means: the outcome for the report, where the guest is, and the reason.
+
+use sterna_wire::switchover::{DestinationEnd, SourceEnd};
+
+use super::{CANCELLED, DestinationKernel, DestinationOutcome, SourceKernel};
+use crate::migration::GuestState;
+use crate::report::Outcome;
+
+/// How a migration ended on one side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ending {
+    /// For the report.
+    pub outcome: Outcome,
+    /// Where the guest is.
+    pub guest: GuestState,
+    /// Why the migration did not complete; none if it did.
+    pub reason: Option<String>,
+}
+
+impl Ending {
+    /// Makes the ending of a migration that did not complete.
+    pub fn failed(outcome: Outcome, guest: GuestState, reason: impl Into<String>) -> Self {
+        Self { outcome, guest, reason: Some(reason.into()) }
+    }
+
+    /// Makes the ending of a migration that completed, unless its record is `unsettled` on the disk: that has to be durable before the
+    /// migration is reported as completed. `runs`: what is known of the guest.
+    fn completed(unsettled: Option<&str>, runs: &str) -> Self {
+        let guest = GuestState::BelongsToDestination;
+        match unsettled {
+            None => Self { outcome: Outcome::Completed, guest, reason: None },
+            Some(why) => {
+                let reason = format!("{runs}, but the record could not be written: {why}");
+                Self::failed(Outcome::Unconfirmed, guest, reason)
+            }
+        }
+    }
+}
+
+impl<E: Send + 'static> SourceKernel<'_, E> {
+    /// Returns what the end of the loop means.
+    pub fn ending(&self, end: SourceEnd) -> Ending {
+        let not_moved = if self.cancelled() { Outcome::Cancelled } else { Outcome::Failed };
+        match end {
+            SourceEnd::Finished => {
+                Ending::completed(self.ledger.unsettled(), "the destination has confirmed that the guest runs there")
+            }
+            SourceEnd::Aborted { reason } => Ending::failed(not_moved, GuestState::RunsAtSource, reason),
+            SourceEnd::NotStarted => {
+                let why = self.ledger.unwritten().unwrap_or_default();
+                let reason = format!("the migration's record could not be written: {why}");
+                Ending::failed(Outcome::Failed, GuestState::Untouched, reason)
+            }
+            SourceEnd::GuestGone if self.post_copy_begun() && self.moments.decided.is_some() => {
+                let reason = "the source's monitor has ended, and part of the guest's memory with it";
+                Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason)
+            }
+            SourceEnd::GuestGone => {
+                Ending::failed(Outcome::Lost, GuestState::PausedAtSource, "the source's monitor has ended")
+            }
+            SourceEnd::MemoryLost { reason } | SourceEnd::Unserved { reason } => {
+                Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason)
+            }
+            SourceEnd::Undelivered { reason } => {
+                Ending::failed(Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
+            }
+            SourceEnd::DestinationLost { never_ran, reason } => {
+                let ran = if never_ran { "it never ran there" } else { "it may have run there" };
+                let reason = format!("the destination has lost the guest that was given to it ({ran}): {reason}");
+                Ending::failed(Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
+            }
+            SourceEnd::Stuck { reason } => Ending::failed(Outcome::Stuck, GuestState::PausedAtSource, reason),
+            SourceEnd::Conflict => {
+                let reason = "the guest runs on a side that it does not belong to, because somebody else started it: if it runs on both \
+                              sides, stop one of them at once";
+                Ending::failed(Outcome::Stuck, GuestState::RunsTwice, reason)
+            }
+        }
+    }
+
+    /// Returns the warning about a record that does not hold the end of a migration that was not completed.
+    pub fn record_warning(&self, ending: &Ending) -> Option<String> {
+        if !matches!(ending.outcome, Outcome::Failed | Outcome::Cancelled) {
+            return None;
+        }
+        let (why, state) = self.ledger.unsettled().zip(self.ledger.on_disk())?;
+        let (id, state) = (self.session.id, state.name());
+        Some(format!(
+            "this end could not be written to the record, which still holds the state `{state}`: {why}. Put that right, then run \
+             `sterna recover {id}` here: until then this guest takes part in no other migration"
+        ))
+    }
+}
+
+impl<E: Send + 'static> DestinationKernel<'_, E> {
+    /// Returns what the end of the loop means.
+    pub fn ending(&self, outcome: DestinationOutcome) -> Ending {
+        let end = match outcome {
+            DestinationOutcome::Machine(end) => end,
+            DestinationOutcome::GivenUp(reason) => {
+                return Ending::failed(Outcome::Unconfirmed, GuestState::PausedAtDestination, reason);
+            }
+        };
+        match end {
+            DestinationEnd::Running => Ending::completed(self.ledger.unsettled(), "the guest runs here"),
+            // The first failure is the reason, and the source may have cancelled too.
+            DestinationEnd::Discarded { reason } if self.cancelled() && reason == CANCELLED => {
+                Ending::failed(Outcome::Cancelled, GuestState::NotHere, reason)
+            }
+            DestinationEnd::Discarded { reason } => Ending::failed(Outcome::Failed, GuestState::NotHere, reason),
+            DestinationEnd::Lost { reason } => Ending::failed(Outcome::Lost, GuestState::NotHere, reason),
+            DestinationEnd::MemoryLost { reason } => Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason),
+            // No thread handles the guest's page faults any more.
+            DestinationEnd::Stuck { reason } if self.lacks_memory() => {
+                Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason)
+            }
+            DestinationEnd::Stuck { reason } => {
+                Ending::failed(Outcome::Unconfirmed, GuestState::PausedAtDestination, reason)
+            }
+            DestinationEnd::Conflict => {
+                let reason = "the guest was started here by somebody else: stop one of the two";
+                Ending::failed(Outcome::Unconfirmed, GuestState::RunsTwice, reason)
+            }
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! The record of one side of a migration: on disk, or in memory where no directory was given.
+//!
+//! A record in memory is enough as long as the process lives. A source that dies takes its guest with it. Then only the record on its
+//! disk can answer a prepared destination (`sterna recover`) whether the guest belongs to the destination.
+
+use std::path::Path;
+
+use sterna_wire::control::Mode;
+use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter};
+
+use crate::process;
+use crate::record_file::{RecordFile, RecordFileError, now_ms};
+use crate::report::Observer;
+use crate::session::Session;
+
+/// The record's entries about a monitor that is not this process, by which `sterna recover` finds it.
+#[derive(Clone, Debug)]
+pub struct MonitorRecord {
+    /// How the monitor is driven.
+    pub mode: Mode,
+    /// The monitor's QMP socket; empty where it has none.
+    pub qmp: String,
+    /// The monitor's process.
+    pub process: Option<ProcessIdentity>,
+    /// What happens to the source's monitor when the guest runs at the destination.
+    pub source_after: SourceAfter,
+    /// The monitor's settings before the migration, which `sterna recover` restores where the guest runs here.
+    pub settings_before: Option<serde_json::Value>,
+}
+
+impl Default for MonitorRecord {
+    /// A monitor that embeds the library: this process.
+    fn default() -> Self {
+        let process = process::identity(std::process::id());
+        Self {
+            mode: Mode::Embedded,
+            qmp: String::new(),
+            process,
+            source_after: SourceAfter::Keep,
+            settings_before: None,
+        }
+    }
+}
+
+/// One side's record of one migration.
+#[derive(Debug)]
+pub struct Ledger {
+    place: Place,
+    /// Why the last attempt to write the record failed.
+    unwritten: Option<String>,
+}
+
+#[derive(Debug)]
+enum Place {
+    Memory(Box<Record>),
+    Disk(Box<RecordFile>),
+}
+
+impl From<RecordFile> for Ledger {
+    /// Keeps the record on the disk.
+    fn from(file: RecordFile) -> Self {
+        Self { place: Place::Disk(Box::new(file)), unwritten: None }
+    }
+}
+
+impl Ledger {
+    /// Locks a new record in `dir`; without a directory, the record is kept in memory. `peer`: the destination's address.
+    ///
+    /// # Errors
+    /// The directory cannot be used, or another process has the record's lock.
+    pub(crate) fn new(
+        dir: Option<&Path>,
+        session: &Session,
+        state: RecordState,
+        peer: String,
+        monitor: &MonitorRecord,
+    ) -> Result<Self, RecordFileError> {
+        let record = Record {
+            version: RECORD_VERSION,
+            migration: session.id,
+            state,
+            fenced_peer: false,
+            peer,
+            mode: monitor.mode,
+            monitor_socket: monitor.qmp.clone(),
+            monitor_process: monitor.process,
+            settings_before: monitor.settings_before.clone(),
+            completion_permitted: false,
+            pausing: false,
+            source_after: monitor.source_after,
+            key: session.key.clone(),
+            pid: std::process::id(),
+            created_ms: now_ms(),
+            updated_ms: now_ms(),
+        };
+        match dir {
+            Some(dir) => RecordFile::create(dir, record).map(Self::from),
+            None => Ok(Self { place: Place::Memory(Box::new(record)), unwritten: None }),
+        }
+    }
+
+    /// Returns the record as it was last written, or will be written first.
+    pub fn record(&self) -> &Record {
+        match &self.place {
+            Place::Memory(record) => record,
+            Place::Disk(file) => file.record(),
+        }
+    }
+
+    /// Writes the record with a new state, durably where it is kept on the disk. Notes a failure. Returns whether it is written.
+    pub fn write(&mut self, state: RecordState, observer: &dyn Observer) -> bool {
+        let written = match &mut self.place {
+            Place::Memory(record) => {
+                **record = record.advanced(state, std::process::id(), now_ms());
+                Ok(())
+            }
+            Place::Disk(file) => file.write(state),
+        };
+        self.unwritten = written.err().map(|error| error.to_string());
+        self.unwritten.iter().for_each(|error| observer.note(error));
+        self.unwritten.is_none()
+    }
+
+    /// Changes the record that will be written next.
+    pub fn amend(&mut self, change: impl FnOnce(&mut Record)) {
+        match &mut self.place {
+            Place::Memory(record) => change(record),
+            Place::Disk(file) => file.amend(change),
+        }
+    }
+
+    /// Writes a change of the record, in its present state.
+    ///
+    /// # Errors
+    /// The file cannot be written. The driver reports this as a failure of its own step.
+    pub fn write_amended(&mut self, change: impl FnOnce(&mut Record)) -> Result<(), RecordFileError> {
+        self.amend(change);
+        match &mut self.place {
+            Place::Memory(_) => Ok(()),
+            Place::Disk(file) => {
+                let state = file.record().state;
+                file.write(state)
+            }
+        }
+    }
+
+    /// Records at the source that this migration is about to pause the guest, or that the guest runs on.
+    pub(crate) fn note_pausing(&mut self, pausing: bool) -> Result<(), RecordFileError> {
+        if self.record().pausing == pausing {
+            return Ok(());
+        }
+        self.write_amended(|record| record.pausing = pausing)
+    }
+
+    /// Returns whether nothing is left to settle. A record in memory ends with the process.
+    pub fn settled(&self) -> bool {
+        match &self.place {
+            Place::Memory(_) => true,
+            Place::Disk(file) => file.record().state.settled(),
+        }
+    }
+
+    /// Returns why the last state could not be written, where the record is not settled without it.
+    pub fn unsettled(&self) -> Option<&str> {
+        self.unwritten.as_deref().filter(|_| !self.settled())
+    }
+
+    /// Returns why the last state could not be written.
+    pub fn unwritten(&self) -> Option<&str> {
+        self.unwritten.as_deref()
+    }
+
+    /// Returns the state that is on the disk, if any.
+    pub fn on_disk(&self) -> Option<RecordState> {
+        match &self.place {
+            Place::Disk(file) if file.written() => Some(file.record().state),
+            Place::Disk(_) | Place::Memory(_) => None,
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! The channels of a migration that arrives: admitting them, comparing what has arrived with the source's totals, and the time limits until
+//! the guest is prepared.
+
+use std::io;
+use std::sync::Arc;
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+
+use sterna_wire::control::{DestinationFigures, Totals, Welcome};
+
+use super::ends::Ending;
+use super::placing::Placing;
+use super::{after, passed};
+use crate::cpu_time;
+use crate::report::{Observer, ReceiveReport};
+use crate::session::ChannelAcceptor;
+use crate::transport::Incoming;
+
+/// The channels of one migration, and the figures about them.
+pub struct Receiving {
+    /// Admits the channels.
+    pub acceptor: Arc<ChannelAcceptor>,
+    /// The figures that the source receives when the guest runs here.
+    pub figures: DestinationFigures,
+    /// How each RAM block is placed, and why.
+    pub placement: Vec<String>,
+    /// The answer to the source's hello, until it is sent.
+    welcome: Option<Welcome>,
+    progress: Placing,
+    /// When the guest must be prepared.
+    until: Option<Instant>,
+    /// How long nothing may arrive.
+    stall: Option<Duration>,
+    /// When a packet must have arrived.
+    stalled_at: Option<Instant>,
+    /// How many packets had arrived when `stalled_at` was set.
+    received: u64,
+}
+
+impl Receiving {
+    /// Starts to admit the connections of `incoming`, on a thread that ends with the listening. `ram_bytes`: of the guest, for progress.
+    /// `stall`: how long nothing may arrive until the guest is prepared. `total`: how long that may take.
+    ///
+    /// # Errors
+    /// There is no thread.
+    pub fn start(
+        acceptor: ChannelAcceptor,
+        incoming: Incoming,
+        welcome: Welcome,
+        ram_bytes: u64,
+        stall: Option<Duration>,
+        total: Option<Duration>,
+    ) -> io::Result<Self> {
+        let acceptor = Arc::new(acceptor);
+        let admitting = Arc::clone(&acceptor);
+        let admit = move || {
+            while let Some((connection, header)) = incoming.next() {
+                admitting.admit(connection, &header);
+            }
+        };
+        cpu_time::spawn(Builder::new().name("admit".into()), admit)?;
+        Ok(Self {
+            acceptor,
+            figures: DestinationFigures::default(),
+            placement: Vec::new(),
+            welcome: Some(welcome),
+            progress: Placing::new(ram_bytes),
+            until: total.map(after),
+            stall,
+            stalled_at: stall.map(after),
+            received: 0,
+        })
+    }
+
+    /// Compares the source's totals with what each channel has placed.
+    ///
+    /// # Errors
+    /// Pages are missing.
+    pub fn check(&self, totals: &Totals) -> Result<(), String> {
+        let placed = self.acceptor.placed();
+        let complete =
+            totals.ram.len() == placed.len() && placed.iter().zip(&totals.ram).all(|(placed, last)| placed >= last);
+        complete
+            .then_some(())
+            .ok_or_else(|| "pages are missing: the totals of the source are not what was placed".into())
+    }
+
+    /// Returns the report of a migration that has ended.
+    pub fn report(&self, ending: &Ending, source: String) -> ReceiveReport {
+        ReceiveReport {
+            id: self.acceptor.session().id.to_string(),
+            outcome: ending.outcome,
+            reason: ending.reason.clone(),
+            source,
+            placement: self.placement.clone(),
+            load_ms: self.figures.load_ms,
+            start_ms: self.figures.start_ms,
+        }
+    }
+
+    /// Admits data channels from now on. Returns the answer to the source's hello, the first time.
+    pub(super) fn open(&mut self) -> Option<Welcome> {
+        self.acceptor.open();
+        self.welcome.take()
+    }
+
+    /// Returns the time until progress is to be reported.
+    pub(super) fn time_left(&self) -> Duration {
+        self.progress.left()
+    }
+
+    /// Reports progress, when it is time to.
+    pub(super) fn report_progress(&mut self, observer: &dyn Observer, phase: &str, missing_bytes: u64) {
+        if self.progress.is_due() {
+            self.progress.report(observer, phase, self.acceptor.pages_placed(), missing_bytes);
+        }
+    }
+
+    /// Returns the time limit that has passed, if one has.
+    pub(super) fn overdue(&mut self) -> Option<String> {
+        let received = self.acceptor.received();
+        if received != self.received {
+            (self.received, self.stalled_at) = (received, self.stall.map(after));
+        }
+        if self.until.is_some_and(passed) {
+            return Some("the guest was not here in time (the destination's time limit)".into());
+        }
+        let stalled = self.stalled_at.is_some_and(passed);
+        stalled.then(|| "nothing of the guest arrived for too long (the destination's stall limit)".into())
+    }
+}

@@ -1,0 +1,256 @@
+//! What every driver of a source has.
+
+mod driver;
+mod run;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use sterna_wire::switchover::{SourceEvent, SourceSwitchover};
+use sterna_wire::text::cleaned;
+
+pub use self::driver::{SourceDriver, Unserved};
+pub use self::run::run_source;
+pub(crate) use self::run::too_long;
+use super::{CANCELLED, Events, Ledger, after, passed};
+use crate::abort::Abort;
+use crate::cancel::Cancel;
+use crate::report::{Moments, Observer};
+use crate::session::{OnConnectionEvent, Peer, Redial, Session};
+use crate::transport::{Address, Security};
+
+/// How long a source tries to reach a destination that was lost.
+#[derive(Clone, Copy, Debug)]
+pub struct DeliveryLimits {
+    /// After the decision, to deliver it.
+    pub decision: Duration,
+    /// After an abort, to report it. The destination presumes it anyway.
+    pub abort: Duration,
+}
+
+/// How a source reaches its destination again.
+#[derive(Debug)]
+pub struct Reconnection {
+    /// The address.
+    pub to: Address,
+    /// How connections are secured; or why the destination cannot be connected to.
+    pub security: Result<Security, String>,
+    /// The attempts.
+    pub redial: Redial,
+}
+
+/// The values from which a [`SourceKernel`] is made.
+pub struct SourceSetup<'a, E> {
+    /// The state machine.
+    pub machine: SourceSwitchover,
+    /// The destination, as the control channels show it.
+    pub peer: Peer,
+    /// The destination, to be reached again.
+    pub reconnection: Reconnection,
+    /// Receives the events of later control channels.
+    pub on_connection: OnConnectionEvent,
+    /// The migration.
+    pub session: Session,
+    /// Its record.
+    pub ledger: Ledger,
+    /// The loop's events.
+    pub events: Events<E>,
+    /// How long a lost destination is dialled.
+    pub limits: DeliveryLimits,
+    /// Whether the migration was cancelled.
+    pub cancel: &'a Cancel,
+    /// Receives notes, progress and steps.
+    pub observer: &'a dyn Observer,
+}
+
+/// What every driver of a source has.
+pub struct SourceKernel<'a, E> {
+    machine: SourceSwitchover,
+    /// The destination.
+    pub peer: Peer,
+    reconnection: Reconnection,
+    on_connection: OnConnectionEvent,
+    /// The migration. Its incarnation is that of the newest attempt to connect.
+    pub session: Session,
+    /// The migration's record.
+    pub ledger: Ledger,
+    /// Sends events to the loop.
+    pub events: Events<E>,
+    limits: DeliveryLimits,
+    /// Whether the migration was cancelled.
+    pub cancel: &'a Cancel,
+    /// Receives notes, progress and steps.
+    pub observer: &'a dyn Observer,
+    /// The alarm of the current data channels.
+    pub abort: Arc<Abort>,
+    /// Incarnation of the current data channels.
+    data_incarnation: u32,
+    /// When each step of the switchover happened.
+    pub moments: Moments,
+    cancelled: bool,
+    /// Deadline of the current step, and the step's name.
+    pub due: Option<(Instant, &'static str)>,
+    /// Deadline for delivering the decision or the abort to the destination.
+    give_up: Option<Instant>,
+    /// Deadline for the destination's message about a broken channel.
+    last_words: Option<Instant>,
+    /// Why the decision cannot be delivered, where that is known.
+    undelivered: Option<String>,
+    /// Why the monitor could not be ended after its guest was moved.
+    left: Option<String>,
+}
+
+impl<'a, E: Send + 'static> SourceKernel<'a, E> {
+    /// Makes the kernel of a migration whose control channel is open, or that is recovered.
+    pub fn new(setup: SourceSetup<'a, E>) -> Self {
+        let SourceSetup {
+            machine,
+            peer,
+            reconnection,
+            on_connection,
+            session,
+            ledger,
+            events,
+            limits,
+            cancel,
+            observer,
+        } = setup;
+        let kernel = Self {
+            machine,
+            peer,
+            reconnection,
+            on_connection,
+            session,
+            ledger,
+            events,
+            limits,
+            cancel,
+            observer,
+            abort: Arc::default(),
+            data_incarnation: 1,
+            moments: Moments::default(),
+            cancelled: false,
+            due: None,
+            give_up: None,
+            last_words: None,
+            undelivered: None,
+            left: None,
+        };
+        kernel.events.watch(&kernel.abort, kernel.data_incarnation);
+        kernel
+    }
+
+    /// Returns whether the guest is committed to the destination.
+    pub fn decided(&self) -> bool {
+        self.machine.decided()
+    }
+
+    /// Returns whether the guest runs at the destination and part of its memory is only here.
+    pub fn serves_pages(&self) -> bool {
+        self.machine.serves_pages()
+    }
+
+    /// Returns whether the guest goes on at the destination before all of its memory is there.
+    pub fn post_copy_begun(&self) -> bool {
+        self.machine.post_copy_begun()
+    }
+
+    /// Returns why the migration was aborted; empty before that.
+    pub fn reason(&self) -> &str {
+        self.machine.reason()
+    }
+
+    /// Returns whether the migration was cancelled. The event of the cancellation may still be queued.
+    pub fn cancelled(&self) -> bool {
+        self.cancelled || self.cancel.is_cancelled() && self.reason() == CANCELLED
+    }
+
+    /// Returns whether the driver waits for the destination's reason for a broken channel.
+    pub fn awaits_last_words(&self) -> bool {
+        self.last_words.is_some()
+    }
+
+    /// Returns why the monitor could not be ended after its guest was moved.
+    pub fn left(&self) -> Option<&str> {
+        self.left.as_deref()
+    }
+
+    /// Returns the destination's address.
+    pub fn to(&self) -> &Address {
+        &self.reconnection.to
+    }
+
+    /// Stops trying to reach the destination, for `reason`.
+    pub fn give_up(&mut self, reason: impl Into<String>) {
+        self.undelivered.get_or_insert(reason.into());
+        self.give_up = Some(Instant::now());
+    }
+
+    /// Returns whether new data channels would be the first of the newest control channel.
+    pub(crate) fn expects_new_channels(&self) -> bool {
+        self.session.incarnation != self.data_incarnation
+    }
+
+    /// Begins a new incarnation of the data channels, with an alarm of its own. The old channels have ended.
+    pub(crate) fn renew_channels(&mut self) {
+        self.abort = Arc::default();
+        self.data_incarnation = self.session.incarnation;
+        self.events.watch(&self.abort, self.data_incarnation);
+    }
+
+    /// Ends the connections: later reports of the channels' threads are no failures.
+    pub fn hang_up(&mut self) {
+        self.abort.finish();
+        self.peer.hang_up();
+    }
+
+    fn reconnect(&mut self) {
+        let Reconnection { to, security, redial } = &mut self.reconnection;
+        match security {
+            Ok(security) => {
+                self.session.incarnation = self.peer.begin_anew();
+                let on_connection = Arc::clone(&self.on_connection);
+                redial.dial(to.clone(), security.clone(), self.session.clone(), on_connection);
+            }
+            Err(reason) => {
+                let reason = reason.clone();
+                self.give_up(reason);
+            }
+        }
+    }
+
+    /// Handles the destination's message that it has failed.
+    fn destination_failed(&mut self, reason: &str) -> Option<SourceEvent> {
+        let reason = format!("the destination failed: {}", cleaned(reason));
+        if !self.decided() {
+            return Some(SourceEvent::Failed { reason });
+        }
+        self.observer.note(&reason);
+        Some(SourceEvent::GaveUp { reason })
+    }
+
+    /// Sets the deadline for delivering the decision. In post-copy there is none unless the migration was cancelled: the memory that is
+    /// still here exists nowhere else.
+    fn await_delivery(&mut self) {
+        let waits_for_ever = self.post_copy_begun() && !self.cancelled;
+        self.give_up = (!waits_for_ever).then(|| after(self.limits.decision));
+    }
+
+    /// Returns the event by which the machine ends, if the time for delivering the decision, or the abort, is over.
+    fn gives_up(&mut self) -> Option<SourceEvent> {
+        if self.machine.may_stop() && !self.decided() {
+            self.give_up.get_or_insert(after(self.limits.abort));
+        }
+        self.give_up.take_if(|deadline| passed(*deadline))?;
+        let reason = self.undelivered.take().unwrap_or_else(|| {
+            match self.post_copy_begun() {
+                true => {
+                    "the rest of the guest's memory was not sent: the destination was lost, and the migration cancelled"
+                }
+                false => "the destination did not confirm it in time",
+            }
+            .to_owned()
+        });
+        Some(SourceEvent::GaveUp { reason })
+    }
+}

@@ -1,0 +1,97 @@
+//! What a driver of a source implements.
+
+use sterna_wire::control::ControlMessage;
+use sterna_wire::switchover::{SourceEvent, SourceGuest};
+
+use super::SourceKernel;
+
+/// Why a source does not send the pages that the destination lacks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Unserved {
+    /// The connection failed, for this reason: the destination is connected to anew.
+    ConnectionLost(String),
+    /// The monitor has ended, and the pages with it.
+    MonitorGone,
+    /// This process has no access to the pages, for this reason.
+    NoPages(String),
+}
+
+/// What one monitor does as a source.
+pub trait SourceDriver<'a> {
+    /// The driver's own events.
+    type Event: Send + 'static;
+
+    /// Returns what all drivers have.
+    fn kernel(&mut self) -> &mut SourceKernel<'a, Self::Event>;
+
+    /// Begins to send the guest's memory.
+    ///
+    /// # Errors
+    /// Why it cannot begin: the migration is aborted.
+    fn start_migration(&mut self) -> Result<(), String>;
+
+    /// Lets the monitor complete its part: the destination is prepared. Returns the guest's state, unless the monitor reports it later.
+    ///
+    /// # Errors
+    /// Why it does not complete: the migration is aborted.
+    fn complete(&mut self) -> Result<Option<SourceGuest>, String>;
+
+    /// Ends the monitor's migration after an abort and returns the guest's state.
+    ///
+    /// # Errors
+    /// Why the guest's state is not known: `sterna recover` has to settle the migration.
+    fn end_migration(&mut self) -> Result<SourceGuest, String>;
+
+    /// Resumes the guest and returns its state.
+    ///
+    /// # Errors
+    /// Why the guest does not run: `sterna recover` has to settle the migration.
+    fn resume(&mut self) -> Result<SourceGuest, String>;
+
+    /// The guest runs here again, and stays.
+    fn stays(&mut self);
+
+    /// Ends the monitor, or keeps it: the guest runs at the destination. Returns the state of the guest here.
+    ///
+    /// # Errors
+    /// Why the monitor still lives although it was to be ended.
+    fn end_guest(&mut self) -> Result<SourceGuest, String>;
+
+    /// Begins post-copy: answers requests for pages, pauses the guest and sends its state.
+    ///
+    /// # Errors
+    /// Why it cannot begin: the migration is aborted.
+    fn start_post_copy(&mut self) -> Result<(), String> {
+        Err("post-copy is not possible at the source".into())
+    }
+
+    /// Sends the pages that the destination lacks, over new channels where the destination was lost before.
+    ///
+    /// # Errors
+    /// Why they are not sent.
+    fn serve_pages(&mut self) -> Result<(), Unserved>;
+
+    /// Returns whether the monitor has ended, and what is left of its guest's memory with it.
+    fn monitor_has_ended(&mut self) -> bool {
+        false
+    }
+
+    /// Handles a message of the destination that is not about the switchover.
+    fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent>;
+
+    /// Handles an event of the driver's own.
+    fn handle(&mut self, event: Self::Event) -> Option<SourceEvent>;
+
+    /// Reports progress.
+    fn tick(&mut self) {}
+
+    /// Returns what the current step waits for, where more is known than the step's name.
+    fn waiting_for(&self) -> Option<String> {
+        None
+    }
+
+    /// Handles a cancellation after the decision.
+    fn too_late_to_cancel(&mut self) {
+        self.kernel().observer.note("too late to cancel: the guest already belongs to the destination");
+    }
+}

@@ -1,0 +1,258 @@
+//! The loop of every source.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Instant;
+
+use sterna_wire::control::ControlMessage;
+use sterna_wire::switchover::{
+    Moment, RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SwitchoverMessage,
+};
+
+use super::{SourceDriver, Unserved};
+use crate::session::{ConnectionEvent, LAST_WORDS, PeerEvent};
+use crate::switchover::{CANCELLED, Event, TICK, after, passed, time_left};
+
+/// Returns the error text for a step that was not done in time.
+pub(crate) fn too_long(step: &str, waiting_for: Option<String>) -> String {
+    match waiting_for {
+        Some(what) => format!("{step} took too long; waiting for {what}"),
+        None => format!("{step} took too long"),
+    }
+}
+
+/// Runs a source from its first actions to its end.
+pub fn run_source<'a, D: SourceDriver<'a>>(
+    driver: &mut D,
+    inbox: &Receiver<Event<D::Event>>,
+    first: Vec<SourceAction>,
+) -> SourceEnd {
+    let mut next_tick = Instant::now() + TICK;
+    let mut actions = first;
+    loop {
+        let mut answers = Vec::new();
+        for action in std::mem::take(&mut actions) {
+            match action {
+                SourceAction::Done(end) => return end,
+                action => answers.extend(perform_observed(driver, action)),
+            }
+        }
+        actions.extend(answers.into_iter().flat_map(|answer| driver.kernel().machine.on(answer)));
+        if !actions.is_empty() {
+            continue;
+        }
+        let event = driver.kernel().gives_up().or_else(|| overdue(driver));
+        if let Some(event) = event {
+            actions = driver.kernel().machine.on(event);
+            continue;
+        }
+        let wake = driver.kernel().last_words.map_or(next_tick, |deadline| deadline.min(next_tick));
+        match inbox.recv_timeout(time_left(wake)) {
+            Ok(event) => {
+                if let Some(event) = translate(driver, event) {
+                    actions = driver.kernel().machine.on(event);
+                }
+            }
+            Err(RecvTimeoutError::Timeout) if Instant::now() < next_tick => {}
+            Err(RecvTimeoutError::Timeout) => {
+                next_tick = Instant::now() + TICK;
+                driver.tick();
+            }
+            Err(RecvTimeoutError::Disconnected) => unreachable!("the kernel holds a sender"),
+        }
+    }
+}
+
+/// Returns the failure, where a step took too long or the destination sent no reason for a broken channel in time.
+fn overdue<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
+    let late = driver.kernel().due.take_if(|(deadline, _)| passed(*deadline));
+    if late.is_none() {
+        driver.kernel().last_words.take_if(|deadline| passed(*deadline))?;
+    }
+    // The reason of the alarm explains more than that the step took long.
+    let reason = driver.kernel().abort.reason();
+    let step = |(_, step)| too_long(step, driver.waiting_for());
+    Some(SourceEvent::Failed { reason: reason.or_else(|| late.map(step)).unwrap_or_default() })
+}
+
+fn perform_observed<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Option<SourceEvent> {
+    tracing::debug!(?action, "switchover");
+    let (observer, step) = (driver.kernel().observer, action.step());
+    step.iter().for_each(|step| observer.step(Moment::Before, *step));
+    let answer = perform(driver, action);
+    step.iter().for_each(|step| observer.step(Moment::After, *step));
+    answer
+}
+
+/// Performs an action. Returns the event that answers it, if that is known at once.
+fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Option<SourceEvent> {
+    let failed = |reason| SourceEvent::Failed { reason };
+    let state_of = |outcome: Result<SourceGuest, String>| outcome.map_or_else(failed, SourceEvent::Guest);
+    match action {
+        SourceAction::WriteRecord(state) => Some(write_record(driver, state)),
+        SourceAction::StartMigration => driver.start_migration().err().map(|reason| {
+            let kernel = driver.kernel();
+            // The event of the cancellation may still be queued.
+            kernel.cancelled |= kernel.cancel.is_cancelled();
+            failed(reason)
+        }),
+        SourceAction::StartPostCopy => driver.start_post_copy().err().map(failed),
+        SourceAction::ServePages => match driver.serve_pages().err()? {
+            Unserved::ConnectionLost(reason) => {
+                tracing::info!(reason, "the rest of memory cannot be sent yet");
+                driver.kernel().abort.lost(reason);
+                driver.kernel().peer.hang_up();
+                Some(SourceEvent::ConnectionLost)
+            }
+            Unserved::MonitorGone => Some(SourceEvent::Guest(SourceGuest::Gone)),
+            Unserved::NoPages(reason) => Some(SourceEvent::GaveUp { reason }),
+        },
+        SourceAction::Send(message) => {
+            driver.kernel().peer.send(&ControlMessage::Switchover(message));
+            None
+        }
+        SourceAction::RelayShut => match driver.complete() {
+            Ok(state) => state.map(SourceEvent::Guest),
+            Err(reason) => Some(failed(reason)),
+        },
+        SourceAction::EndMigration => Some(state_of(driver.end_migration())),
+        SourceAction::Cont => Some(state_of(driver.resume())),
+        SourceAction::AnnounceSelf => {
+            driver.stays();
+            None
+        }
+        SourceAction::EndGuest => {
+            let ended = driver.end_guest();
+            driver.kernel().left = ended.as_ref().err().cloned();
+            Some(state_of(ended))
+        }
+        SourceAction::Connect => {
+            let kernel = driver.kernel();
+            kernel.peer.hang_up();
+            if !kernel.decided() {
+                kernel.give_up.get_or_insert(after(kernel.limits.abort));
+            } else if kernel.give_up.is_none() {
+                kernel.await_delivery();
+            }
+            kernel.reconnect();
+            None
+        }
+        SourceAction::Done(_) => unreachable!("the loop handles the end"),
+    }
+}
+
+fn write_record<'a, D: SourceDriver<'a>>(driver: &mut D, state: SourceState) -> SourceEvent {
+    let kernel = driver.kernel();
+    if state == SourceState::Aborted {
+        // Before the channels are closed, so that the destination learns the reason.
+        let reason = kernel.machine.reason();
+        kernel.peer.send(&ControlMessage::Failed { reason: reason.to_owned() });
+        kernel.abort.raise(reason);
+    }
+    if !kernel.ledger.write(RecordState::Source(state), kernel.observer) {
+        return SourceEvent::RecordFailed;
+    }
+    kernel.due = None;
+    if state == SourceState::Committed {
+        kernel.moments.decided = Some(Instant::now());
+        kernel.await_delivery();
+    }
+    SourceEvent::RecordWritten
+}
+
+/// Handles an event. Returns what it means to the state machine, if anything.
+fn translate<'a, D: SourceDriver<'a>>(driver: &mut D, event: Event<D::Event>) -> Option<SourceEvent> {
+    match event {
+        Event::Peer(news) => handle_peer(driver, news),
+        Event::Broken(incarnation) if incarnation != driver.kernel().data_incarnation => None,
+        Event::Broken(_) => channels_broke(driver),
+        Event::Cancelled => cancel(driver),
+        Event::Own(event) => driver.handle(event),
+    }
+}
+
+/// Handles the failure of the data channels. Before the decision, where only a connection broke, first waits for the destination's reason.
+fn channels_broke<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
+    let kernel = driver.kernel();
+    if kernel.abort.was_lost() && !kernel.decided() {
+        kernel.last_words = Some(Instant::now() + LAST_WORDS);
+        return None;
+    }
+    let reason = kernel.abort.reason()?;
+    if !kernel.decided() {
+        // The control channel is still there: the destination is informed on it.
+        return Some(SourceEvent::Failed { reason });
+    }
+    if kernel.post_copy_begun() && driver.monitor_has_ended() {
+        return Some(SourceEvent::Guest(SourceGuest::Gone));
+    }
+    Some(SourceEvent::ChannelsLost { reason })
+}
+
+fn handle_peer<'a, D: SourceDriver<'a>>(driver: &mut D, news: ConnectionEvent) -> Option<SourceEvent> {
+    let kernel = driver.kernel();
+    match kernel.peer.handle(news)? {
+        PeerEvent::Message(message, _share) => match message {
+            ControlMessage::Switchover(message) => {
+                match message {
+                    SwitchoverMessage::Prepared => kernel.moments.prepared = Some(Instant::now()),
+                    SwitchoverMessage::RunningIncomplete => {
+                        kernel.moments.running.get_or_insert_with(Instant::now);
+                    }
+                    SwitchoverMessage::Running => {
+                        let now = *kernel.moments.complete.get_or_insert_with(Instant::now);
+                        kernel.moments.running.get_or_insert(now);
+                    }
+                    _ => {}
+                }
+                Some(SourceEvent::Message(message))
+            }
+            ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
+                kernel.destination_failed(&reason)
+            }
+            message => driver.receive(message),
+        },
+        PeerEvent::Lost(reason) => {
+            kernel.observer.note(&format!("the connection to the destination is lost: {reason}"));
+            kernel.abort.lost(format_args!("the destination was lost: {reason}"));
+            Some(SourceEvent::ConnectionLost)
+        }
+        PeerEvent::Connected => {
+            kernel.reconnection.redial.connected();
+            if kernel.post_copy_begun() {
+                // The destination is waited for without a limit as long as it is there.
+                kernel.give_up = None;
+            }
+            Some(SourceEvent::Connected)
+        }
+        PeerEvent::Unreachable(reason) => {
+            tracing::info!(reason, "the destination cannot be reached yet");
+            kernel.reconnect();
+            None
+        }
+    }
+}
+
+fn cancel<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
+    let kernel = driver.kernel();
+    if kernel.machine.may_stop() && !kernel.decided() {
+        kernel.give_up = Some(Instant::now());
+        return None;
+    }
+    kernel.cancelled = true;
+    if !kernel.decided() {
+        return Some(SourceEvent::Failed { reason: CANCELLED.into() });
+    }
+    // In post-copy the rest is still sent, but the source does not wait for a lost destination.
+    if !kernel.serves_pages() {
+        driver.too_late_to_cancel();
+        let kernel = driver.kernel();
+        if kernel.give_up.is_none() {
+            kernel.await_delivery();
+        }
+    } else if kernel.peer.is_connected() {
+        kernel.observer.note("too late to cancel: the rest of the guest's memory is being sent after it");
+    } else {
+        kernel.await_delivery();
+    }
+    None
+}

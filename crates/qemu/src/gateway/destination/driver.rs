@@ -1,0 +1,270 @@
+//! What `sterna receive` does with its QEMU for each action of the switchover's state machine.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use sterna_engine::migration::Phase;
+use sterna_engine::process;
+use sterna_engine::report::ReceiveReport;
+use sterna_engine::switchover::{DestinationDriver, DestinationKernel, DestinationOutcome, Receiving, SourceLink};
+use sterna_wire::control::{ControlMessage, DestinationFigures, Totals};
+use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest};
+
+use super::return_path::read_return_path;
+use super::{LINGER, RETURN_TIME};
+use crate::gateway::backlog::Backlog;
+use crate::gateway::feeder::{Feeder, FeederEvent};
+use crate::gateway::qemu::{self, QUIT_TIME, QemuEvent};
+use crate::gateway::sockets::SocketDir;
+use crate::qmp::Qmp;
+use crate::settings::Restore;
+use crate::stream::ReturnMessage;
+
+/// How long QEMU may take from having loaded everything until it reports that it is paused.
+const PAUSE_TIME: Duration = Duration::from_secs(10);
+/// Pause between two queries of a state that QEMU reports by no event.
+const POLL_PAUSE: Duration = Duration::from_millis(1);
+
+/// The events of the driver's own threads.
+#[derive(Debug)]
+pub(super) enum Event {
+    Qemu(QemuEvent),
+    Feeder(FeederEvent),
+    ReturnPath(Result<ReturnMessage, String>),
+}
+
+pub(super) struct Driver<'a> {
+    pub(super) kernel: DestinationKernel<'a, Event>,
+    pub(super) receiving: Receiving,
+    pub(super) qmp: Qmp,
+    pub(super) restore: Option<Restore>,
+    pub(super) feeder: Arc<Feeder>,
+    pub(super) sockets: SocketDir,
+    pub(super) loading: Loading,
+    /// QEMU's page faults before the migration.
+    pub(super) faults_before: u64,
+    pub(super) return_path: Option<JoinHandle<()>>,
+    /// Events of QEMU that have not been handled; none once they never will be.
+    pub(super) backlog: Option<Backlog>,
+}
+
+/// How far loading the guest is. The source's totals and QEMU's report arrive in any order.
+#[derive(Debug, Default)]
+pub(super) struct Loading {
+    /// When all of RAM was placed.
+    ram_placed: Option<Instant>,
+    /// The number of packets that the source has sent, once it is known.
+    totals: Option<Totals>,
+    /// Whether QEMU has loaded everything and is paused.
+    loaded: bool,
+}
+
+impl<'a> DestinationDriver<'a> for Driver<'a> {
+    type Event = Event;
+
+    fn kernel(&mut self) -> &mut DestinationKernel<'a, Event> {
+        &mut self.kernel
+    }
+
+    fn receiving(&mut self) -> Option<&mut Receiving> {
+        Some(&mut self.receiving)
+    }
+
+    /// Has QEMU listen, and stay paused when it has loaded the guest.
+    fn clear_autostart(&mut self) -> Result<(), String> {
+        let uri = format!("unix:{}", self.sockets.path_for_qemu().display());
+        let failed = |error| format!("QEMU does not take the migration: {error}");
+        self.qmp.execute("migrate-incoming", json!({ "uri": uri })).map_err(failed)?;
+        // Accepted while `inmigrate`: it clears the autostart flag and changes nothing else.
+        self.qmp.execute("stop", json!({})).map_err(failed)?;
+        match self.qmp.status().map_err(failed)?.as_str() {
+            "inmigrate" => Ok(()),
+            status => Err(format!("QEMU is {status} where it should wait for the migration")),
+        }
+    }
+
+    fn accept_stream(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn start_guest(&mut self) -> Result<DestinationGuest, String> {
+        qemu::cont(&self.qmp).map_err(|error| format!("QEMU does not start the guest: {error}"))?;
+        Ok(DestinationGuest::Running)
+    }
+
+    fn arrived(&mut self) {
+        qemu::announce(&self.qmp);
+    }
+
+    fn discard(&mut self) -> Result<(), String> {
+        qemu::quit(&self.qmp, self.kernel.ledger.record().monitor_process, QUIT_TIME)
+    }
+
+    fn ended(&mut self, end: &DestinationEnd) {
+        match end {
+            // QEMU is left as it was found, as the source's is where the guest stays there.
+            DestinationEnd::Running => self.restore_settings(),
+            // The source waits for nothing that could still come.
+            DestinationEnd::Stuck { .. } | DestinationEnd::Conflict => self.kernel.stop_lingering(),
+            DestinationEnd::Discarded { .. } | DestinationEnd::Lost { .. } | DestinationEnd::MemoryLost { .. } => {}
+        }
+    }
+
+    fn hang_up_at(&self, end: &DestinationEnd, link: SourceLink, since: Instant) -> Instant {
+        match (end, link) {
+            // The source may not have received that the guest runs here: it dials again, and is answered.
+            (DestinationEnd::Running, SourceLink::Connected | SourceLink::Lost) => since + RETURN_TIME,
+            (_, SourceLink::Connected) => since + LINGER,
+            (_, SourceLink::Closed | SourceLink::Lost) => since,
+        }
+    }
+
+    fn receive(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
+        match message {
+            ControlMessage::Totals(totals) => {
+                self.kernel.phase = Phase::SwitchingOver;
+                self.loading.totals = Some(totals);
+                let missing = self.feeder.missing();
+                if missing > 0 {
+                    let reason = format!("{missing} pages arrived damaged, and the source has not sent them again");
+                    return Some(self.kernel.fail(reason));
+                }
+                self.if_complete()
+            }
+            unexpected => {
+                tracing::warn!(?unexpected, "unexpected message from the source");
+                None
+            }
+        }
+    }
+
+    fn handle(&mut self, event: Event) -> Option<DestinationEvent> {
+        if let (Event::Qemu(_) | Event::ReturnPath(_), Some(backlog)) = (&event, &self.backlog) {
+            backlog.handled();
+        }
+        match event {
+            Event::Qemu(event) => self.handle_qemu(event),
+            Event::Feeder(news) => {
+                self.handle_feeder(news);
+                None
+            }
+            Event::ReturnPath(Ok(message)) => self.handle_return_path(message),
+            Event::ReturnPath(Err(reason)) => {
+                self.kernel.abort.raise(reason);
+                None
+            }
+        }
+    }
+
+    fn count_figures(&mut self, figures: &mut DestinationFigures) {
+        figures.cpu_seconds = process::own_cpu_seconds();
+        figures.faults = faults(&self.qmp).saturating_sub(self.faults_before);
+    }
+}
+
+impl Driver<'_> {
+    fn handle_qemu(&mut self, event: QemuEvent) -> Option<DestinationEvent> {
+        match event {
+            QemuEvent::Gone if qemu::has_ended(self.kernel.ledger.record().monitor_process) => {
+                Some(DestinationEvent::Guest(DestinationGuest::Gone))
+            }
+            QemuEvent::Gone => Some(DestinationEvent::Failed { reason: "QEMU closed its QMP socket".into() }),
+            QemuEvent::Resumed => Some(DestinationEvent::Guest(DestinationGuest::Running)),
+            QemuEvent::Migration(status) if status == "failed" => {
+                let why = self.qmp.query_migrate().ok().and_then(|info| info.error_desc);
+                let why = why.as_deref().unwrap_or("see its output");
+                Some(self.kernel.fail(format!("QEMU could not load the guest: {why}")))
+            }
+            QemuEvent::Stopped | QemuEvent::Migration(_) => None,
+        }
+    }
+
+    fn handle_feeder(&mut self, news: FeederEvent) {
+        match news {
+            FeederEvent::Ready { placement, deltas, return_path } => {
+                placement.iter().for_each(|line| self.kernel.observer.note(&format!("placement: {line}")));
+                self.receiving.placement.clone_from(&placement);
+                self.kernel.peer.send(&ControlMessage::Ready { placement, deltas });
+                let events = self.kernel.events.clone();
+                if let Some(entry) = self.backlog.as_ref().map(Backlog::entry) {
+                    self.return_path = Some(std::thread::spawn(move || read_return_path(return_path, &entry, &events)));
+                }
+            }
+            FeederEvent::RamPlaced => self.loading.ram_placed = Some(Instant::now()),
+            FeederEvent::Ended => {}
+        }
+    }
+
+    fn handle_return_path(&mut self, message: ReturnMessage) -> Option<DestinationEvent> {
+        self.kernel.peer.send(&ControlMessage::ReturnPath(message.into()));
+        match message {
+            ReturnMessage::Shut(0) => {
+                let since = self.loading.ram_placed;
+                self.receiving.figures.load_ms = since.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
+                if let Err(reason) = wait_paused(&self.qmp) {
+                    return Some(DestinationEvent::Failed { reason });
+                }
+                self.loading.loaded = true;
+                self.if_complete()
+            }
+            // QEMU sends 1 for every reason.
+            ReturnMessage::Shut(_) => {
+                Some(DestinationEvent::Failed { reason: "QEMU could not load the guest: see its output".into() })
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the event that QEMU has loaded everything and every channel has placed what the source sent on it, once both are known.
+    fn if_complete(&mut self) -> Option<DestinationEvent> {
+        let totals = self.loading.totals.as_ref().filter(|_| self.loading.loaded)?;
+        Some(match self.receiving.check(totals) {
+            Ok(()) => DestinationEvent::AllPlacedAndLoaded,
+            Err(reason) => DestinationEvent::Failed { reason },
+        })
+    }
+
+    fn restore_settings(&mut self) {
+        if let Some(Err(error)) = self.restore.take().map(Restore::restore) {
+            self.kernel.observer.note(&format!("QEMU's migration settings could not be restored: {error}"));
+        }
+    }
+
+    pub(super) fn finish(mut self, outcome: DestinationOutcome, source: String) -> ReceiveReport {
+        let ending = self.kernel.ending(outcome);
+        // A QEMU that holds part of a guest, or has exited, needs nothing restored.
+        if self.kernel.ledger.on_disk().is_some()
+            && let Some(restore) = self.restore.take()
+        {
+            restore.keep();
+        }
+        // A thread that reads from QEMU may wait for an event to be handled.
+        self.backlog = None;
+        self.kernel.hang_up();
+        self.receiving.acceptor.join();
+        if let Some(thread) = self.return_path.take() {
+            // A panic of the thread has been printed.
+            let _ = thread.join();
+        }
+        self.receiving.report(&ending, source)
+    }
+}
+
+/// Returns QEMU's page faults so far.
+pub(super) fn faults(qmp: &Qmp) -> u64 {
+    qmp.peer_pid().and_then(|pid| u32::try_from(pid).ok()).map_or(0, process::faults)
+}
+
+/// Waits until QEMU, which has loaded the guest, reports that it is paused.
+fn wait_paused(qmp: &Qmp) -> Result<(), String> {
+    let deadline = Instant::now() + PAUSE_TIME;
+    loop {
+        match qmp.status().map_err(|error| error.to_string())?.as_str() {
+            "paused" => return Ok(()),
+            "inmigrate" if Instant::now() < deadline => std::thread::sleep(POLL_PAUSE),
+            status => return Err(format!("QEMU is {status} where it should be loaded and paused")),
+        }
+    }
+}

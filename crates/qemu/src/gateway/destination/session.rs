@@ -1,0 +1,113 @@
+//! One migration by QEMU's own stream, from the agreement with the source to the report.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_engine::abort::Abort;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::control_link::{ControlLink, send_message};
+use sterna_engine::migration::{DELTA, RETRANSMIT};
+use sterna_engine::record_file::RecordFile;
+use sterna_engine::report::{Observer, ReceiveReport};
+use sterna_engine::session::{AcceptedSource, ChannelAcceptor, Peer, link_events};
+use sterna_engine::switchover::{DestinationKernel, DestinationSetup, Events, Receiving, run_destination};
+use sterna_engine::transport::Incoming;
+use sterna_wire::control::ControlMessage;
+use sterna_wire::switchover::{DestinationState, DestinationSwitchover, RecordState};
+
+use super::driver::{Driver, Event, Loading, faults};
+use crate::discover::discover;
+use crate::gateway::backlog::Backlog;
+use crate::gateway::fault::WithFaultPoints;
+use crate::gateway::feeder::{Agreed, Feeder, FeederSinks};
+use crate::gateway::sockets::{SocketDir, SocketPlace};
+use crate::gateway::{GatewayError, ReceiveOptions, qemu};
+use crate::qmp::Qmp;
+use crate::settings::{RequiredSettings, Role, Settings};
+
+/// Runs the migration of `source`. `address`: where `incoming` listens.
+pub(super) fn run(
+    source: AcceptedSource,
+    options: &ReceiveOptions,
+    address: &str,
+    qmp: Qmp,
+    incoming: Incoming,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<ReceiveReport, GatewayError> {
+    let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = source;
+    let refused = |writer: &mut _, error: String| {
+        // Fails where the peer is gone, which needs no answer.
+        let _ = send_message(writer, &ControlMessage::Refused { reason: error.clone() });
+        GatewayError(error)
+    };
+    let wanted = RequiredSettings {
+        role: Role::Destination,
+        channels: session.channels as u8,
+        downtime_limit: None,
+        pause_before_switchover: false,
+    };
+    let plan = Settings::plan(&qmp, &wanted).map_err(|error| refused(&mut writer, error.to_string()))?;
+    let state = RecordState::Destination(DestinationState::Started);
+    let mut record = qemu::new_record(&session, state, address.to_owned(), &options.qmp, &qmp);
+    record.settings_before = serde_json::to_value(plan.before()).ok();
+    let restore = plan.carry_out().map_err(|error| refused(&mut writer, error.to_string()))?;
+    let record =
+        RecordFile::create(&options.state_dir, record).map_err(|error| refused(&mut writer, error.to_string()))?;
+    let sockets = SocketPlace::find(&options.socket_dir, qmp.peer_pid())
+        .and_then(|place| SocketDir::for_qemu(&place, session.id))
+        .map_err(|error| refused(&mut writer, format!("cannot make the private socket directory: {error}")))?;
+
+    let (events, inbox) = Events::channel();
+    let on_connection = events.on_connection();
+    let link = ControlLink::start(writer, reader, closer, messages, link_events(&on_connection, 1))
+        .map_err(GatewayError::new)?;
+    let abort = Arc::new(Abort::default());
+    let _cancelling = events.on_cancel(cancel, || {});
+    let backlog = Backlog::default();
+    let of_qemu = events.clone();
+    qemu::watch(&qmp, backlog.entry(), move |event| of_qemu.send(Event::Qemu(event)));
+
+    let blocks_of = qmp.clone();
+    let find_blocks = Box::new(move || discover(&blocks_of).map_err(|error| error.to_string()));
+    let agreed = Agreed { deltas: session.has(DELTA), send_again: session.has(RETRANSMIT) };
+    let feeder = Feeder::new(&sockets.path(), Duration::ZERO, options.placement, find_blocks, agreed, &abort);
+    let fed = events.clone();
+    let sinks = FeederSinks::new(Arc::clone(&feeder), move |news| {
+        fed.send(Event::Feeder(news));
+    });
+    let acceptor = ChannelAcceptor::new(session, Box::new(sinks), &abort, None, on_connection);
+    let stop_listening = incoming.stop_handle();
+    let (stall, total) = (Some(options.waits.stall), options.waits.total);
+    let receiving = Receiving::start(acceptor, incoming, welcome, machine.ram, stall, total);
+
+    let observer = &WithFaultPoints(observer);
+    let (switchover, first) = DestinationSwitchover::begin();
+    let kernel = DestinationKernel::new(DestinationSetup {
+        machine: switchover,
+        peer: Peer::new(link),
+        ledger: record.into(),
+        events,
+        abort,
+        cancel,
+        observer,
+    });
+    let faults_before = faults(&qmp);
+    let mut driver = Driver {
+        kernel,
+        receiving: receiving.map_err(GatewayError::new)?,
+        qmp,
+        restore: Some(restore),
+        feeder,
+        sockets,
+        loading: Loading::default(),
+        faults_before,
+        return_path: None,
+        backlog: Some(backlog),
+    };
+    let outcome = run_destination(&mut driver, &inbox, first);
+    let report = driver.finish(outcome, peer);
+    // The accepting thread ends by itself; a handshake that is under way is not waited for.
+    stop_listening.stop();
+    Ok(report)
+}

@@ -1,0 +1,45 @@
+//! The example moves its guest, as a reader would run it; and its verification notices what it must notice.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+
+use sterna_embedded::Machine;
+use vm_memory::{Bytes, GuestAddress};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_sterna-embedded");
+
+#[test]
+fn a_guest_that_writes_its_memory_arrives_whole_in_another_process() {
+    let mut receiver = Command::new(PROGRAM).args(["receive", "127.0.0.1:0"]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(receiver.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let address = lines.next().unwrap().strip_prefix("listening on ").unwrap().to_owned();
+
+    let sent = Command::new(PROGRAM).args(["send", &address]).output().unwrap();
+    let report = String::from_utf8_lossy(&sent.stdout).into_owned();
+    assert!(sent.status.success() && report.contains("completed"), "{report}{}", String::from_utf8_lossy(&sent.stderr));
+
+    let verified = lines.next().unwrap();
+    let steps: u64 =
+        verified.strip_prefix("verified 20480 pages after ").unwrap().split(' ').next().unwrap().parse().unwrap();
+    assert!(steps >= 10_000, "the guest ran for 5000 steps at each side: {verified}");
+    assert!(receiver.wait().unwrap().success());
+}
+
+#[test]
+fn verification_finds_a_page_that_was_lost() {
+    let mut machine = Machine::new().unwrap();
+    machine.run();
+    machine.wait_for(1);
+    machine.halt();
+    assert_eq!(machine.verify(), Ok(20480));
+    // Step 1 has written the second word of page 7919; no step so early has written the last page.
+    let (written, unwritten) = (GuestAddress((7919 << 12) + 8), GuestAddress((4 << 30) + (4096 << 12) - 1));
+    let value: u64 = machine.memory.read_obj(written).unwrap();
+    machine.memory.write_obj(0u64, written).unwrap();
+    let lost = machine.verify().unwrap_err();
+    assert!(lost.contains("0x1eef000"), "{lost}");
+    machine.memory.write_obj(value, written).unwrap();
+    machine.memory.write_obj(1u8, unwritten).unwrap();
+    let foreign = machine.verify().unwrap_err();
+    assert!(foreign.contains("0x100fff000"), "{foreign}");
+}
