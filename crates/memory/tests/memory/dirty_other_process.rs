@@ -334,7 +334,7 @@ fn a_tracker_that_is_killed_leaves_nothing_in_the_process() {
         process.ask("populate 0");
         let fd = process.ask("userfaultfd");
         let mut tracker = Command::new(std::env::current_exe().unwrap())
-            .args(["as_the_tracker", "--exact", "--nocapture", "--test-threads=1"])
+            .args(["dirty_other_process::as_the_tracker", "--exact", "--nocapture", "--test-threads=1"])
             .env(TRACKER, format!("{} {fd} {} 500", process.pid(), process.addresses(0).start))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -182,7 +182,7 @@ impl Process {
     /// it is not available.
     pub fn start(kinds: &str) -> Option<Self> {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["as_a_child", "--exact", "--nocapture", "--test-threads=1"])
+            .args(["dirty_other_process::as_a_child", "--exact", "--nocapture", "--test-threads=1"])
             .env(CHILD, kinds)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
