@@ -154,7 +154,11 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
 
     fn idle(&mut self) -> Option<DestinationEvent> {
         let post_copy = self.target.post_copy().filter(|_| self.kernel.lacks_memory())?;
-        post_copy.guest_has_ended().then_some(DestinationEvent::Guest(DestinationGuest::Gone))
+        if !post_copy.guest_has_ended() {
+            return None;
+        }
+        self.kernel.observer.note("the guest's memory: the guest's process has ended");
+        Some(DestinationEvent::Guest(DestinationGuest::Gone))
     }
 
     fn count_figures(&mut self, figures: &mut DestinationFigures) {

@@ -130,7 +130,10 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             if state == DestinationState::RunningIncomplete {
                 kernel.phase = Phase::PostCopy;
                 let pages = missing / PAGE_SIZE as u64;
-                kernel.observer.note(&format!("the guest runs; {pages} pages are still at the source"));
+                // `sterna recover` places no pages and does not know how many are missing.
+                if pages > 0 {
+                    kernel.observer.note(&format!("the guest runs; {pages} pages are still at the source"));
+                }
             }
             if matches!(state, DestinationState::Committed | DestinationState::CommittedIncomplete) {
                 kernel.decided = Some(Instant::now());

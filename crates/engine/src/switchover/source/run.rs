@@ -182,8 +182,12 @@ fn channels_broke<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent
         // The control channel is still there: the destination is informed on it.
         return Some(SourceEvent::Failed { reason });
     }
-    if kernel.post_copy_begun() && driver.monitor_has_ended() {
-        return Some(SourceEvent::Guest(SourceGuest::Gone));
+    if kernel.post_copy_begun() {
+        // The machine connects anew, and no event of the old control channel is handled after that.
+        kernel.observer.note(&format!("the connection to the destination is lost: {reason}"));
+        if driver.monitor_has_ended() {
+            return Some(SourceEvent::Guest(SourceGuest::Gone));
+        }
     }
     Some(SourceEvent::ChannelsLost { reason })
 }
