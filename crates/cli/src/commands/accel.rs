@@ -412,12 +412,11 @@ mod tests {
     #[test]
     fn a_queue_is_listed_with_the_uses_that_it_is_configured_for() {
         let mut queue = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", Kind::Dsa)), Mode::Shared, 16);
-        let all = "zero maps, compares, copies, copies with checksums, checksums, deltas";
+        let all = "zero maps, copies with checksums, copies without, deltas";
         assert_eq!(uses(&queue), all, "where the kernel says nothing");
-        // No-op, batch, compare, compare pattern; one of the two operations that deltas need.
+        // No-op, batch, compare, compare pattern, create delta.
         queue.operations = OperationSet::parse("0,0,0,0,0,0,0,000000e3");
-        let some =
-            "zero maps, compares; not configured (op_config) for copies, copies with checksums, checksums, deltas";
+        let some = "zero maps, deltas; not configured (op_config) for copies with checksums, copies without";
         assert_eq!(uses(&queue), some);
         queue.operations = OperationSet::parse("0,0,0,0,0,0,0,3");
         assert_eq!(uses(&queue), format!("nothing; not configured (op_config) for {all}"));
