@@ -171,7 +171,6 @@ fn a_method_that_is_slow_without_an_accelerator_is_warned_of_unless_there_is_one
     let warned = |line: &str| String::from_utf8(run(line).stderr).unwrap().contains("note: --method iaa without");
     assert!(warned("send --qmp q --to h:1 --insecure --method iaa"));
     assert!(warned("send --qmp q --to h:1 --insecure --method iaa --mode stream"));
-    assert!(warned("proxy send --unix u --to h:1 --insecure --method iaa"));
     assert!(!warned("send --qmp q --to h:1 --insecure --method iaa --accel iaa"));
     assert!(!warned("send --qmp q --to h:1 --insecure --method zstd"));
 }
