@@ -1,8 +1,8 @@
 # What a person does with this project. Every target installs what it needs (Debian 12, as root or with sudo).
 
 CARGO ?= cargo
-# Two cores are what CI has; most tests with QEMUs wait more than they work.
-TEST_THREADS ?= 4
+# Two cores are what CI has; tests start QEMUs beside the test threads.
+TEST_THREADS ?= 2
 
 .PHONY: demo test test-libvirt check bench soak mutants setup clean
 

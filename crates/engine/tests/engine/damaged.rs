@@ -273,7 +273,8 @@ fn packets_damaged_up_to_the_last_round_are_retransmitted_before_the_guest_start
         let (sent, received, damaged) = migrate(plan, WRITES, settings, |_, _, to, _| assert!(to.runs()));
         assert_eq!(u64::from(sent.unwrap().refused_packets), damaged);
         received.unwrap();
-        assert_eq!(damaged, 30);
+        // How many packets there are depends on the rounds; the first round alone has most of these.
+        assert!((20..=30).contains(&damaged), "{damaged}");
     });
 }
 
