@@ -18,8 +18,6 @@ pub(crate) struct OffCpu {
     off: Duration,
     /// How long the thread had waited for a CPU by the last [`OffCpu::take`].
     delay: Duration,
-    /// How long the thread had been running by the last [`OffCpu::running`].
-    running: Duration,
 }
 
 /// The beginning of a call.
@@ -33,7 +31,7 @@ impl OffCpu {
     pub(crate) fn new() -> Self {
         let schedstat = File::open("/proc/thread-self/schedstat").ok();
         let delay = schedstat.as_ref().and_then(run_delay).unwrap_or_default();
-        Self { schedstat, off: Duration::ZERO, delay, running: thread_time() }
+        Self { schedstat, off: Duration::ZERO, delay }
     }
 
     /// Begins a call.
@@ -46,12 +44,6 @@ impl OffCpu {
         let running = thread_time().saturating_sub(begun.running);
         self.off += begun.at.elapsed().saturating_sub(running);
         running
-    }
-
-    /// Returns how long the thread has been running since the last call of this function.
-    pub(crate) fn running(&mut self) -> Duration {
-        let running = thread_time();
-        running.saturating_sub(std::mem::replace(&mut self.running, running))
     }
 
     /// Returns how long the thread has waited in the calls since the last time, other than for a CPU.

@@ -37,7 +37,7 @@ pub(crate) struct SendArgs {
     #[command(flatten)]
     pub(crate) waits: WaitArgs,
     /// For tests and measurements: send this share of the zero pages, in percent, as if they were not zero
-    #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=100))]
+    #[arg(long, hide = true, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub(crate) normal_page_ratio: u8,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use serde::Serialize;
-use sterna_codec::MethodChoice;
+use sterna_codec::{ChoiceError, MethodChoice};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::report::Outcome;
 use sterna_qemu::gateway::GatewayError;
@@ -143,14 +143,10 @@ fn gateway_failure(error: &GatewayError, cancelled: bool) -> Failure {
 }
 
 fn method_choice(link: &LinkArgs) -> Result<MethodChoice, Failure> {
-    // clap has checked the name, so only the level can be wrong.
-    let choice = MethodChoice::parse(&link.method, link.level.as_deref())
-        .map_err(|error| Failure::usage(&format!("--level: {error}")))?;
-    if link.cpu.is_some() && !choice.is_auto() {
-        // Refused rather than silently ignored.
-        return Err(Failure::usage(&format!("--cpu: only the method auto keeps to it, and {choice} was asked for")));
-    }
-    Ok(choice)
+    MethodChoice::new(link.method, link.engine, link.level).map_err(|error| {
+        let option = if matches!(error, ChoiceError::NoEngine { .. }) { "--engine" } else { "--level" };
+        Failure::usage(&format!("{option}: {error}"))
+    })
 }
 
 /// A gateway's report.

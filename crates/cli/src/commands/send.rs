@@ -24,7 +24,7 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         channels: args.link.channels,
         method: method_choice(&args.link)?,
         qatzip: args.link.qatzip(),
-        cpu: args.link.cpu,
+        max_cpus: args.link.max_cpus,
         bandwidth: args.link.bandwidth,
         downtime: args.link.downtime,
         packet_size: args.link.packet_size,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::{GuestRam, RamBlock};
@@ -22,8 +22,9 @@ use super::delta::{Against, Deltas, Normal, Wrong};
 use super::sent_pages::SentPages;
 use super::{GuestPages, InFlight, Item, SendContext, SendMode, Shared, Suspect};
 use crate::batch::Batch;
+use crate::cpu_allowance::CpuAllowance;
 use crate::in_place;
-use crate::off_cpu::OffCpu;
+use crate::off_cpu::{OffCpu, thread_time};
 use crate::reading::Reading;
 use crate::transport::Writer;
 use crate::window::{Carried, WindowClosed};
@@ -88,6 +89,8 @@ pub(super) struct Sending {
     shared: Arc<Shared>,
     context: SendContext,
     coding: Coding,
+    /// The limit of CPU time, with what this thread had run at its last packet.
+    cpus: Option<(Arc<CpuAllowance>, Duration)>,
     /// How the time since the last packet was spent.
     times: Times,
     /// Measures the waits for the network, where the choice of an encoder needs them. Made by the thread itself.
@@ -162,6 +165,7 @@ impl Sending {
             shared,
             context,
             coding,
+            cpus: None,
             times: Times::default(),
             waits: None,
             kernel: Kernel::default(),
@@ -179,6 +183,7 @@ impl Sending {
 
     pub(super) fn run(mut self, items: &Receiver<Item>, shared: &Shared) -> Result<(), Box<dyn std::error::Error>> {
         self.waits = self.coding.is_auto().then(OffCpu::new);
+        self.cpus = self.context.compression.cpus().map(|cpus| (Arc::clone(cpus), thread_time()));
         // Items whose last zero pages are still held.
         let mut unsent = 0;
         loop {
@@ -828,7 +833,6 @@ impl Sending {
                 let mut times = std::mem::take(&mut self.times);
                 times.waited = waits.take();
                 times.placing = self.shared.placing();
-                times.running = waits.running();
                 times.kernel = self.kernel.since(&self.writer);
                 let window = &self.context.window;
                 let unused = self.context.pacer.unused();
@@ -837,7 +841,19 @@ impl Sending {
             }
         }
         self.count(content.len() as u64, (header.len() + self.table.len() + payload.len()) as u64);
+        self.keep_to_cpus();
         Ok(())
+    }
+
+    /// Pauses while the sending threads are beyond their limit of CPU time.
+    fn keep_to_cpus(&mut self) {
+        let Some((cpus, before)) = &mut self.cpus else { return };
+        let now = thread_time();
+        let running = now.saturating_sub(std::mem::replace(before, now));
+        let pause = cpus.use_up(running);
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
+        }
     }
 
     /// Records the next packet as in flight, and returns its number.

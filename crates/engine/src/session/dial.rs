@@ -5,7 +5,7 @@ use std::io::Read;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use sterna_codec::Method;
+use sterna_codec::Encoding;
 use sterna_wire::control::{ControlMessage, ControlReader, Hello, Machine, Mode, Welcome};
 use sterna_wire::handshake::conclude;
 use sterna_wire::header::ChannelKind;
@@ -41,7 +41,7 @@ pub struct Offer<'a> {
     /// Capabilities beyond the protocol's basis.
     pub features: Features<'a>,
     /// How pages will be compressed.
-    pub method: Method,
+    pub encoding: Encoding,
     /// How long the source waits for a destination that does not listen yet.
     pub patience: Duration,
 }
@@ -49,7 +49,7 @@ pub struct Offer<'a> {
 /// Begins a migration with the destination: control channel, hello, welcome.
 ///
 /// # Errors
-/// The destination cannot be reached within `offer.patience`, refuses (with its reason) or cannot decode the format of `offer.method`; or
+/// The destination cannot be reached within `offer.patience`, refuses (with its reason) or cannot decode the format of `offer.encoding`; or
 /// the migration was cancelled.
 pub fn dial(
     offer: &Offer<'_>,
@@ -96,7 +96,7 @@ pub fn dial(
         }
     };
     let chosen = conclude(&offered, &welcome).map_err(SessionError::new)?;
-    decodable(offer.method, &chosen.methods).map_err(|why| SessionError::new(format_args!("{} {why}", offer.to)))?;
+    decodable(offer.encoding, &chosen.methods).map_err(|why| SessionError::new(format_args!("{} {why}", offer.to)))?;
     drop(interrupting);
     let link = ControlLink::start(writer, reader, closer, messages, link_events(tell, 1)).map_err(SessionError::new)?;
     let session = Session {
@@ -112,16 +112,16 @@ pub fn dial(
     Ok((link, session))
 }
 
-/// Checks that the format of `method` is among the `known` formats.
-fn decodable(method: Method, known: &[String]) -> Result<(), String> {
-    let format = method.format();
+/// Checks that the format of `encoding` is among the `known` formats.
+fn decodable(encoding: Encoding, known: &[String]) -> Result<(), String> {
+    let format = encoding.format();
     if known.iter().any(|name| name == format.name()) {
         return Ok(());
     }
     let known = known.join(", ");
-    Err(match method.name() == format.name() {
+    Err(match encoding.method().name() == format.name() {
         true => format!("cannot decode {format}; both sides know {known}"),
-        false => format!("cannot decode {format}, which the method {method} writes; both sides know {known}"),
+        false => format!("cannot decode {format}, which {encoding} writes; both sides know {known}"),
     })
 }
 
@@ -302,6 +302,8 @@ fn new_identity() -> Result<(MigrationId, MigrationKey), SessionError> {
 mod tests {
     use std::thread::scope;
 
+    use sterna_codec::MethodChoice;
+
     use super::*;
     use crate::transport::{Limits, Listener, accept_channel};
 
@@ -354,16 +356,16 @@ mod tests {
     #[test]
     fn a_format_that_an_older_destination_lacks_is_named_with_what_there_is() {
         let old = ["none", "lz4", "zstd"].map(str::to_owned);
-        let refused = |name| decodable(Method::from_name(name).unwrap(), &old);
+        let encoding = |text: &str| text.parse::<MethodChoice>().unwrap().encodings().next().unwrap();
+        let refused = |text| decodable(encoding(text), &old);
         for known in ["none", "lz4", "zstd"] {
             assert_eq!(refused(known), Ok(()));
         }
-        for (method, format) in [("zlib", "gzip"), ("qatzip", "gzip"), ("iaa", "deflate")] {
-            let text =
-                format!("cannot decode {format}, which the method {method} writes; both sides know none, lz4, zstd");
-            assert_eq!(refused(method), Err(text));
+        for (written, format) in [("deflate 1 by cpu", "gzip"), ("deflate 9 by qat", "gzip")] {
+            let text = format!("cannot decode {format}, which {written} writes; both sides know none, lz4, zstd");
+            assert_eq!(refused(written), Err(text));
         }
-        let zstd = Method::from_name("zstd").unwrap();
-        assert_eq!(decodable(zstd, &old[..2]), Err("cannot decode zstd; both sides know none, lz4".into()));
+        assert_eq!(refused("deflate by iaa"), Err("cannot decode deflate; both sides know none, lz4, zstd".into()));
+        assert_eq!(decodable(encoding("zstd"), &old[..2]), Err("cannot decode zstd; both sides know none, lz4".into()));
     }
 }

@@ -160,7 +160,7 @@ mod tests {
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
-    use sterna_codec::Method;
+    use sterna_codec::Encoding;
     use sterna_wire::control::{ControlMessage, Machine, Mode};
 
     use super::*;
@@ -196,7 +196,7 @@ mod tests {
             machine: Machine::default(),
             mode: Mode::Proxy,
             features: FEATURES,
-            method: Method::from_name("none").unwrap(),
+            encoding: Encoding::default(),
             patience: Duration::ZERO,
         };
         let tell: OnConnectionEvent = Arc::new(|_| ());

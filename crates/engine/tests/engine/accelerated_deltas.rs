@@ -79,7 +79,7 @@ fn deltas_are_made_by_the_device_in_every_way_of_sending_pages() {
                 .enumerate()
         {
             let offload = offload([SHARED, DEDICATED, SMALL][number % 3], "[]", 1, &patient());
-            let choice = MethodChoice::parse(method, None).unwrap();
+            let choice = method.parse().unwrap();
             let (sent, report) =
                 migrate(method, &offload, |source| source.method(choice).channels(channels).checksums(checksums));
             made += sent.device_deltas;

@@ -91,7 +91,7 @@ fn a_running_guest_moves_and_goes_on() {
         let every = Method::all().map(|method| (method.name(), true));
         for (method, checksums) in every.chain([("none", false), ("zstd", false)]) {
             let mut pair = Pair::new(CALM);
-            let choice = MethodChoice::parse(method, None).unwrap();
+            let choice = method.parse().unwrap();
             // However long the machine is busy with others: it is stopped once.
             let source =
                 pair.source().method(choice).channels(3).checksums(checksums).downtime(Duration::from_secs(20));

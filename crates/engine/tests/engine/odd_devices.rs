@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::common::within_a_minute;
 use crate::device::{Device, Devices};
 use crate::guest::{Memory, Monitor, Running, Workload};
-use sterna_codec::MethodChoice;
+use sterna_codec::Encoding;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::ControlLink;
 use sterna_engine::destination::Destination;
@@ -98,7 +98,7 @@ fn refusal(channels: DeviceChannels, odd: impl FnOnce(&mut OddSource) + Send) ->
             machine,
             mode: Mode::Embedded,
             features: FEATURES,
-            method: MethodChoice::default().method(),
+            encoding: Encoding::default(),
             patience: Duration::ZERO,
         };
         let (told, news) = channel();

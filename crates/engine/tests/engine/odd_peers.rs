@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::common::within_a_minute;
 use crate::guest::{Behind, Memory, Monitor, Running, Workload};
-use sterna_codec::MethodChoice;
+use sterna_codec::{Encoding, MethodChoice};
 use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
 use sterna_engine::cancel::Cancel;
@@ -369,7 +369,7 @@ impl OddSource {
             machine,
             mode: Mode::Embedded,
             features,
-            method: MethodChoice::parse("none", None).unwrap().method(),
+            encoding: Encoding::default(),
             patience: Duration::ZERO,
         };
         let (tell, news) = news();

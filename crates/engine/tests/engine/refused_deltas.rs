@@ -53,7 +53,12 @@ impl Source {
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),
-            compression: Compression::new(MethodChoice::parse("lz4", None).unwrap(), Engines::default(), 1, None),
+            compression: Compression::new(
+                "lz4".parse::<MethodChoice>().unwrap().by_cpu().unwrap(),
+                Engines::default(),
+                1,
+                None,
+            ),
             rules: RULES,
             accelerator: None,
             again: None,

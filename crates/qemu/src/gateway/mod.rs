@@ -56,10 +56,10 @@ pub struct SendOptions {
     pub channels: u16,
     /// How pages are compressed.
     pub method: MethodChoice,
-    /// Where the method `qatzip` finds its library, and whether software may compress in its place.
+    /// Where the engine `qat` finds QATzip, and whether software may compress in its place.
     pub qatzip: Qatzip,
-    /// CPUs that all sending threads together may use on this host if the method is `auto`; none: no limit.
-    pub cpu: Option<f64>,
+    /// CPUs that all sending threads together may use on this host while the guest runs; none: no limit.
+    pub max_cpus: Option<f64>,
     /// Maximum bytes per second on the wire; none: no limit.
     pub bandwidth: Option<u64>,
     /// Target downtime.
@@ -224,10 +224,10 @@ pub struct ProxySendOptions {
     pub channels: u16,
     /// How pages are compressed.
     pub method: MethodChoice,
-    /// Where the method `qatzip` finds its library, and whether software may compress in its place.
+    /// Where the engine `qat` finds QATzip, and whether software may compress in its place.
     pub qatzip: Qatzip,
-    /// CPUs that all sending threads together may use on this host if the method is `auto`; none: no limit.
-    pub cpu: Option<f64>,
+    /// CPUs that all sending threads together may use on this host while the guest runs; none: no limit.
+    pub max_cpus: Option<f64>,
     /// Maximum bytes per second on the wire; none: no limit.
     pub bandwidth: Option<u64>,
     /// Target downtime of the manager that drives QEMU; bounds the bytes in flight.

@@ -15,6 +15,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use sterna_codec::{Engine, EngineMissing};
 use sterna_engine::abort::Abort;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::migration::DELTA;
@@ -29,6 +30,7 @@ use sterna_engine::session::{
 use sterna_engine::transport::Address;
 use sterna_engine::window::Window;
 use sterna_memory::normal_page_ratio::NormalPageRatio;
+use sterna_offload::Operation;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState};
 use sterna_wire::text::cleaned;
@@ -106,6 +108,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let engines = options.qatzip.engines(options.method, options.channels);
     let (engines, line) = engines.map_err(GatewayError::untouched)?;
     line.iter().for_each(|line| observer.note(line));
+    let encoding = engines.encoding(options.method).map_err(GatewayError::untouched)?;
 
     let (events_in, events) = channel();
     let offer = Offer {
@@ -116,7 +119,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         machine: machine.clone(),
         mode: sterna_wire::control::Mode::Owner,
         features: if options.delta_cache > 0 { WITH_DELTAS } else { FEATURES },
-        method: options.method.method(),
+        encoding,
         patience: Duration::ZERO,
     };
     let peer_events = events_in.clone();
@@ -169,7 +172,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let mut driver = Driver {
         lead,
         options,
-        compression: Compression::new(options.method, engines, options.channels, options.cpu),
+        compression: Compression::new(encoding, engines, options.channels, options.max_cpus),
         observer,
         qmp,
         record,
@@ -222,6 +225,11 @@ fn try_direct(
     observer: &dyn Observer,
 ) -> Result<Direct, GatewayError> {
     let stream = |why: String| {
+        if options.method.requires(Engine::Iaa) {
+            return Err(GatewayError::untouched(format_args!(
+                "--engine iaa needs direct mode, and the guest cannot be moved directly: {why}"
+            )));
+        }
         if let Some(option) = options.direct.for_the_guest() {
             return Err(GatewayError::untouched(format_args!(
                 "{option} needs direct mode, and the guest cannot be moved directly: {why}"
@@ -251,6 +259,11 @@ fn try_direct(
     let offload = direct::offload(&options.direct).map_err(GatewayError::untouched)?;
     if let Some(offload) = &offload {
         observer.note(&offload.summary().to_string());
+    }
+    let compresses = offload.as_ref().is_some_and(|offload| offload.accelerates(Operation::Deflate));
+    if options.method.requires(Engine::Iaa) && !compresses {
+        let missing = EngineMissing { engine: Engine::Iaa };
+        return Err(GatewayError::untouched(format_args!("{missing}; `sterna accel list` says what is here")));
     }
     match direct::send(ready, qmp, options, offload, cancel, observer) {
         Ok(report) => Ok(Direct::Done(Box::new(report))),
@@ -529,6 +542,7 @@ impl Driver<'_> {
     fn on_qemu_event(&mut self, event: QemuEvent) -> Option<SourceEvent> {
         match event {
             QemuEvent::Stopped => {
+                self.compression.set_urgent(true);
                 self.lead.moments.stands();
                 if self.lead.moments.drained.is_none() && self.accepted {
                     self.lead.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
@@ -536,6 +550,7 @@ impl Driver<'_> {
                 self.stopped_by_another()
             }
             QemuEvent::Resumed => {
+                self.compression.set_urgent(false);
                 self.lead.moments.runs_on();
                 self.lead.due = None;
                 self.await_progress();

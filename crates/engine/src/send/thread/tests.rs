@@ -3,7 +3,7 @@
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
-use sterna_codec::{Engines, MethodChoice};
+use sterna_codec::{Encoding, Engines};
 use sterna_wire::packet::{BlockShape, PACKET_HEADER_LENGTH};
 
 use super::super::{Compression, DeltaBlocks, SendCounters, Sent};
@@ -27,7 +27,7 @@ fn sending(delta_cache: usize, delta_blocks: Option<Arc<DeltaBlocks>>) -> (Sendi
         window: Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO)),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::new(Abort::default()),
-        compression: Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), 1, None),
+        compression: Compression::new(Encoding::auto(), Engines::default(), 1, None),
         rules: PacketRules { packet_size: PACKET, checksums: true },
         accelerator: None,
         again: None,

@@ -103,6 +103,13 @@ pub(super) fn run(
     let (engines, line) =
         settings.qatzip.engines(settings.method, settings.channels).map_err(MigrationError::untouched)?;
     line.iter().for_each(|line| observer.note(line));
+    let weight = settings.accelerator_weight;
+    let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, &ram, weight));
+    let engines = match &accelerator {
+        Some(accelerator) => accelerator.engines(engines, settings.iaa_verify.verifies(settings.checksums)),
+        None => engines,
+    };
+    let encoding = engines.encoding(settings.method).map_err(MigrationError::untouched)?;
     // What was chosen is required, so that it is not left out silently.
     let mut required = vec![GUEST_STATE];
     required.extend(post_copy.then_some(POST_COPY));
@@ -119,7 +126,7 @@ pub(super) fn run(
         machine,
         mode: settings.monitor.mode,
         features: Features { offered: &offered, required: &required },
-        method: settings.method.method(),
+        encoding,
         patience: Duration::ZERO,
     };
     let peer_events = events_in.clone();
@@ -161,18 +168,12 @@ pub(super) fn run(
         drop(cancel_events.send(Event::Cancelled));
     });
     let (lead, first) = SourceLead::begin(Peer::new(link), Arc::new(Abort::default()), settings.limits.telling);
-    let weight = settings.accelerator_weight;
-    let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, &ram, weight));
-    let engines = match &accelerator {
-        Some(accelerator) => accelerator.engines(engines, settings.iaa_verify.verifies(session.rules().checksums)),
-        None => engines,
-    };
     let hash_key = HashKey::random()
         .map_err(|error| MigrationError::untouched(format!("no random numbers for hashes of pages: {error}")))?;
     let mut driver = Driver {
         lead,
         accelerator,
-        compression: Compression::new(settings.method, engines, settings.channels, settings.cpu),
+        compression: Compression::new(encoding, engines, settings.channels, settings.max_cpus),
         vmm,
         cpu,
         to,
@@ -831,8 +832,9 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Makes the work of accelerators urgent while the guest is paused.
+    /// Makes the work of accelerators urgent while the guest is paused, and lifts the limit of CPU time.
     fn set_urgent(&self, urgent: bool) {
+        self.compression.set_urgent(urgent);
         if let Some(accelerator) = &self.accelerator {
             accelerator.set_urgent(urgent);
         }

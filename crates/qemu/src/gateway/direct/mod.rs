@@ -126,7 +126,7 @@ pub(super) fn send(
         .channels(options.channels)
         .method(options.method)
         .qatzip(options.qatzip.clone())
-        .cpu(options.cpu)
+        .max_cpus(options.max_cpus)
         .bandwidth(options.bandwidth)
         .downtime(options.downtime)
         .packet_size(options.packet_size)

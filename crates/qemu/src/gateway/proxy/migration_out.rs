@@ -87,7 +87,7 @@ pub(super) fn carry(
         multifd_channels: figures.multifd_channels,
         channels: figures.channels,
         encrypted: matches!(proxy.options.security, Security::Tls(_)),
-        method: proxy.options.method.to_string(),
+        method: proxy.encoding.to_string(),
         wire_bytes: figures.sent.wire_bytes,
         content_bytes: figures.sent.content_bytes,
         normal_pages: figures.sent.normal_pages,

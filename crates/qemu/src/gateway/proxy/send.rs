@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
+use sterna_codec::Encoding;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::{ControlEvent, ControlLink};
 use sterna_engine::report::Observer;
@@ -42,6 +43,7 @@ pub(super) enum Event {
 /// The state that all sessions share.
 pub(super) struct Proxy<'a> {
     pub(super) options: &'a ProxySendOptions,
+    pub(super) encoding: Encoding,
     pub(super) compression: Compression,
     pub(super) observer: &'a dyn Observer,
     report: &'a (dyn Fn(&ProxyReport) + Sync),
@@ -62,6 +64,7 @@ pub fn proxy_send(
     let engines = options.qatzip.engines(options.method, options.channels);
     let (engines, line) = engines.map_err(|refused| GatewayError(refused.to_string()))?;
     line.iter().for_each(|line| observer.note(line));
+    let encoding = engines.encoding(options.method).map_err(GatewayError::new)?;
     let migrations = options.unix.iter().map(|(name, path)| Endpoint::listen(name, path, Expected::Migrations));
     let others = options.opaque.iter().map(|(name, path)| Endpoint::listen(name, path, Expected::Connections));
     let endpoints = migrations.chain(others).collect::<Result<Vec<_>, _>>()?;
@@ -71,7 +74,8 @@ pub fn proxy_send(
 
     let proxy = Proxy {
         options,
-        compression: Compression::new(options.method, engines, options.channels, options.cpu),
+        encoding,
+        compression: Compression::new(encoding, engines, options.channels, options.max_cpus),
         observer,
         report,
         under_way: UnderWay::default(),
@@ -143,7 +147,7 @@ impl<'a> Proxy<'a> {
             machine: Machine::default(),
             mode: Mode::Proxy,
             features: FEATURES,
-            method: options.method.method(),
+            encoding: self.encoding,
             patience: options.patience,
         };
         let news = events_in.clone();
