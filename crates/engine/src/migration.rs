@@ -8,6 +8,7 @@ use sterna_wire::control::{Block, DeviceChannels, Machine};
 use sterna_wire::packet::BlockShape;
 
 use crate::report::{ReceiveReport, Report};
+use crate::session::SessionError;
 
 /// State of the monitor as a byte stream, version 1 of the records in `state`.
 pub(crate) const GUEST_STATE: &str = "guest-state-1";
@@ -122,6 +123,8 @@ pub struct MigrationError {
     pub cancelled: bool,
     /// At the source: the destination was reached and has refused the migration, before anything was done.
     pub refused: bool,
+    /// At the source: why there is no agreement with the destination, before anything was done.
+    pub dial: Option<Box<SessionError>>,
     /// What happened.
     pub reason: String,
     /// At the source: the report of what was done until then, if anything was.
@@ -148,6 +151,7 @@ impl MigrationError {
             guest,
             cancelled: false,
             refused: false,
+            dial: None,
             reason: reason.to_string(),
             report: None,
             received: None,
@@ -168,7 +172,7 @@ impl fmt::Display for MigrationError {
 impl std::error::Error for MigrationError {}
 
 /// Returns the description of the virtual machine that each side sends or checks.
-pub(crate) fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
+pub fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
     let block = |block: &RamBlock| Block {
         name: block.name().to_owned(),
         bytes: block.bytes(),

@@ -9,20 +9,23 @@ use sterna_offload::share::MAX_WEIGHT;
 use sterna_qemu::gateway::{DirectOptions, SendMode};
 use sterna_wire::switchover::SourceAfter;
 
-use super::EXIT_CODES;
 use super::common::{ReportArgs, ScreenArgs, SocketArgs, StateArgs, TlsArgs, WaitArgs};
 use super::link::LinkArgs;
+use crate::commands::exit::EXIT_CODES;
 use crate::units;
 
 /// `sterna send`.
 #[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
+#[command(after_help = EXIT_CODES.as_str())]
 pub(crate) struct SendArgs {
     /// QMP socket of the source QEMU; no other program may use it meanwhile
     #[arg(long, value_name = "PATH")]
     pub(crate) qmp: PathBuf,
     #[command(flatten)]
     pub(crate) link: LinkArgs,
+    /// Begin nothing: report every refusal of both sides, the mode, the memory to send, and how long that takes
+    #[arg(long)]
+    pub(crate) dry_run: bool,
     /// Keep up to this much of the sent pages, such as 1GiB, and send only the changes of a page that is sent again [default: none]
     #[arg(long, value_name = "SIZE", default_value = "0", hide_default_value = true, value_parser = units::size)]
     pub(crate) delta_cache: u64,

@@ -10,7 +10,7 @@ use sterna_qemu::gateway::{
     GatewayError, ProxyReceiveOptions, ProxyReport, ProxySendOptions, ProxyStop, proxy_receive, proxy_send,
 };
 
-use super::{Exit, Failure, Session, method_choice, security};
+use super::{Exit, Failure, Session, gateway_failure, method_choice, security};
 use crate::args::{ProxyReceiveArgs, ProxyReportArgs, ProxySendArgs, ScreenArgs, each_name_once};
 use crate::signals::Meaning;
 
@@ -68,7 +68,7 @@ fn until_stopped(
     match result {
         Ok(true) => Ok(Exit::Completed),
         Ok(false) => Ok(Exit::Cancelled),
-        Err(error) => Err(Failure::failed(&error)),
+        Err(error) => Err(gateway_failure(&error, false)),
     }
 }
 
@@ -93,7 +93,7 @@ impl Reports {
         } else {
             let opened = File::options().append(true).create(true).open(path);
             let failed =
-                |error| Failure::failed(&format!("--json: cannot append reports to {}: {error}", path.display()));
+                |error| Failure::refused(&format!("--json: cannot append reports to {}: {error}", path.display()));
             Box::new(opened.map_err(failed)?)
         };
         Ok(Self(Mutex::new(out)))

@@ -39,7 +39,7 @@ fn choose(
     match (tls, insecure) {
         (Some(dir), _) => read(dir).map(Security::Tls).map_err(|error| match error {
             TlsError::NobodyAllowed => Failure::usage(&error),
-            other => Failure::failed(&other),
+            other => Failure::refused(&other),
         }),
         (None, true) => Ok(Security::Insecure),
         (None, false) => Err(Failure::usage(&missing(option))),
@@ -95,7 +95,7 @@ mod tests {
             destination(&TlsAllowArgs { tls, allow: vec!["a".to_owned()], insecure: false }).unwrap_err(),
         ];
         for failure in failures {
-            assert_eq!(failure.exit, Exit::Failed);
+            assert_eq!(failure.exit, Exit::Refused);
             assert!(failure.text.contains(".pem") && !failure.text.contains('\n'), "{}", failure.text);
         }
     }

@@ -1,14 +1,25 @@
 //! `sterna send`: the source's side of a migration.
 
-use sterna_engine::report::{Outcome, Report};
-use sterna_qemu::gateway::{DirectOptions, SendOptions, send};
+use sterna_engine::report::Report;
+use sterna_qemu::gateway::{DirectOptions, DryRun, SendOptions, dry_run, send};
 
 use super::{Exit, Failure, Summary, method_choice, migration, security, state_dir};
 use crate::args::{ModeArg, SendArgs};
 
 impl Summary for Report {
-    fn outcome(&self) -> Outcome {
-        self.outcome
+    fn exit(&self) -> Exit {
+        self.outcome.into()
+    }
+
+    fn text(&self) -> String {
+        self.text()
+    }
+}
+
+/// Of several refusals the first determines the code: those of the source come first.
+impl Summary for DryRun {
+    fn exit(&self) -> Exit {
+        self.refusals.first().map_or(Exit::Completed, |refusal| refusal.kind.into())
     }
 
     fn text(&self) -> String {
@@ -37,7 +48,10 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         state_dir: state_dir::choose(&args.state)?,
         socket_dir: args.sockets.directory(),
     };
-    migration(&args.screen, &args.report, logging, |cancel, screen| send(&options, cancel, screen))
+    match args.dry_run {
+        true => migration(&args.screen, &args.report, logging, |cancel, screen| dry_run(&options, cancel, screen)),
+        false => migration(&args.screen, &args.report, logging, |cancel, screen| send(&options, cancel, screen)),
+    }
 }
 
 /// Returns the options of direct mode, and refuses them if `--mode stream` excludes it.

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::support::pair::{Pair, Watched, eventually};
 use crate::support::settle::{Migration, Side};
-use crate::support::{LONG, Sterna, receive, report, send_by};
+use crate::support::{LONG, LOST, PEER_REFUSED, Sterna, receive, report, send_by};
 use sterna_memory::ram::RamBlock;
 use sterna_qemu_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
 use sterna_wire::switchover::{DestinationState, RecordState};
@@ -199,7 +199,7 @@ fn a_guest_whose_receive_is_killed_waits_for_its_memory_and_recover_says_that_it
 
         let recovery = Side::Destination.recover(&pair, &[], None).expect("it has a record");
         let (status, lines) = recovery.finish_with_lines();
-        assert_eq!(status.code(), Some(1), "{lines:?}");
+        assert_eq!(status.code(), LOST, "{lines:?}");
         let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
         let end = format!("kill -KILL {}", pair.destination.qemu.pid());
         assert!(told.contains("The guest is lost here") && told.contains(&end), "{told}");
@@ -251,7 +251,7 @@ fn a_guest_that_never_ran_without_its_memory_is_taken_back_by_the_source() {
     assert_eq!(Side::Destination.state(&migration.pair), Some(RecordState::Destination(DestinationState::Committed)));
     let recovery = Side::Destination.recover(&migration.pair, &[], None).expect("it has a record");
     let (status, lines) = recovery.finish_with_lines();
-    assert_eq!(status.code(), Some(1), "{lines:?}");
+    assert_eq!(status.code(), LOST, "{lines:?}");
     assert!(lines.iter().any(|line| line.contains("Then run this again")), "{lines:?}");
     assert!(!migration.pair.destination.runs() && !migration.pair.source.runs());
 
@@ -331,7 +331,7 @@ fn without_the_device_and_the_right_to_the_system_call_post_copy_is_refused_befo
     pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
     let Some(receiver) = receive_without_device(&pair) else { return };
     let (status, lines) = sender(&pair, &receiver).finish_with_lines();
-    assert_eq!(status.code(), Some(1), "{lines:?}");
+    assert_eq!(status.code(), PEER_REFUSED, "{lines:?}");
     let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     for word in ["post-copy is not possible at the destination", "/dev/userfaultfd", "CAP_SYS_PTRACE", "not touched"] {
         assert!(told.contains(word), "{word:?}: {told}");
@@ -358,7 +358,7 @@ fn memory_that_another_process_has_mapped_is_refused_before_the_guest_is_touched
     let _mapped = RamBlock::of_file("pc.ram", Arc::new(file), 0, bytes, 4096).unwrap();
     let (_receiver, sender) = start(&pair);
     let (status, lines) = sender.finish_with_lines();
-    assert_eq!(status.code(), Some(1), "{lines:?}");
+    assert_eq!(status.code(), PEER_REFUSED, "{lines:?}");
     let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     let own = format!("process {} ", std::process::id());
     assert!(told.contains(&own) && told.contains("would read zeros where pages are missing"), "{told}");
@@ -378,7 +378,7 @@ fn huge_pages_of_a_pool_are_refused_before_the_guest_is_touched() {
     pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
     let (receiver, sender) = start(&pair);
     let (status, lines) = sender.finish_with_lines();
-    assert_eq!(status.code(), Some(1), "{lines:?}");
+    assert_eq!(status.code(), PEER_REFUSED, "{lines:?}");
     let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     assert!(told.contains("RAM block pc.ram") && told.contains("huge pages of 2097152 bytes"), "{told}");
     assert!(pair.source.runs());

@@ -561,7 +561,7 @@ fn a_proxy_takes_over_the_socket_of_one_that_was_killed_and_no_other() {
     let third = start();
     third.wait_for("another process listens there");
     let (status, _) = third.finish();
-    assert_eq!(status.code(), Some(1));
+    assert_eq!(status.code(), Some(6));
 
     second.interrupt();
     let line = second.wait_for("SIGINT: ");

@@ -82,20 +82,20 @@ pub(super) fn run(
     let ours = machine(vmm.name(), ram, 0).blocks;
     let ids: Vec<DeviceId> = taking.devices.iter().map(|(id, _)| id.clone()).collect();
     let no_post_copy = no_post_copy(&mut vmm, ram)?;
-    let refusal = |hello: &Hello| {
+    let refusals = |hello: &Hello| -> Vec<String> {
         let post_copy = || {
             let reason = no_post_copy.as_ref()?;
             Destination::wants_post_copy(hello)
                 .then(|| format!("post-copy is not possible at the destination: {reason}"))
         };
         let devices = || device_state::difference(&hello.machine, &ids);
-        difference(&hello.machine.blocks, &ours).or_else(devices).or_else(post_copy)
+        [difference(&hello.machine.blocks, &ours), devices(), post_copy()].into_iter().flatten().collect()
     };
     let mut offered = Destination::FEATURES.offered.to_vec();
     offered.extend(no_post_copy.is_none().then_some(POST_COPY));
     let features = Features { offered: &offered, ..Destination::FEATURES };
-    let greeting = Handshake { takes: &[(Mode::Embedded, features)], refusal: &refusal };
-    let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
+    let greeting = Handshake { takes: &[(Mode::Embedded, features)], refusals: &refusals };
+    let greeted = greeting.first(&incoming, cancel, |source| observer.note(&source.to_string()));
     let Some(greeted) = greeted else {
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
         return Err(MigrationError { cancelled: cancel.is_cancelled(), ..MigrationError::not_accepted(reason) });
@@ -950,6 +950,7 @@ impl Driver<'_> {
                 guest,
                 cancelled: outcome == Outcome::Cancelled,
                 refused: false,
+                dial: None,
                 reason: reason.unwrap_or_else(|| "no reason given".into()),
                 report: None,
                 received: Some(Box::new(report)),

@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use sterna_codec::Encoding;
-use sterna_wire::control::{ControlMessage, ControlReader, Hello, Machine, Mode, Welcome};
+use sterna_wire::control::{Capabilities, ControlMessage, ControlReader, Hello, Machine, Mode};
 use sterna_wire::handshake::conclude;
 use sterna_wire::header::ChannelKind;
 use sterna_wire::identity::{MigrationId, MigrationKey};
@@ -19,6 +19,7 @@ use crate::cancel::Cancel;
 use crate::control_link::{ControlLink, receive_message, send_message};
 use crate::send::{SendChannel, SendContext};
 use crate::transport::{Address, Closer, Connection, Reader, Security, TransportError, Writer, open_channel};
+use crate::wakers::Registration;
 
 /// The first pause of the back-off between attempts to open a channel: that before the third attempt.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -56,44 +57,11 @@ pub fn dial(
     cancel: &Cancel,
     tell: &OnConnectionEvent,
 ) -> Result<(ControlLink, Session), SessionError> {
-    let (id, key) = new_identity()?;
-    let subject = Subject { key: &key, id, kind: ChannelKind::Control, index: 0, incarnation: 1 };
-    let opened = subject.open(offer.to, offer.security, offer.patience, cancel)?;
-    let Opened { mut writer, mut reader, closer, round_trip } = opened;
-    let interrupted = closer.clone();
-    // Only until the welcome: later a cancelled migration still sends messages on this connection.
-    let interrupting = cancel.on_cancel(move || interrupted.close());
-    let offered = offer.features.capabilities(offer.packet_size);
-    let hello = Hello {
-        program: program(),
-        key: key.to_hex(),
-        mode: offer.mode,
-        channels: offer.channels,
-        capabilities: offered.clone(),
-        machine: offer.machine.clone(),
-    };
-    let lost = |error| SessionError::new(format_args!("{} was lost during the handshake: {error}", offer.to));
-    let sent = send_message(&mut writer, &ControlMessage::Hello(Box::new(hello)));
-    // The destination asks its monitor before it answers: that may take longer than a bare handshake.
-    let mut messages = ControlReader::default();
-    let received = receive_message(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME);
-    // Also where sending failed: a destination may send its refusal and close the connection before the offer arrives.
-    let welcome: Welcome = match received.map_err(|error| lost(sent.err().unwrap_or(error)))? {
+    let Greeted { id, key, opened, messages, offered, answer, interrupting } = greet(offer, cancel)?;
+    let Opened { writer, reader, closer, round_trip } = opened;
+    let welcome = match answer {
         ControlMessage::Welcome(welcome) => welcome,
-        ControlMessage::Refused { reason } | ControlMessage::Failed { reason } => {
-            return Err(SessionError::refused(format_args!(
-                "{} refuses: {}",
-                offer.to,
-                sterna_wire::text::cleaned(&reason)
-            )));
-        }
-        unexpected => {
-            tracing::warn!(?unexpected, "not an answer to a hello");
-            return Err(SessionError::new(format_args!(
-                "{} neither accepts nor refuses the offer of a migration: is the program there a `sterna receive`?",
-                offer.to
-            )));
-        }
+        unexpected => return Err(unexpected_answer(offer, &unexpected)),
     };
     let chosen = conclude(&offered, &welcome).map_err(SessionError::new)?;
     decodable(offer.encoding, &chosen.methods).map_err(|why| SessionError::new(format_args!("{} {why}", offer.to)))?;
@@ -110,6 +78,83 @@ pub fn dial(
         round_trip,
     };
     Ok((link, session))
+}
+
+/// What a destination answers to a dry run.
+#[derive(Clone, Debug)]
+pub struct DryRunAnswer {
+    /// Why the destination would refuse the migration, cleaned for people; none if it would accept.
+    pub refusals: Vec<String>,
+    /// From the channel header to the reply.
+    pub round_trip: Duration,
+}
+
+/// Asks the destination what it would refuse `offer` for, without beginning a migration. The offer requires [`DRY_RUN`].
+///
+/// # Errors
+/// The destination cannot be reached, refuses to answer, or does not know dry runs.
+pub fn dry_run(offer: &Offer<'_>, cancel: &Cancel) -> Result<DryRunAnswer, SessionError> {
+    let Greeted { opened, answer, .. } = greet(offer, cancel)?;
+    match answer {
+        ControlMessage::Checked { refusals } => Ok(DryRunAnswer {
+            refusals: refusals.iter().map(|reason| sterna_wire::text::cleaned(reason)).collect(),
+            round_trip: opened.round_trip,
+        }),
+        unexpected => Err(unexpected_answer(offer, &unexpected)),
+    }
+}
+
+/// A destination that has received the hello, and its answer.
+struct Greeted {
+    id: MigrationId,
+    key: MigrationKey,
+    opened: Opened,
+    messages: ControlReader,
+    offered: Capabilities,
+    answer: ControlMessage,
+    /// A cancellation closes the connection until this is dropped: later a cancelled migration still sends messages on it.
+    interrupting: Registration,
+}
+
+/// Opens the control channel, sends the hello and receives the answer.
+fn greet(offer: &Offer<'_>, cancel: &Cancel) -> Result<Greeted, SessionError> {
+    let (id, key) = new_identity()?;
+    let subject = Subject { key: &key, id, kind: ChannelKind::Control, index: 0, incarnation: 1 };
+    let mut opened = subject.open(offer.to, offer.security, offer.patience, cancel)?;
+    let interrupted = opened.closer.clone();
+    let interrupting = cancel.on_cancel(move || interrupted.close());
+    let offered = offer.features.capabilities(offer.packet_size);
+    let hello = Hello {
+        program: program(),
+        key: key.to_hex(),
+        mode: offer.mode,
+        channels: offer.channels,
+        capabilities: offered.clone(),
+        machine: offer.machine.clone(),
+    };
+    let sent = send_message(&mut opened.writer, &ControlMessage::Hello(Box::new(hello)));
+    // The destination asks its monitor before it answers: that may take longer than a bare handshake.
+    let mut messages = ControlReader::default();
+    let received = receive_message(&mut opened.reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME);
+    // Also where sending failed: a destination may send its refusal and close the connection before the offer arrives.
+    let lost = |error| SessionError::new(format_args!("{} was lost during the handshake: {error}", offer.to));
+    let answer = received.map_err(|error| lost(sent.err().unwrap_or(error)))?;
+    if let ControlMessage::Refused { reason } | ControlMessage::Failed { reason } = &answer {
+        return Err(SessionError::refused(format_args!(
+            "{} refuses: {}",
+            offer.to,
+            sterna_wire::text::cleaned(reason)
+        )));
+    }
+    Ok(Greeted { id, key, opened, messages, offered, answer, interrupting })
+}
+
+fn unexpected_answer(offer: &Offer<'_>, answer: &ControlMessage) -> SessionError {
+    tracing::warn!(?answer, "not an answer to a hello");
+    SessionError::new(format_args!(
+        "{} neither accepts nor refuses the offer of a migration: is the program there a `sterna receive`?",
+        offer.to
+    ))
 }
 
 /// Checks that the format of `encoding` is among the `known` formats.
@@ -260,7 +305,7 @@ impl Subject<'_> {
             };
             let left = retry_for.saturating_sub(begun.elapsed());
             if left.is_zero() {
-                return Err(SessionError::new(error));
+                return Err(error.into());
             }
             wait(backoff.next_pause(Instant::now()).min(left), cancel)?;
         }

@@ -26,10 +26,11 @@ use sterna_wire::control::Capabilities;
 use sterna_wire::identity::{MigrationId, MigrationKey};
 
 use crate::receive::PacketRules;
+use crate::transport::TransportError;
 
 pub use self::acceptor::{ChannelAcceptor, ExtraChannelHandler, PagesPlaced, Refused, Sinks, receive_thread};
-pub use self::dial::{Offer, Opened, dial};
-pub use self::handshake::{AcceptedSource, Handshake};
+pub use self::dial::{DryRunAnswer, Offer, Opened, dial, dry_run};
+pub use self::handshake::{AcceptedSource, Declined, Handshake, is_dry_run};
 pub(crate) use self::lead::too_long;
 pub use self::lead::{SourceDriver, SourceLead, SourceOutcome, after, lead_source};
 pub use self::peer::{ConnectionEvent, OnConnectionEvent, Peer, PeerEvent, link_events};
@@ -39,6 +40,9 @@ pub use self::serve::{Entered, MAX_SESSIONS, Sessions};
 
 /// The capability to leave out the checksums of packets' content, version 1. A source offers it only where its settings ask for it.
 pub const UNCHECKED: &str = "unchecked-1";
+
+/// The capability to answer whether a migration would begin, without beginning one, version 1. A source that offers it requires it.
+pub const DRY_RUN: &str = "dry-run-1";
 
 /// How long a driver waits, after a channel broke, for the peer's message with the reason: it travels on another connection, and a busy
 /// host sends it late.
@@ -52,11 +56,19 @@ pub struct SessionError {
     pub reason: String,
     /// The destination was reached, and has refused this migration; it may take another one.
     pub refused: bool,
+    /// Why the connection could not be made, where that is the reason.
+    pub source: Option<TransportError>,
+}
+
+impl From<TransportError> for SessionError {
+    fn from(error: TransportError) -> Self {
+        Self { reason: error.to_string(), refused: false, source: Some(error) }
+    }
 }
 
 impl SessionError {
     fn new(what: impl std::fmt::Display) -> Self {
-        Self { reason: what.to_string(), refused: false }
+        Self { reason: what.to_string(), refused: false, source: None }
     }
 
     fn refused(what: impl std::fmt::Display) -> Self {

@@ -106,7 +106,7 @@ impl Sessions {
                     let _slot = slot;
                     match greeting.accept(connection, &header, handshake) {
                         Ok(greeted) => serve(greeted),
-                        Err(reason) => refused(&reason),
+                        Err(source) => refused(&source.reason),
                     }
                 };
                 // Dropping the closure closes the connection.
@@ -209,7 +209,7 @@ mod tests {
         let to = listener.local_address();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let sessions = Sessions::new(&incoming);
-        let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusal: &|_| None };
+        let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusals: &|_| Vec::new() };
         let (end, ended) = channel::<()>();
         let ended = Mutex::new(ended);
         // Each migration is served until the test lets one end.

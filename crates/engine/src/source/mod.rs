@@ -34,6 +34,7 @@ use sterna_offload::share::MAX_WEIGHT;
 use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_RAM_CHANNELS};
 
 pub use self::convergence::{NotConverging, Throttle};
+pub use self::driver::required_features;
 use crate::cancel::Cancel;
 use crate::device_state::{DeviceChannels, DeviceId, SaveDevice};
 pub use crate::ledger::MonitorRecord;

@@ -226,7 +226,7 @@ fn a_destination_that_speaks_of_devices_that_do_not_exist_is_refused_and_the_gue
             let error = std::thread::scope(|scope| {
                 let stop = incoming.stop_handle();
                 scope.spawn(move || {
-                    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
+                    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
                     let greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                     let (told, news) = channel();
                     let tell: OnConnectionEvent = Arc::new(move |event| drop(told.send(event)));

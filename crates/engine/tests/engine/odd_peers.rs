@@ -88,7 +88,7 @@ fn odd_destination(
     mut answers: impl FnMut(&ControlMessage) -> Vec<ControlMessage>,
 ) -> Vec<ControlMessage> {
     let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
-    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
+    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
     let greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
     let (tell, news) = news();
     let events = link_events(&tell, 1);
@@ -247,7 +247,7 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
         let migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
         let (error, dials) = std::thread::scope(|scope| {
             let destination = scope.spawn(move || {
-                let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
+                let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
                 let mut greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                 control_link::send_message(&mut greeted.writer, &ControlMessage::Welcome(greeted.welcome)).unwrap();
                 drop((greeted.writer, greeted.reader));

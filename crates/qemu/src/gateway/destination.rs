@@ -19,8 +19,8 @@ use sterna_engine::process;
 use sterna_engine::record_file::RecordFile;
 use sterna_engine::report::{Observer, Outcome, ReceiveReport};
 use sterna_engine::session::{
-    AcceptedSource, ChannelAcceptor, ConnectionEvent, Handshake, OnConnectionEvent, Peer, PeerEvent, Placing, after,
-    link_events,
+    AcceptedSource, ChannelAcceptor, ConnectionEvent, DRY_RUN, Declined, Features, Handshake, OnConnectionEvent, Peer,
+    PeerEvent, Placing, after, is_dry_run, link_events,
 };
 use sterna_engine::transport::{Limits, Listener};
 use sterna_engine::wakers::Registration;
@@ -34,11 +34,11 @@ use sterna_wire::text::cleaned;
 
 use super::backlog::{Backlog, BacklogEntry};
 use super::claim::Claim;
-use super::features::{FEATURES, WITH_DELTAS};
+use super::features::{DESTINATION, DESTINATION_WITH_DELTAS};
 use super::feeder::{Agreed, Feeder, FeederEvent, FeederSinks};
 use super::qemu::{self, QemuEvent};
 use super::sockets::{Listens, SocketDir, SocketPlace};
-use super::{GatewayError, Placement, ReceiveOptions, WaitLimits, direct, fault};
+use super::{ErrorKind, GatewayError, Placement, ReceiveOptions, WaitLimits, direct, fault};
 use crate::discover::{ListedBlock, discover, list};
 use crate::qmp::Qmp;
 use crate::settings::{RequiredSettings, Restore, Role, Settings};
@@ -84,48 +84,64 @@ pub fn receive(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
-    let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::new)?;
+    let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::refused)?;
     // Until the end, whatever else is connected to this QEMU.
-    let _claim = Claim::of(&qmp)?;
-    let settings = Settings::read(&qmp).map_err(GatewayError::new)?;
+    let _claim = Claim::of(&qmp).map_err(GatewayError::refused)?;
+    let settings = Settings::read(&qmp).map_err(GatewayError::refused)?;
     let refusals = settings.refusals(Role::Destination);
     if !refusals.is_empty() {
-        return Err(GatewayError(format!("this QEMU cannot take a guest: {}", refusals.join("; "))));
+        return Err(GatewayError::refused(format_args!("this QEMU cannot take a guest: {}", refusals.join("; "))));
     }
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
-    qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Qemu, &qmp)?;
-    let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
+    qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Qemu, &qmp)
+        .map_err(GatewayError::refused)?;
+    let listener = Listener::bind(&options.listen).map_err(GatewayError::refused)?;
     let listens_at = listener.local_address();
     let address = listens_at.to_string();
-    let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
+    let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::refused)?;
     observer.listening(&address);
 
     let guest = Guest::of(&qmp);
     // QEMU's own stream has no place for deltas.
-    let features = if options.placement == Placement::InStream { FEATURES } else { WITH_DELTAS };
+    let features = if options.placement == Placement::InStream { DESTINATION } else { DESTINATION_WITH_DELTAS };
+    let directly: Vec<_> = Destination::FEATURES_WITH_POST_COPY.offered.iter().copied().chain([DRY_RUN]).collect();
+    let directly = Features { offered: &directly, ..Destination::FEATURES_WITH_POST_COPY };
     // Pages that are to go through QEMU's own stream do not go directly.
-    let takes = [(Mode::Owner, features), (Mode::Direct, Destination::FEATURES_WITH_POST_COPY)];
+    let takes = [(Mode::Owner, features), (Mode::Direct, directly)];
     let takes = if options.placement == Placement::InStream { &takes[..1] } else { &takes[..] };
-    let refusal = |hello: &Hello| guest.refusal(hello).or_else(|| direct::post_copy_refusal(&qmp, hello));
-    let greeting = Handshake { takes, refusal: &refusal };
+    let refusals = |hello: &Hello| -> Vec<String> {
+        let mut reasons = guest.refusals(hello);
+        reasons.extend(direct::post_copy_refusal(&qmp, hello));
+        if is_dry_run(hello) {
+            // Found out later where a migration begins.
+            reasons.extend(
+                Settings::read(&qmp)
+                    .map_or_else(|error| vec![error.to_string()], |settings| settings.refusals(Role::Destination)),
+            );
+            reasons.extend(direct::destination_refusal(&qmp, hello));
+        }
+        reasons
+    };
+    let greeting = Handshake { takes, refusals: &refusals };
     let waiting = Waiting::start(options.wait, cancel);
     let nobody = || match options.wait {
         Some(wait) if !cancel.is_cancelled() => {
             let seconds = wait.as_secs_f64();
-            GatewayError(format!("no source has begun a migration within {seconds} s (--wait); QEMU was not touched"))
+            let text = format!("no source has begun a migration within {seconds} s (--wait); QEMU was not touched");
+            GatewayError::new(text).of(ErrorKind::Unreachable)
         }
-        _ => GatewayError("cancelled before a migration began; QEMU was not touched".into()),
+        _ => GatewayError::new("cancelled before a migration began; QEMU was not touched").of(ErrorKind::Cancelled),
     };
     let identity = qemu::identity(&qmp);
-    let note_refused = |reason: &str| observer.note(&format!("refused: {reason}"));
+    let note_declined = |source: &Declined| observer.note(&source.to_string());
     let (greeted, directly) = loop {
-        let mut greeted = greeting.first(&incoming, &waiting.cancel, note_refused).ok_or_else(nobody)?;
+        let mut greeted = greeting.first(&incoming, &waiting.cancel, note_declined).ok_or_else(nobody)?;
         // The source may be gone; then nobody misses the answer.
         let mut refuse = |reason: String| drop(send_message(&mut greeted.writer, &ControlMessage::Refused { reason }));
         if waiting.cancel.is_cancelled() {
             // The listener has ended with the wait: a source that is lost could not come back.
             let error = nobody();
-            refuse(error.0.clone());
+            refuse(error.text.clone());
             return Err(error);
         }
         if greeted.mode != Mode::Direct {
@@ -135,7 +151,7 @@ pub fn receive(
             Ok(ready) => break (greeted, Some(ready)),
             // The source may come again, by QEMU's own stream.
             Err(direct::NotTaken::Untouched(reason)) => {
-                note_refused(&format!("{}: {reason}; this QEMU was not touched", greeted.peer));
+                observer.note(&format!("refused: {}: {reason}; this QEMU was not touched", greeted.peer));
                 refuse(reason);
             }
             Err(direct::NotTaken::Begun(reason)) => {
@@ -144,7 +160,7 @@ pub fn receive(
                     Ok(()) => "its QEMU was ended".to_owned(),
                     Err(error) => format!("its QEMU could not be ended: {error}"),
                 };
-                return Err(GatewayError(format!("this QEMU cannot take the guest: {reason} ({left})")));
+                return Err(GatewayError::new(format!("this QEMU cannot take the guest: {reason} ({left})")));
             }
         }
     };
@@ -197,17 +213,20 @@ impl Guest {
         Self { machine_type: qemu::machine(qmp, Duration::ZERO).machine_type, blocks: list(qmp).unwrap_or_default() }
     }
 
-    fn refusal(&self, hello: &Hello) -> Option<String> {
+    /// Returns in what the source's machine and RAM blocks differ.
+    fn refusals(&self, hello: &Hello) -> Vec<String> {
         // It is shown in the log here and on the terminal there.
+        let mut reasons = Vec::new();
         let theirs = cleaned(&hello.machine.machine_type);
         if theirs != self.machine_type && !theirs.is_empty() && !self.machine_type.is_empty() {
             let ours = &self.machine_type;
-            return Some(format!(
+            reasons.push(format!(
                 "the source's machine type is {theirs}, the destination's {ours}: start it with -M {theirs}"
             ));
         }
         // Only a source that moves its guest directly names its blocks.
-        hello.machine.blocks.iter().find_map(|block| self.block_refusal(block))
+        reasons.extend(hello.machine.blocks.iter().filter_map(|block| self.block_refusal(block)));
+        reasons
     }
 
     /// Why QEMU would refuse a block of the source; it says so only in its own output, and ends.
@@ -245,7 +264,7 @@ fn run_session(
     let refused = |writer: &mut _, error: String| {
         // The peer may be gone; then nobody misses the answer.
         let _ = send_message(writer, &ControlMessage::Refused { reason: error.clone() });
-        GatewayError(error)
+        GatewayError::refused(error)
     };
     let wanted = RequiredSettings {
         role: Role::Destination,

@@ -4,7 +4,7 @@
 //! a migration derive the next actions from both. A source dials the destination until it answers. A destination that does
 //! not know the decision listens at its former address until the source connects.
 
-use std::io::ErrorKind;
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -31,7 +31,7 @@ use sterna_wire::switchover::{
 use super::claim::Claim;
 use super::destination::{LINGER, QUIT_TIME};
 use super::sockets::SocketPlace;
-use super::{GatewayError, RecoverOptions, SocketDirectory, direct, fault, qemu};
+use super::{ErrorKind, GatewayError, RecoverOptions, SocketDirectory, direct, fault, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
 
@@ -60,7 +60,7 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     refuse_if_memory_is_missing(record.record())?;
     // A settled migration needs no QEMU, which may be in use for something else by now.
     let qmp = if record.record().state.settled() { None } else { qemu_of(record.record()) };
-    let _claim = qmp.as_ref().map(Claim::of).transpose()?;
+    let _claim = qmp.as_ref().map(Claim::of).transpose().map_err(GatewayError::refused)?;
     // Remove the sockets that the dead process left. Those in another --socket-dir are removed by the next migration.
     if let Ok(place) = SocketPlace::find(&SocketDirectory::Temporary, qmp.as_ref().and_then(Qmp::peer_pid)) {
         place.remove_stale();
@@ -85,13 +85,13 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
 fn open_record(options: &RecoverOptions) -> Result<RecordFile, GatewayError> {
     let open = |side| RecordFile::open(&options.state_dir, options.id, side);
     if let Some(side) = options.side {
-        return open(side).map_err(GatewayError::new);
+        return open(side).map_err(GatewayError::refused);
     }
     match (open(Side::Source), open(Side::Destination)) {
         (Err(RecordFileError::Missing { .. }), other) | (other, Err(RecordFileError::Missing { .. })) => {
-            other.map_err(GatewayError::new)
+            other.map_err(GatewayError::refused)
         }
-        _ => Err(GatewayError("this host has the records of both sides: say which with --side".into())),
+        _ => Err(GatewayError::new("this host has the records of both sides: say which with --side")),
     }
 }
 
@@ -111,11 +111,12 @@ fn refuse_if_memory_is_missing(record: &Record) -> Result<(), GatewayError> {
         _ => "Then run this again: without its QEMU this side tells the source that the guest is lost here",
     };
     let pid = qemu.pid;
-    Err(GatewayError(format!(
+    Err(GatewayError::new(format!(
         "part of the guest's memory had not come (post-copy) when `sterna receive` ended, and nothing can bring it now: whatever in QEMU (process {pid}) \
          touches it waits for good; it never reads zeros in its place. The guest is lost here: end that QEMU (kill -KILL {pid}; QMP may not \
          answer). {next}"
-    )))
+    ))
+    .of(ErrorKind::Lost))
 }
 
 /// Connects to the QEMU of the record; none if it has ended, or if another process serves its socket.
@@ -160,7 +161,7 @@ impl Common<'_> {
             return Ok(text);
         }
         let why = self.unwritten.as_deref().unwrap_or("the disk did not take it");
-        Err(GatewayError(format!(
+        Err(GatewayError::new(format!(
             "{text}; but this could not be written to the record: {why}. Put that right and run this again: the migration is \
              not settled before"
         )))
@@ -203,9 +204,8 @@ impl Common<'_> {
 
     fn security(&self) -> Result<Security, GatewayError> {
         self.options.security.clone().ok_or_else(|| {
-            GatewayError(
-                "the other host must be asked: give --tls DIR (with --allow NAME on the host that received) or --insecure"
-                    .into(),
+            GatewayError::new(
+                "the other host must be asked: give --tls DIR (with --allow NAME on the host that received) or --insecure",
             )
         })
     }
@@ -214,13 +214,13 @@ impl Common<'_> {
     fn no_qemu(&self) -> GatewayError {
         let record = self.record.record();
         if record.qmp.is_empty() {
-            return GatewayError(format!(
+            return GatewayError::new(format!(
                 "the migration was embedded in process {}, which lives and has the guest: let it resume the guest or end it, \
                  then run this again",
                 record.pid
             ));
         }
-        GatewayError(format!(
+        GatewayError::new(format!(
             "QEMU's QMP socket {} does not answer although QEMU lives: is another program connected to it?",
             self.record.record().qmp
         ))
@@ -237,7 +237,9 @@ impl Common<'_> {
             (None, Some(_)) => Ok(true),
             // The process is not known: QEMU has ended only if no process serves its socket.
             (None, None) => match std::os::unix::net::UnixStream::connect(&self.record.record().qmp) {
-                Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => Ok(true),
+                Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
+                    Ok(true)
+                }
                 _ => Err(self.no_qemu()),
             },
         }
@@ -258,7 +260,7 @@ impl Common<'_> {
             }
             _ => return Ok(()),
         };
-        Err(GatewayError(format!("the guest {whose}. Nothing was touched")))
+        Err(GatewayError::new(format!("the guest {whose}. Nothing was touched")))
     }
 
     fn source(mut self, state: SourceState) -> Result<String, GatewayError> {
@@ -309,11 +311,12 @@ impl Common<'_> {
                     return self.resumed();
                 }
                 let to = &self.record.record().peer;
-                return Err(GatewayError(format!(
+                return Err(GatewayError::new(format!(
                     "the guest belongs to the destination, but {to} cannot be reached: run `sterna recover {}` there at \
                      the same time; only if that host is gone for good, add --fenced-peer here",
                     self.options.id
-                )));
+                ))
+                .of(ErrorKind::Unreachable));
             }
             let event = match self.events.recv_timeout(IDLE) {
                 Ok(event) => event,
@@ -338,7 +341,9 @@ impl Common<'_> {
                     Some(PeerEvent::Message(..)) | None => Vec::new(),
                 },
                 Event::Cancelled if machine.may_stop() => return self.resumed(),
-                Event::Cancelled => return Err(GatewayError("cancelled; nothing is settled yet".into())),
+                Event::Cancelled => {
+                    return Err(GatewayError::new("cancelled; nothing is settled yet").of(ErrorKind::Cancelled));
+                }
             };
         }
     }
@@ -435,7 +440,7 @@ impl Common<'_> {
                 "running" => DestinationGuest::Running,
                 "paused" => DestinationGuest::Paused,
                 other => {
-                    return Err(GatewayError(format!(
+                    return Err(GatewayError::new(format!(
                         "QEMU is in the state {other}, which no migration of Sterna leaves behind: somebody else has been at \
                          it, and nothing is touched"
                     )));
@@ -494,9 +499,8 @@ impl Common<'_> {
                 return answer.and_then(|text| self.durable(text));
             }
             if end.is_none() && until.is_some_and(|until| Instant::now() >= until) {
-                return Err(GatewayError(
-                    "no source has said in time (--wait) what was decided: nothing is settled yet".into(),
-                ));
+                let text = "no source has said in time (--wait) what was decided: nothing is settled yet";
+                return Err(GatewayError::new(text).of(ErrorKind::Unreachable));
             }
             let event = match self.events.recv_timeout(IDLE) {
                 Ok(event) => event,
@@ -506,7 +510,7 @@ impl Common<'_> {
             if matches!(event, Event::Cancelled) {
                 return match &end {
                     Some(end) => destination_end(end).and_then(|text| self.durable(text)),
-                    None => Err(GatewayError("cancelled; nothing is settled yet".into())),
+                    None => Err(GatewayError::new("cancelled; nothing is settled yet").of(ErrorKind::Cancelled)),
                 };
             }
             actions = self.destination_event(&mut machine, event);
@@ -641,19 +645,21 @@ pub(super) fn source_end(end: &SourceEnd) -> Result<String, GatewayError> {
         SourceEnd::Finished => Ok("the guest runs at the destination".into()),
         SourceEnd::Aborted { .. } => Ok("the guest runs here, at the source".into()),
         SourceEnd::NotStarted => Ok("nothing was begun; the guest was not touched".into()),
-        SourceEnd::GuestGone => Ok("the source's QEMU has ended, and nothing of the guest is left here: if the destination is \
+        SourceEnd::GuestGone => {
+            Ok("the source's QEMU has ended, and nothing of the guest is left here: if the destination is \
                                     prepared, `sterna recover --fenced-peer` there starts the guest from its copy"
-            .into()),
-        SourceEnd::DestinationLost { never_ran, reason } => Err(GatewayError(format!(
+                .into())
+        }
+        SourceEnd::DestinationLost { never_ran, reason } => Err(GatewayError::new(format!(
             "the guest was given to the destination, whose QEMU is gone ({reason}); it {} there. \
              `sterna recover --fenced-peer` here lets it go on from where it stopped",
             if *never_ran { "never ran" } else { "may have run, and written to shared disks," }
-        ))),
-        SourceEnd::Stuck { reason } => Err(GatewayError(format!("{reason}; put that right and run this again"))),
-        SourceEnd::Conflict => Err(GatewayError(
+        ))
+        .of(ErrorKind::Lost)),
+        SourceEnd::Stuck { reason } => Err(GatewayError::new(format!("{reason}; put that right and run this again"))),
+        SourceEnd::Conflict => Err(GatewayError::new(
             "the guest runs here although it was given to the destination: somebody started it by hand. If it runs there \
-             too, stop one of the two"
-                .into(),
+             too, stop one of the two",
         )),
     }
 }
@@ -662,13 +668,16 @@ fn destination_end(end: &DestinationEnd) -> Result<String, GatewayError> {
     match end {
         DestinationEnd::Running => Ok("the guest runs here, at the destination".into()),
         DestinationEnd::Discarded { reason } => Ok(format!("the copy here was discarded ({reason})")),
-        DestinationEnd::Lost { reason } => Err(GatewayError(format!(
+        DestinationEnd::Lost { reason } => Err(GatewayError::new(format!(
             "the guest was given to this host, but its QEMU is gone ({reason}): `sterna recover --fenced-peer` at the \
              source lets it go on from where it stopped there"
-        ))),
-        DestinationEnd::Stuck { reason } => Err(GatewayError(format!("{reason}; put that right and run this again"))),
-        DestinationEnd::Conflict => Err(GatewayError(
-            "the record and QEMU contradict each other: somebody else has started or restarted the guest here".into(),
+        ))
+        .of(ErrorKind::Lost)),
+        DestinationEnd::Stuck { reason } => {
+            Err(GatewayError::new(format!("{reason}; put that right and run this again")))
+        }
+        DestinationEnd::Conflict => Err(GatewayError::new(
+            "the record and QEMU contradict each other: somebody else has started or restarted the guest here",
         )),
     }
 }

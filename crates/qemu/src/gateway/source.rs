@@ -45,7 +45,7 @@ use super::qemu::{self, QemuEvent};
 use super::recovery::MAX_DIAL_PAUSE;
 use super::sockets::{Listens, SocketDir, SocketPlace};
 use super::source_stream::{StreamNews, read_start};
-use super::{GatewayError, SendMode, SendOptions, direct, fault};
+use super::{ErrorKind, GatewayError, SendMode, SendOptions, direct, fault};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{Plan, RequiredSettings, Restore, Role, Settings};
 use crate::stream::{MainReader, ReturnMessage};
@@ -127,7 +127,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let (link, session) = session::dial(&offer, cancel, &tell_peer).map_err(GatewayError::untouched)?;
     observer.note(&format!("migration {}: {} accepted it", session.id, options.to));
     if cancel.is_cancelled() {
-        return Err(GatewayError::untouched("cancelled"));
+        return Err(GatewayError::untouched("cancelled").of(ErrorKind::Cancelled));
     }
 
     let state = RecordState::Source(SourceState::Started);
@@ -138,13 +138,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let window = Arc::new(Window::new(session.packet_size as u64, session.round_trip, options.downtime));
     let ours = window.allowance() + COMMIT_ESTIMATE;
     let limit = options.downtime.saturating_sub(ours).max(MIN_DOWNTIME_LIMIT);
-    let wanted = RequiredSettings {
-        role: Role::Source,
-        channels: options.channels as u8,
-        downtime_limit: Some(limit),
-        pause_before_switchover: false,
-    };
-    let plan = Settings::plan(&qmp, &wanted).map_err(GatewayError::untouched)?;
+    let plan = Settings::plan(&qmp, &wanted(options, limit)).map_err(GatewayError::untouched)?;
     record.amend(|record| record.settings_before = serde_json::to_value(plan.before()).ok());
     observer.note(&format!(
         "QEMU's downtime-limit is {} ms: {} ms less what draining, loading and committing take",
@@ -209,6 +203,16 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     Ok(driver.finish(end))
 }
 
+/// Returns the settings that QEMU's own migration needs.
+pub(super) fn wanted(options: &SendOptions, downtime_limit: Duration) -> RequiredSettings {
+    RequiredSettings {
+        role: Role::Source,
+        channels: options.channels as u8,
+        downtime_limit: Some(downtime_limit),
+        pause_before_switchover: false,
+    }
+}
+
 /// The outcome of [`try_direct`].
 enum Direct {
     /// The migration ran in direct mode.
@@ -251,7 +255,8 @@ fn try_direct(
         Err(why) if must => {
             return Err(GatewayError::untouched(format_args!(
                 "the guest cannot be moved directly (--mode direct): {why}"
-            )));
+            ))
+            .of(direct::refusal_kind(qmp)));
         }
         Err(why) => return stream(why),
     };
@@ -268,8 +273,8 @@ fn try_direct(
     match direct::send(ready, qmp, options, offload, cancel, observer) {
         Ok(report) => Ok(Direct::Done(Box::new(report))),
         // Only the destination could know this reason. The guest was not touched.
-        Err(direct::NotSent { refused: true, reason }) if !must => stream(reason),
-        Err(direct::NotSent { reason, .. }) => Err(GatewayError(reason)),
+        Err(direct::NotSent { refused: true, reason, .. }) if !must => stream(reason),
+        Err(direct::NotSent { kind, reason, .. }) => Err(GatewayError::new(reason).of(kind)),
     }
 }
 
@@ -612,7 +617,7 @@ impl Driver<'_> {
     fn start_migration(&mut self) -> Result<(), GatewayError> {
         let (sockets, listener) = SocketPlace::find(&self.options.socket_dir, self.qmp.peer_pid())
             .and_then(|place| SocketDir::listening(&place, self.session.id))
-            .map_err(|error| GatewayError(format!("cannot make the private socket for QEMU: {error}")))?;
+            .map_err(|error| GatewayError::new(format!("cannot make the private socket for QEMU: {error}")))?;
         let context = SendContext {
             normal_page_ratio: Default::default(),
             hash_key: None,
@@ -633,18 +638,19 @@ impl Driver<'_> {
         let (security, to) = (&self.options.security, &self.options.to);
         let mut plane = Plane::open(&self.session, security, to, &context, readers, self.cancel, WhenAborted::Drain)?;
 
-        let failed = |error: io::Error| GatewayError(format!("the private sockets for QEMU failed: {error}"));
+        let failed = |error: io::Error| GatewayError::new(format!("the private sockets for QEMU failed: {error}"));
         if self.cancel.is_cancelled() {
-            return Err(GatewayError("cancelled".into()));
+            return Err(GatewayError::new("cancelled"));
         }
         if let Some(plan) = self.plan.take() {
-            let failed = |error| GatewayError(format!("the source QEMU does not take the settings: {error}"));
+            let failed = |error| GatewayError::new(format!("the source QEMU does not take the settings: {error}"));
             self.restore = Some(plan.carry_out().map_err(failed)?);
         }
         self.migrating = true;
         let uri = format!("unix:{}", sockets.path_for_qemu().display());
-        let failed_to_start =
-            |why: &dyn std::fmt::Display| GatewayError(format!("the source QEMU does not start the migration: {why}"));
+        let failed_to_start = |why: &dyn std::fmt::Display| {
+            GatewayError::new(format!("the source QEMU does not start the migration: {why}"))
+        };
         match self.qmp.status() {
             Ok(status) if status != "running" => return Err(failed_to_start(&format_args!("its guest is {status}"))),
             Ok(_) => {}
@@ -761,5 +767,5 @@ impl Driver<'_> {
 /// Returns why QEMU did not connect: its own error for the migration, if it has one, tells more than `error`.
 fn not_connected(qmp: &Qmp, socket: &Path, error: &io::Error) -> GatewayError {
     let why = qemu::failure(qmp).unwrap_or_else(|| error.to_string());
-    GatewayError(format!("the source QEMU did not connect to {}: {why}", socket.display()))
+    GatewayError::new(format!("the source QEMU did not connect to {}: {why}", socket.display()))
 }

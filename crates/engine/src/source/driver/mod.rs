@@ -111,10 +111,7 @@ pub(super) fn run(
     };
     let encoding = engines.encoding(settings.method).map_err(MigrationError::untouched)?;
     // What was chosen is required, so that it is not left out silently.
-    let mut required = vec![GUEST_STATE];
-    required.extend(post_copy.then_some(POST_COPY));
-    required.extend((!settings.checksums).then_some(UNCHECKED));
-    required.extend((settings.delta_cache > 0).then_some(DELTA));
+    let mut required = required_features(post_copy, settings.checksums, settings.delta_cache > 0);
     required.extend((!known.is_empty()).then_some(DEVICE_STATE));
     let mut offered = required.clone();
     offered.push(RETRANSMIT);
@@ -151,7 +148,10 @@ pub(super) fn run(
     // A cancellation interrupts dialling, which then fails.
     let (link, session) = dialled.map_err(|error| match cancel.is_cancelled() {
         true => cancelled(),
-        false => MigrationError { refused: error.refused, ..MigrationError::untouched(error) },
+        false => {
+            let (refused, untouched) = (error.refused, MigrationError::untouched(&error));
+            MigrationError { refused, dial: Some(Box::new(error)), ..untouched }
+        }
     })?;
     observer.note(&format!("migration {}: {to} accepted it", session.id));
     if cancel.is_cancelled() {
@@ -215,6 +215,12 @@ pub(super) fn run(
     driver.report_if_broken();
     let end = lead_source(&mut driver, &events, first);
     driver.finish(end)
+}
+
+/// Returns the capabilities that a source with these settings requires of its destination, besides that for devices.
+pub fn required_features(post_copy: bool, checksums: bool, deltas: bool) -> Vec<&'static str> {
+    let chosen = [(true, GUEST_STATE), (post_copy, POST_COPY), (!checksums, UNCHECKED), (deltas, DELTA)];
+    chosen.into_iter().filter(|(chosen, _)| *chosen).map(|(_, feature)| feature).collect()
 }
 
 /// Returns the error of a migration that was cancelled before anything was begun.

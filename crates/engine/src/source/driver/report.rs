@@ -78,6 +78,7 @@ impl Driver<'_> {
                 guest,
                 cancelled: outcome == Outcome::Cancelled,
                 refused: false,
+                dial: None,
                 reason,
                 report: Some(Box::new(report)),
                 received: None,

@@ -37,15 +37,19 @@ use sterna_engine::migration::MigrationError;
 use sterna_engine::report::{Observer, Outcome, Progress, ReceiveProgress, Report};
 use sterna_engine::source::{MonitorRecord, Source, TimeLimits};
 use sterna_engine::transport::Address;
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::dirty::write_protect::WriteProtectLog;
+use sterna_memory::ram::GuestRam;
 use sterna_offload::{Accelerators, LEDGERS, Offload, Settings, Shares, StartError};
-use sterna_wire::control::Mode;
+use sterna_wire::control::{Hello, Mode};
 use sterna_wire::switchover::{Moment, SourceAfter, Step};
 
 pub(super) use self::destination::{NotTaken, prepare as prepare_destination, receive};
 pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory};
-use self::ram::DirectRam;
+use self::ram::{DirectRam, Survey};
 use self::source::QemuSource;
-use super::{DirectOptions, SendOptions, fault, qemu};
+use super::error::Cause;
+use super::{DirectOptions, ErrorKind, SendOptions, fault, qemu};
 use crate::qmp::Qmp;
 
 /// A source QEMU that can be moved directly: nothing of it was changed yet but that its writes can be tracked.
@@ -73,6 +77,53 @@ pub(super) fn prepare(qmp: &Qmp) -> Result<Ready, String> {
     Ok(Ready { ram, machine_type })
 }
 
+/// Returns the kind of a refusal to move a guest directly: whether this process may read QEMU's memory at all.
+pub(super) fn refusal_kind(qmp: &Qmp) -> ErrorKind {
+    let memory = qmp.peer_pid().map(|pid| std::fs::File::open(format!("/proc/{pid}/mem")));
+    memory.and_then(Result::err).map_or(ErrorKind::Refused, |error| ErrorKind::of_io(&error))
+}
+
+/// What a dry run finds out about direct mode. Nothing of QEMU is touched.
+pub(super) struct Inspected {
+    /// Why the guest cannot be moved directly; none if it can, as far as is known without touching QEMU's process.
+    pub(super) obstacles: Vec<String>,
+    /// The guest's RAM, where it was found.
+    pub(super) ram: Option<GuestRam>,
+    /// Bytes of RAM that are populated, where that is known.
+    pub(super) populated: Option<u64>,
+}
+
+/// Finds out whether the guest of this QEMU can be moved directly, without touching its process.
+pub(super) fn inspect(qmp: &Qmp) -> Inspected {
+    let mut obstacles = eligible::obstacles(qmp);
+    obstacles.extend(kernel_refusal());
+    let survey = match Survey::of(qmp) {
+        Ok(survey) => Some(survey),
+        Err(reason) => {
+            obstacles.push(reason);
+            None
+        }
+    };
+    let populated = survey.as_ref().and_then(|survey| survey.populated().ok());
+    Inspected { obstacles, ram: survey.map(|survey| survey.guest().clone()), populated }
+}
+
+/// Returns why this kernel cannot track writes: tried with a page of this process.
+fn kernel_refusal() -> Option<String> {
+    let room = vec![1u8; 2 * PAGE_SIZE];
+    let page = room.as_ptr().addr().next_multiple_of(PAGE_SIZE);
+    let log = WriteProtectLog::new(vec![page..page + PAGE_SIZE]);
+    log.and_then(|log| log.check()).err().map(|error| error.to_string())
+}
+
+/// Returns why the destination's QEMU cannot take a guest directly, as far as is known before a stream is begun.
+pub(super) fn destination_refusal(qmp: &Qmp, hello: &Hello) -> Option<String> {
+    if hello.mode != Mode::Direct {
+        return None;
+    }
+    ram::of_destination(qmp, &hello.machine.blocks).err()
+}
+
 /// What was asked for to help the CPU, opened; none where that is nothing.
 ///
 /// # Errors
@@ -91,6 +142,7 @@ pub(super) fn offload(options: &DirectOptions) -> Result<Option<Arc<Offload>>, S
 pub(super) struct NotSent {
     /// The destination was reached, and has refused this migration; it may take another one.
     pub(super) refused: bool,
+    pub(super) kind: ErrorKind,
     pub(super) reason: String,
 }
 
@@ -147,7 +199,13 @@ pub(super) fn send(
     let mut report = match moved {
         Ok(report) => report,
         Err(MigrationError { report: Some(report), .. }) => *report,
-        Err(error) => return Err(NotSent { refused: error.refused, reason: error.to_string() }),
+        Err(error) => {
+            let kind = match () {
+                () if error.cancelled => ErrorKind::Cancelled,
+                () => error.dial.as_deref().map_or(ErrorKind::Refused, Cause::kind),
+            };
+            return Err(NotSent { refused: error.refused, kind, reason: error.to_string() });
+        }
     };
     settle_source(&mut report, &record);
     report.mode = Some("direct".into());
