@@ -249,15 +249,16 @@ impl Handshake<'_> {
         objections.extend(same_mode.is_none().then(|| wrong_mode(hello.mode, self.takes[0].0)));
         // A reason in the destination's own words explains more than the name of a capability.
         objections.extend((self.refusals)(&hello));
-        objections.extend(chosen.as_ref().err().map(ToString::to_string));
+        // In another mode other capabilities are required.
+        objections.extend(same_mode.and(chosen.as_ref().err()).map(ToString::to_string));
         let knows_dry_runs = features.offered.contains(&DRY_RUN);
         let is_itself = !matches!(chosen, Err(Refusal::Key | Refusal::Proof));
+        objections.truncate(MAX_REFUSALS);
         if is_dry_run(&hello) && knows_dry_runs && is_itself {
             let answer = match objections.len() {
                 0 => "a migration would begin".to_owned(),
                 _ => format!("a migration would be refused: {}", objections.join("; ")),
             };
-            objections.truncate(MAX_REFUSALS);
             // Fails where the peer is gone, which needs no answer.
             let _ = send_message(&mut writer, &ControlMessage::Checked { refusals: objections });
             return Err(Declined { dry_run: true, reason: format!("{peer}: {answer}; nothing was begun") });

@@ -88,9 +88,10 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::untouched)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::untouched)?;
     let mut found = Found::default();
-    // Released at once where a `dry_run` ends.
+    // Another sterna that is at work on this QEMU is a refusal. Held until this has ended.
     let _claim = Claim::of(&qmp).map_err(|error| found.source(&error));
-    settings.refusals(Role::Source).into_iter().for_each(|reason| found.source(&reason));
+    let of_settings = settings.refusals(Role::Source);
+    of_settings.iter().for_each(|reason| found.source(reason));
     if settings.status != "running" {
         found.source(&format!(
             "the guest does not run (its state is {}): only running guests are moved",
@@ -100,7 +101,6 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     found.check(qemu::refuse_if_claimed(&options.state_dir, &qmp));
     found.check(qemu::check_state_directory(&options.state_dir));
     found.check(qemu::wait_cleaned_up(&qmp));
-    found.check(Settings::plan(&qmp, &super::source::wanted(options, options.downtime)).map(drop));
 
     let inspected = direct::inspect(&qmp);
     let not_direct = match options.mode {
@@ -111,6 +111,9 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     let encoding = found.encoding(options, mode);
     if mode == Mode::Owner {
         found.needs_direct(&qmp, options, &not_direct);
+        if of_settings.is_empty() {
+            found.check(Settings::plan(&qmp, &super::source::wanted(options, options.downtime)).map(drop));
+        }
     }
     let machine = qemu::machine(&qmp, options.downtime);
     let mut not_direct = not_direct;
@@ -249,7 +252,7 @@ impl Found {
         match engines.encoding(options.method) {
             Ok(encoding) => Some(encoding),
             Err(missing @ EngineMissing { .. }) => {
-                self.source(&format!("{missing}; `sterna accel list` says what is here"));
+                self.source(&format!("{missing}; name one by --accel (`sterna accel list` says what is here)"));
                 None
             }
         }

@@ -268,7 +268,9 @@ fn try_direct(
     let compresses = offload.as_ref().is_some_and(|offload| offload.accelerates(Operation::Deflate));
     if options.method.requires(Engine::Iaa) && !compresses {
         let missing = EngineMissing { engine: Engine::Iaa };
-        return Err(GatewayError::untouched(format_args!("{missing}; `sterna accel list` says what is here")));
+        return Err(GatewayError::untouched(format_args!(
+            "{missing}; name one by --accel (`sterna accel list` says what is here)"
+        )));
     }
     match direct::send(ready, qmp, options, offload, cancel, observer) {
         Ok(report) => Ok(Direct::Done(Box::new(report))),

@@ -139,7 +139,7 @@ impl Listed {
                 let _ = writeln!(text, "    note: {note}");
             }
         }
-        for command in &self.set_up_by {
+        if let Some(command) = &self.set_up_by {
             let _ = writeln!(text, "  to set it up: `{command}` prints how");
         }
         for oddity in &self.oddities {
