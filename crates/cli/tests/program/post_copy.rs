@@ -423,11 +423,11 @@ fn end(point: CrashPoint) -> Option<End> {
     }
 }
 
-/// Recovers one side, which must be settled by it, or fail with this text.
-fn recovered(pair: &Pair, side: Side, words: &[&str], failure: Option<&str>) -> Result<(), String> {
+/// Recovers one side, which must be settled by it, or be reported lost with this text.
+fn recovered(pair: &Pair, side: Side, words: &[&str], lost: Option<&str>) -> Result<(), String> {
     let (status, lines) = side.recover(pair, words, None).ok_or("no record was left")?.finish_with_lines();
-    let as_expected = match failure {
-        Some(text) => status.code() == Some(1) && lines.iter().any(|line| line.contains(text)),
+    let as_expected = match lost {
+        Some(text) => status.code() == LOST && lines.iter().any(|line| line.contains(text)),
         None => status.success(),
     };
     if !as_expected {

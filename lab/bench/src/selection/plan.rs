@@ -51,7 +51,7 @@ impl Network {
 pub(super) enum Cpu {
     /// Each a core.
     Enough,
-    /// Each a core, and together so many CPUs that they may use (`--cpu`).
+    /// Each a core, and together so many CPUs that they may use (`--max-cpus`).
     Allowed(f64),
     /// One core, and the receivers another: so is the machine on which the real cells are measured.
     OneCore,
