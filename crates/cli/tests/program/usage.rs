@@ -178,13 +178,9 @@ fn missing_certificates_are_one_line_that_names_the_file() {
 }
 
 #[test]
-fn a_method_that_is_slow_without_an_accelerator_is_warned_of_unless_there_is_one() {
-    let warned = |line: &str| String::from_utf8(run(line).stderr).unwrap().contains("note: --method iaa without");
-    assert!(warned("send --qmp q --to h:1 --insecure --method iaa"));
-    assert!(warned("send --qmp q --to h:1 --insecure --method iaa --mode stream"));
-    assert!(warned("proxy send --unix u --to h:1 --insecure --method iaa"));
-    assert!(!warned("send --qmp q --to h:1 --insecure --method iaa --accel iaa"));
-    assert!(!warned("send --qmp q --to h:1 --insecure --method zstd"));
+fn an_engine_that_is_named_and_not_there_is_refused_before_anything_is_done() {
+    let text = one_line(&run("proxy send --unix u --to h:1 --insecure --method deflate --engine iaa"), 6);
+    assert!(text.starts_with("engine iaa is not there: "), "{text}");
 }
 
 #[test]
