@@ -59,7 +59,7 @@ impl Session {
         match self.0 {}
     }
 
-    pub(super) fn own_words(&mut self) -> Vec<u8> {
+    pub(super) fn own_messages(&mut self) -> Vec<u8> {
         match self.0 {}
     }
 
