@@ -489,8 +489,9 @@ impl Tracee {
             if self.process.has_ended() {
                 return AttachError::Ended { pid, during };
             }
-            // A thread that executes a program takes the main thread's number, and is not traced.
-            if !self.process.main_thread_has_ended() && !self.is_ours() {
+            // A thread that executes a program takes the main thread's number, and is not traced. Neither is a main thread that has just
+            // ended, so whether it has is looked at last.
+            if !self.is_ours() && !self.process.main_thread_has_ended() && !self.process.has_ended() {
                 return AttachError::Replaced { pid, during };
             }
             std::thread::sleep(Duration::from_millis(1));

@@ -301,7 +301,7 @@ fn a_destination_that_begins_or_ends_post_copy_unasked_is_refused_and_the_guest_
 }
 
 #[test]
-fn a_destination_that_is_prepared_before_it_was_asked_is_refused_and_the_guest_stays() {
+fn a_destination_that_is_prepared_before_the_request_is_refused_and_the_guest_stays() {
     within_a_minute(|| {
         for early in [SwitchoverMessage::Prepared, SwitchoverMessage::Running] {
             let (error, _, runs) = source_against(NotConverging::GoOn, |message| match message {
@@ -541,7 +541,7 @@ fn a_source_that_begins_post_copy_without_having_agreed_on_it_is_refused() {
 }
 
 #[test]
-fn a_source_that_claims_to_have_sent_what_did_not_come_is_refused() {
+fn a_source_that_claims_pages_that_it_did_not_send_is_refused() {
     within_a_minute(|| {
         for ram in [vec![7, 0], vec![], vec![0; 9]] {
             let totals = ControlMessage::Totals(Totals { ram, normal_pages: 7, zero_pages: 0 });
