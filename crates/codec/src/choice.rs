@@ -1,19 +1,35 @@
-//! The user's choice of a method and its level, as a type that is always valid.
+//! The user's choice of a method, its engine and its level, as a type that is always valid.
 
-use crate::method::LEFT_OUT;
-use crate::{Adaptive, CodecError, Encoder, Engine, Engines, METHODS, Method};
+use crate::method::{AUTO, DEFLATE};
+use crate::{Encoding, Engine, METHODS, Method};
 use std::fmt;
+use std::str::FromStr;
 use thiserror::Error;
 
-/// A method at one of its levels.
+/// A method, the engine that encodes it, and a level. Which engine `auto` stands for depends on what this host has
+/// ([`Engines::encoding`](crate::Engines::encoding)).
+///
+/// As text: the method, the level if one was chosen, and the engine if one was named: `lz4`, `zstd -5`, `deflate by iaa`,
+/// `deflate 6 by qat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MethodChoice {
     method: Method,
-    /// Within the method's levels; 0 where it has none.
-    level: i32,
+    engine: EngineChoice,
+    /// Within the levels of each engine that remains.
+    level: Option<i32>,
 }
 
-/// Why a method and a level are no valid choice.
+/// Which engine encodes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineChoice {
+    /// An accelerator if there is one, else the CPU.
+    #[default]
+    Auto,
+    /// This one, or the migration is refused.
+    Only(Engine),
+}
+
+/// Why a method, an engine and a level are no valid choice.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ChoiceError {
@@ -23,17 +39,43 @@ pub enum ChoiceError {
         /// The value that was given.
         given: String,
     },
-    /// The method is not in this build.
-    #[error("method {given} is not in this build: it needs the feature `{given}`")]
+    /// The method, or the engine that encodes it, is not in this build.
+    #[error("{given} is not in this build: it needs the feature `{feature}`")]
     LeftOut {
-        /// The value that was given, which is the feature's name too.
+        /// The method or the engine that was given, named as such.
+        given: String,
+        /// The feature that adds it.
+        feature: &'static str,
+    },
+    /// It is the name of an engine, or of deflate by one of them.
+    #[error("there is no method '{given}': it is the method deflate by the engine {engine}")]
+    IsEngine {
+        /// The value that was given.
+        given: String,
+        /// The engine.
+        engine: Engine,
+    },
+    /// There is no such engine.
+    #[error("there is no engine '{given}'; there is auto, cpu, qat, iaa")]
+    UnknownEngine {
+        /// The value that was given.
         given: String,
     },
-    /// The method has no levels.
-    #[error("method {method} has no levels, but level {level} was given; leave the level out")]
+    /// The engine does not encode the method.
+    #[error("{}", no_engine(*method, *engine))]
+    NoEngine {
+        /// The method.
+        method: Method,
+        /// The engine.
+        engine: Engine,
+    },
+    /// The method has no levels, or not by this engine.
+    #[error("{}", no_levels(*method, *engine, level))]
     NoLevels {
         /// The method.
         method: Method,
+        /// The engine.
+        engine: EngineChoice,
         /// The value that was given.
         level: String,
     },
@@ -54,45 +96,39 @@ pub enum ChoiceError {
 /// No compression.
 impl Default for MethodChoice {
     fn default() -> Self {
-        Self { method: Method::from(&METHODS[0]), level: 0 }
+        Self { method: Method::from_first_row(), engine: EngineChoice::Auto, level: None }
     }
 }
 
 impl MethodChoice {
     /// Returns the method `auto`: for each batch the method that drains memory fastest.
     pub fn auto() -> Self {
-        Self { method: Method::from_name("auto").expect("the table has it"), level: 0 }
+        Self { method: Method::named(AUTO), engine: EngineChoice::Auto, level: None }
     }
 
-    /// Returns `method` at `level`, or at its default level.
-    pub fn new(method: Method, level: Option<i32>) -> Result<Self, ChoiceError> {
-        match (method.row().levels, level) {
-            (None, None) => Ok(Self { method, level: 0 }),
-            (None, Some(level)) => Err(ChoiceError::NoLevels { method, level: level.to_string() }),
-            (Some(levels), None) => Ok(Self { method, level: levels.default }),
-            (Some(levels), Some(level)) if (levels.least..=levels.most).contains(&level) => Ok(Self { method, level }),
-            (Some(levels), Some(level)) => {
-                Err(ChoiceError::Level { method, level: level.to_string(), least: levels.least, most: levels.most })
+    /// Returns `method` by `engine` at `level`, or at the engine's default level.
+    ///
+    /// # Errors
+    /// The engine does not encode the method, or has no such level.
+    pub fn new(method: Method, engine: EngineChoice, level: Option<i32>) -> Result<Self, ChoiceError> {
+        let mut possible = method.row().encodings.iter().filter(|row| engine.permits(row.engine)).peekable();
+        if let (None, EngineChoice::Only(engine)) = (possible.peek(), engine) {
+            if cfg!(not(feature = "qatzip")) && engine == Engine::Qat && method.name() == DEFLATE {
+                return Err(ChoiceError::LeftOut { given: format!("engine {engine}"), feature: "qatzip" });
+            }
+            return Err(ChoiceError::NoEngine { method, engine });
+        }
+        if let Some(level) = level {
+            let mut levels = possible.filter_map(|row| row.levels);
+            let Some(first) = levels.next() else {
+                return Err(ChoiceError::NoLevels { method, engine, level: level.to_string() });
+            };
+            if !first.contains(level) {
+                let (least, most) = (first.least, first.most);
+                return Err(ChoiceError::Level { method, level: level.to_string(), least, most });
             }
         }
-    }
-
-    /// Parses the names of a method and, if given, of its level.
-    pub fn parse(method: &str, level: Option<&str>) -> Result<Self, ChoiceError> {
-        let given = method.to_owned();
-        let method = match Method::from_name(method) {
-            Some(method) => method,
-            None if LEFT_OUT.contains(&method) => return Err(ChoiceError::LeftOut { given }),
-            None => return Err(ChoiceError::UnknownMethod { given }),
-        };
-        let Some(given) = level else { return Self::new(method, None) };
-        match (given.parse(), method.row().levels) {
-            (Ok(level), _) => Self::new(method, Some(level)),
-            (Err(_), None) => Err(ChoiceError::NoLevels { method, level: given.to_owned() }),
-            (Err(_), Some(levels)) => {
-                Err(ChoiceError::Level { method, level: given.to_owned(), least: levels.least, most: levels.most })
-            }
-        }
+        Ok(Self { method, engine, level })
     }
 
     /// Returns the method.
@@ -100,102 +136,219 @@ impl MethodChoice {
         self.method
     }
 
-    /// As [`Self::encoder`], but the encoder tries every batch: for callers that decide themselves which batches to
-    /// try.
-    ///
-    /// # Errors
-    /// As [`MethodChoice::encoder`].
-    pub fn untiring_encoder(self, engines: &Engines) -> Result<Box<dyn Encoder>, CodecError> {
-        engines.encoder(self)
+    /// Returns the engine.
+    pub fn engine(self) -> EngineChoice {
+        self.engine
     }
 
-    /// Returns whether the method is chosen for each batch, among [`MethodChoice::auto_candidates`].
-    pub fn is_auto(self) -> bool {
-        self.method.name() == "auto"
-    }
-
-    /// Returns the methods from which `auto` chooses, the cheapest first. According to the measurements, each is the
-    /// best at some price.
-    pub fn auto_candidates(engines: &Engines) -> Vec<Self> {
-        // A build may leave methods out.
-        let candidate = |name, level| Self::parse(name, level).ok();
-        let iaa = candidate("iaa", None).filter(|iaa| engines.of(*iaa) == Engine::Iaa);
-        let qatzip = candidate("qatzip", None).filter(|qatzip| engines.has_hardware(*qatzip));
-        let zstd = ["-1", "1", "3", "6"].map(|level| candidate("zstd", Some(level)));
-        [candidate("none", None), candidate("lz4", None), iaa, qatzip].into_iter().chain(zstd).flatten().collect()
-    }
-
-    /// Returns the level, where the method has levels.
+    /// Returns the level, if one was chosen.
     pub fn level(self) -> Option<i32> {
-        self.method.row().levels.map(|_| self.level)
+        self.level
     }
 
-    /// Returns an encoder that skips most attempts while content does not shrink: the method's own engine if it is
-    /// among `engines`, else the CPU. The CPU's fails only for lack of memory.
-    pub fn encoder(self, engines: &Engines) -> Result<Adaptive, CodecError> {
-        Ok(Adaptive::new(engines.encoder(self)?))
+    /// Returns whether the method is chosen for each batch, among [`Encoding::auto_candidates`].
+    pub fn is_auto(self) -> bool {
+        self.method.name() == AUTO
+    }
+
+    /// Returns whether `engine` was named, so that the migration is refused where it is missing.
+    pub fn requires(self, engine: Engine) -> bool {
+        self.engine == EngineChoice::Only(engine)
+    }
+
+    /// Returns whether `engine` may encode some of the content.
+    pub fn permits(self, engine: Engine) -> bool {
+        self.is_auto() || self.encoding(engine).is_some()
+    }
+
+    /// Returns what `engine` writes for this choice. None if the engine does not encode the method, if another engine was named, or if
+    /// a level was chosen and the engine has none.
+    pub fn encoding(self, engine: Engine) -> Option<Encoding> {
+        let rows = self.method.row().encodings.iter();
+        let row = rows.filter(|row| self.engine.permits(row.engine)).find(|row| row.engine == engine)?;
+        Encoding::new(self.method, row, self.level)
+    }
+
+    /// Returns what the CPU writes for this choice; none if another engine was named.
+    pub fn by_cpu(self) -> Option<Encoding> {
+        self.encoding(Engine::Cpu)
+    }
+
+    /// Returns what each possible engine writes for this choice, the preferred engine's first.
+    pub fn encodings(self) -> impl Iterator<Item = Encoding> {
+        self.method.row().encodings.iter().filter_map(move |row| self.encoding(row.engine))
     }
 }
 
-/// In the form of reports: the name, and the level where there is one: `lz4`, `zstd -5`.
-impl fmt::Display for MethodChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.level() {
-            None => write!(f, "{}", self.method),
-            Some(level) => write!(f, "{} {level}", self.method),
+impl EngineChoice {
+    fn permits(self, engine: Engine) -> bool {
+        self == Self::Auto || self == Self::Only(engine)
+    }
+}
+
+impl FromStr for EngineChoice {
+    type Err = ChoiceError;
+
+    fn from_str(name: &str) -> Result<Self, ChoiceError> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Only(Engine::Cpu)),
+            "qat" => Ok(Self::Only(Engine::Qat)),
+            "iaa" => Ok(Self::Only(Engine::Iaa)),
+            _ => Err(ChoiceError::UnknownEngine { given: name.to_owned() }),
         }
     }
 }
 
-/// Returns all methods with their levels, for error texts.
+impl fmt::Display for EngineChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.pad("auto"),
+            Self::Only(engine) => engine.fmt(f),
+        }
+    }
+}
+
+impl FromStr for MethodChoice {
+    type Err = ChoiceError;
+
+    fn from_str(text: &str) -> Result<Self, ChoiceError> {
+        let (rest, engine) = match text.split_once(" by ") {
+            Some((rest, engine)) => (rest, engine.parse()?),
+            None => (text, EngineChoice::Auto),
+        };
+        let Some((method, level)) = rest.split_once(' ') else { return Self::new(rest.parse()?, engine, None) };
+        let method: Method = method.parse()?;
+        match (level.parse(), method.row().encodings.iter().find_map(|row| row.levels)) {
+            (Ok(level), _) => Self::new(method, engine, Some(level)),
+            (Err(_), None) => Err(ChoiceError::NoLevels { method, engine, level: level.to_owned() }),
+            (Err(_), Some(levels)) => {
+                let (least, most) = (levels.least, levels.most);
+                Err(ChoiceError::Level { method, level: level.to_owned(), least, most })
+            }
+        }
+    }
+}
+
+impl fmt::Display for MethodChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.method)?;
+        if let Some(level) = self.level {
+            write!(f, " {level}")?;
+        }
+        match self.engine {
+            EngineChoice::Auto => Ok(()),
+            EngineChoice::Only(engine) => write!(f, " by {engine}"),
+        }
+    }
+}
+
+impl Method {
+    fn from_first_row() -> Self {
+        Self::named(METHODS[0].name)
+    }
+}
+
+/// Returns the engine that `name` is the name of, or of whose gzip it is.
+pub(crate) fn engine_named(name: &str) -> Option<Engine> {
+    match name {
+        "iaa" => Some(Engine::Iaa),
+        "qat" | "qatzip" => Some(Engine::Qat),
+        "zlib" | "gzip" => Some(Engine::Cpu),
+        _ => None,
+    }
+}
+
+fn no_engine(method: Method, engine: Engine) -> String {
+    if method.name() == AUTO {
+        return format!(
+            "engine {engine} is for the method deflate; auto takes accelerators by itself where there are any"
+        );
+    }
+    format!("method {method} is encoded by the CPU; engine {engine} is for the method deflate")
+}
+
+fn no_levels(method: Method, engine: EngineChoice, level: &str) -> String {
+    let what = match engine {
+        EngineChoice::Only(engine) if method.row().encodings.len() > 1 => format!("method {method} by engine {engine}"),
+        _ => format!("method {method}"),
+    };
+    format!("{what} has no levels, but level {level} was given; leave the level out")
+}
+
 fn list_methods() -> String {
-    let each: Vec<String> = METHODS
-        .iter()
-        .map(|row| match row.levels {
-            None => row.name.to_owned(),
-            Some(levels) => format!("{} (levels {} to {})", row.name, levels.least, levels.most),
-        })
-        .collect();
-    each.join(", ")
+    METHODS.iter().map(|row| row.name).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn error(method: &str, level: Option<&str>) -> String {
-        MethodChoice::parse(method, level).unwrap_err().to_string()
+    fn error(text: &str) -> String {
+        text.parse::<MethodChoice>().unwrap_err().to_string()
     }
 
     #[test]
-    fn every_method_and_level_of_the_table_can_be_chosen_and_is_shown() {
-        for row in METHODS {
-            let choice = MethodChoice::parse(row.name, None).unwrap();
-            assert_eq!((choice.method().name(), choice.level()), (row.name, row.levels.map(|levels| levels.default)));
-            for level in row.levels.iter().flat_map(|levels| levels.least..=levels.most) {
-                let choice = MethodChoice::parse(row.name, Some(&level.to_string())).unwrap();
-                assert_eq!(choice.to_string(), format!("{} {level}", row.name));
-                assert_eq!(choice.level(), Some(level));
+    fn every_method_engine_and_level_of_the_table_can_be_chosen_and_reads_back() {
+        for method in Method::all() {
+            let of_each = |row: &crate::EncodingRow| {
+                let levels = row.levels.map_or(0..=-1, |levels| levels.least..=levels.most);
+                let engines = [EngineChoice::Auto, EngineChoice::Only(row.engine)];
+                let levels: Vec<_> = levels.map(Some).chain([None]).collect();
+                engines.into_iter().flat_map(move |engine| levels.clone().into_iter().map(move |level| (engine, level)))
+            };
+            for (engine, level) in method.row().encodings.iter().flat_map(of_each) {
+                let choice = MethodChoice::new(method, engine, level).unwrap();
+                assert_eq!((choice.method(), choice.engine(), choice.level()), (method, engine, level));
+                assert_eq!(choice.to_string().parse(), Ok(choice), "{choice}");
             }
         }
-        assert_eq!(MethodChoice::parse("none", None), Ok(MethodChoice::default()));
-        assert_eq!(MethodChoice::default().to_string(), "none");
-        assert_eq!(MethodChoice::parse("zstd", None).unwrap().to_string(), "zstd 1");
+        assert_eq!("none".parse(), Ok(MethodChoice::default()));
+        assert_eq!("deflate 6 by qat".parse::<MethodChoice>().unwrap().to_string(), "deflate 6 by qat");
     }
 
     #[test]
-    fn an_unknown_method_or_level_is_refused_with_the_valid_ones() {
+    fn a_choice_has_an_encoding_by_each_engine_that_it_leaves() {
+        let encodings = |text: &str| -> Vec<String> {
+            text.parse::<MethodChoice>().unwrap().encodings().map(|encoding| encoding.to_string()).collect()
+        };
+        assert_eq!(encodings("zstd"), ["zstd 1"]);
+        assert_eq!(encodings("deflate"), ["deflate by iaa", "deflate 1 by qat", "deflate 1 by cpu"]);
+        assert_eq!(encodings("deflate 6"), ["deflate 6 by qat", "deflate 6 by cpu"], "iaa has no levels");
+        assert_eq!(encodings("deflate by iaa"), ["deflate by iaa"]);
+    }
+
+    #[test]
+    fn an_unknown_method_engine_or_level_is_refused_with_the_valid_ones() {
+        assert_eq!(error("lzma"), "there is no method 'lzma'; there is none, lz4, zstd, deflate, auto");
+        assert_eq!(error("deflate by gpu"), "there is no engine 'gpu'; there is auto, cpu, qat, iaa");
+        assert_eq!(error("zstd 10"), "method zstd has the levels -5 to 9, not '10'");
+        assert_eq!(error("zstd -6"), "method zstd has the levels -5 to 9, not '-6'");
+        assert_eq!(error("zstd fast"), "method zstd has the levels -5 to 9, not 'fast'");
+        assert_eq!(error("zstd 99999999999"), "method zstd has the levels -5 to 9, not '99999999999'");
+        assert_eq!(error("deflate 0"), "method deflate has the levels 1 to 9, not '0'");
+        assert_eq!(error("lz4 1"), "method lz4 has no levels, but level 1 was given; leave the level out");
+        assert_eq!(error("lz4 x"), "method lz4 has no levels, but level x was given; leave the level out");
         assert_eq!(
-            error("lzma", None),
-            "there is no method 'lzma'; there is none, lz4, zstd (levels -5 to 9), zlib (levels 1 to 9), auto, iaa, qatzip (levels \
-             1 to 9)"
+            error("deflate 3 by iaa"),
+            "method deflate by engine iaa has no levels, but level 3 was given; leave the level out"
         );
-        assert_eq!(error("zstd", Some("10")), "method zstd has the levels -5 to 9, not '10'");
-        assert_eq!(error("zstd", Some("-6")), "method zstd has the levels -5 to 9, not '-6'");
-        assert_eq!(error("zstd", Some("fast")), "method zstd has the levels -5 to 9, not 'fast'");
-        assert_eq!(error("zstd", Some("99999999999")), "method zstd has the levels -5 to 9, not '99999999999'");
-        assert_eq!(error("zlib", Some("0")), "method zlib has the levels 1 to 9, not '0'");
-        assert_eq!(error("lz4", Some("1")), "method lz4 has no levels, but level 1 was given; leave the level out");
-        assert_eq!(error("lz4", Some("x")), "method lz4 has no levels, but level x was given; leave the level out");
+    }
+
+    #[test]
+    fn the_name_of_an_engine_is_no_method_and_leads_to_deflate() {
+        for (name, engine) in [("iaa", "iaa"), ("qatzip", "qat"), ("zlib", "cpu")] {
+            assert_eq!(
+                error(name),
+                format!("there is no method '{name}': it is the method deflate by the engine {engine}")
+            );
+        }
+    }
+
+    #[test]
+    fn an_engine_is_refused_for_a_method_that_it_does_not_encode() {
+        assert_eq!(error("zstd by iaa"), "method zstd is encoded by the CPU; engine iaa is for the method deflate");
+        assert!(error("auto by qat").starts_with("engine qat is for the method deflate; auto takes accelerators"));
+        assert!("zstd by cpu".parse::<MethodChoice>().is_ok());
     }
 }

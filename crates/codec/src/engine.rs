@@ -1,11 +1,12 @@
-//! What encodes: the CPU, or an accelerator that writes the same format. Where a method's own engine is not there, the CPU encodes;
-//! the other side does not notice.
+//! What encodes: the CPU, or an accelerator. A user who names an engine gets that engine or an error; otherwise an accelerator is taken
+//! where there is one.
 
-use crate::{CodecError, Encoder, MethodChoice};
+use crate::{CodecError, Encoder, Encoding, MethodChoice};
 use std::fmt;
 use std::sync::Arc;
+use thiserror::Error;
 
-/// What may encode a method's format.
+/// What may encode a method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Engine {
     /// The CPU.
@@ -23,6 +24,24 @@ impl fmt::Display for Engine {
             Self::Iaa => "iaa",
             Self::Qat => "qat",
         })
+    }
+}
+
+/// An engine was named, and this host does not have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("engine {engine} is not there: {}", self.why())]
+pub struct EngineMissing {
+    /// The engine.
+    pub engine: Engine,
+}
+
+impl EngineMissing {
+    fn why(self) -> &'static str {
+        match self.engine {
+            Engine::Iaa => "no IAA device is open that compresses for this migration",
+            Engine::Qat => "QATzip was not started",
+            Engine::Cpu => "it does not encode this method",
+        }
     }
 }
 
@@ -71,31 +90,36 @@ impl Engines {
         }
     }
 
-    /// What encodes `choice` here.
-    pub fn of(&self, choice: MethodChoice) -> Engine {
-        let wanted = choice.method().row().engine;
-        if self.source(wanted).is_some() { wanted } else { Engine::Cpu }
+    /// Returns what encodes `choice` here: the engine that was named; else the first of IAA, QAT hardware and the CPU that is here and
+    /// encodes the method at the chosen level.
+    ///
+    /// # Errors
+    /// The engine that was named is not here.
+    pub fn encoding(&self, choice: MethodChoice) -> Result<Encoding, EngineMissing> {
+        let is_here = |encoding: &Encoding| match encoding.engine() {
+            Engine::Cpu => true,
+            engine if choice.requires(engine) => self.source(engine).is_some(),
+            engine => self.has_hardware(engine),
+        };
+        let missing = || EngineMissing { engine: choice.encodings().next().map_or(Engine::Cpu, Encoding::engine) };
+        choice.encodings().find(is_here).ok_or_else(missing)
     }
 
-    /// Whether a device encodes `choice` here.
-    pub fn has_hardware(&self, choice: MethodChoice) -> bool {
-        self.source(choice.method().row().engine).is_some_and(EncoderSource::is_hardware)
+    /// Returns whether a device encodes here as `engine`.
+    pub fn has_hardware(&self, engine: Engine) -> bool {
+        self.source(engine).is_some_and(EncoderSource::is_hardware)
     }
 
-    /// Who has really encoded `choice` so far, in words, where it has an engine of its own and anything is known of that.
-    pub fn account(&self, choice: MethodChoice) -> Option<String> {
-        let wanted = choice.method().row().engine;
-        match self.source(wanted) {
-            Some(source) => source.account(),
-            None => (wanted != Engine::Cpu).then(|| "CPU".to_owned()),
-        }
+    /// Returns who has really encoded `encoding` so far, in words, where its engine is an accelerator and anything is known of that.
+    pub fn account(&self, encoding: Encoding) -> Option<String> {
+        self.source(encoding.engine())?.account()
     }
 
-    pub(crate) fn encoder(&self, choice: MethodChoice) -> Result<Box<dyn Encoder>, CodecError> {
-        let (row, level) = (choice.method().row(), choice.level().unwrap_or(0));
-        match self.source(row.engine) {
-            Some(source) => source.encoder(level),
-            None => (row.format.encoder)(level),
+    pub(crate) fn encoder(&self, encoding: Encoding) -> Result<Box<dyn Encoder>, CodecError> {
+        match self.source(encoding.engine()) {
+            Some(source) => source.encoder(encoding.level().unwrap_or(0)),
+            None if encoding.engine() == Engine::Cpu => encoding.cpu_encoder(),
+            None => Err(CodecError::Library { format: encoding.format().name(), reason: "its engine is not there" }),
         }
     }
 }

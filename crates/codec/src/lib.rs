@@ -1,14 +1,15 @@
 //! The encoding of a batch of pages.
 //!
 //! A **format** ([`FORMATS`]) is the form of a packet's payload: it has a number in packets, a name in the handshake,
-//! and a decoder. A **method** ([`METHODS`]) is what a user selects: a format, at a level, by a preferred engine on
-//! this side. Everything else (options, negotiation, contexts) follows from the two tables. The input is a snapshot,
-//! never racing guest memory. Every packet decodes alone.
+//! and a decoder. A **method** ([`METHODS`]) is what a user selects, with an **engine** and a level ([`MethodChoice`]); each
+//! engine that can encode a method on this side writes one format ([`Encoding`]). Everything else (options, negotiation,
+//! contexts) follows from the two tables. The input is a snapshot, never racing guest memory. Every packet decodes alone.
 
 mod account;
 mod adaptive;
 mod choice;
 mod deflate;
+mod encoding;
 mod engine;
 mod format;
 mod gzip;
@@ -26,11 +27,12 @@ pub mod select;
 mod zstd;
 
 pub use adaptive::Adaptive;
-pub use choice::{ChoiceError, MethodChoice};
-pub use engine::{EncoderSource, Engine, Engines};
+pub use choice::{ChoiceError, EngineChoice, MethodChoice};
+pub use encoding::Encoding;
+pub use engine::{EncoderSource, Engine, EngineMissing, Engines};
 pub use format::{FORMATS, Format, FormatRow};
 pub use iaa::Iaa;
-pub use method::{Levels, METHODS, Method, MethodRow};
+pub use method::{EncodingRow, Levels, METHODS, Method, MethodRow};
 #[cfg(feature = "qatzip")]
 pub use qat::{Qat, Qatzip, QatzipRefused};
 

@@ -1,68 +1,67 @@
-//! The table of methods that a user can select. A method is a format, its levels, and the preferred encoding engine on
-//! this side; the other side decodes the format with its own means.
+//! The table of methods that a user can select, each with the engines that can encode it on this side. The other side decodes the
+//! format that arrives with its own means.
 
+use crate::Engine;
+use crate::choice::{ChoiceError, engine_named};
 use crate::format::{self, Format, FormatRow};
-use crate::{Engine, MethodChoice};
 use std::fmt;
+use std::str::FromStr;
 
 /// All methods of this build, in the order in which they are listed to users.
 pub static METHODS: &[MethodRow] = &[
-    MethodRow { name: "none", summary: "pages as they are", format: &format::NONE, levels: None, engine: Engine::Cpu },
+    MethodRow {
+        name: "none",
+        summary: "pages as they are",
+        encodings: &[EncodingRow { engine: Engine::Cpu, format: &format::NONE, levels: None }],
+    },
     MethodRow {
         name: "lz4",
         summary: "LZ4 block: little CPU, moderate ratio",
-        format: &format::LZ4,
-        levels: None,
-        engine: Engine::Cpu,
+        encodings: &[EncodingRow { engine: Engine::Cpu, format: &format::LZ4, levels: None }],
     },
     #[cfg(feature = "zstd")]
     MethodRow {
         name: "zstd",
-        summary: "Zstandard frame: more CPU, better ratio",
-        format: &format::ZSTD,
-        levels: Some(Levels { least: -5, most: 9, default: 1 }),
-        engine: Engine::Cpu,
+        summary: "Zstandard frame: more CPU, better ratio; levels -5 to 9",
+        encodings: &[EncodingRow {
+            engine: Engine::Cpu,
+            format: &format::ZSTD,
+            levels: Some(Levels { least: -5, most: 9, default: 1 }),
+        }],
     },
     MethodRow {
-        name: "zlib",
-        summary: "gzip, by the CPU: slower than zstd, about as small",
-        format: &format::GZIP,
-        levels: Some(Levels { least: 1, most: 9, default: 1 }),
-        engine: Engine::Cpu,
+        name: DEFLATE,
+        summary: "by the engine that --engine names: gzip by the CPU or QAT (levels 1 to 9), or a window of 4 KiB by IAA (no levels)",
+        // The order of preference where the user leaves the engine to Sterna.
+        encodings: &[
+            EncodingRow { engine: Engine::Iaa, format: &format::DEFLATE, levels: None },
+            #[cfg(feature = "qatzip")]
+            EncodingRow { engine: Engine::Qat, format: &format::GZIP, levels: GZIP_LEVELS },
+            EncodingRow { engine: Engine::Cpu, format: &format::GZIP, levels: GZIP_LEVELS },
+        ],
     },
     MethodRow {
-        name: "auto",
-        summary: "what drains memory fastest now, batch by batch: as it is, LZ4, or zstd at some level",
-        format: &format::AUTO,
-        levels: None,
-        engine: Engine::Cpu,
-    },
-    MethodRow {
-        name: "iaa",
-        summary: "deflate with a window of 4 KiB, by Intel IAA where there is one, else slowly by the CPU",
-        format: &format::DEFLATE,
-        levels: None,
-        engine: Engine::Iaa,
-    },
-    #[cfg(feature = "qatzip")]
-    MethodRow {
-        name: "qatzip",
-        summary: "gzip, by Intel QAT where there is one, else by the CPU as zlib",
-        format: &format::GZIP,
-        levels: Some(Levels { least: 1, most: 9, default: 1 }),
-        engine: Engine::Qat,
+        name: AUTO,
+        summary: "what drains memory fastest now, batch by batch: as it is, LZ4, zstd at some level, or deflate by an accelerator",
+        encodings: &[EncodingRow { engine: Engine::Cpu, format: &format::AUTO, levels: None }],
     },
 ];
+
+/// The method that chooses among the others.
+pub(crate) const AUTO: &str = "auto";
+
+/// The method that accelerators encode too.
+pub(crate) const DEFLATE: &str = "deflate";
 
 /// The methods that this build leaves out; each has the name of the feature that adds it.
-pub(crate) const LEFT_OUT: &[&str] = &[
+const LEFT_OUT: &[&str] = &[
     #[cfg(not(feature = "zstd"))]
     "zstd",
-    #[cfg(not(feature = "qatzip"))]
-    "qatzip",
 ];
 
-/// The levels of a method; higher is smaller and slower.
+const GZIP_LEVELS: Option<Levels> = Some(Levels { least: 1, most: 9, default: 1 });
+
+/// The levels of an encoding; higher is smaller and slower.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Levels {
     /// The fastest.
@@ -73,6 +72,12 @@ pub struct Levels {
     pub default: i32,
 }
 
+impl Levels {
+    pub(crate) fn contains(self, level: i32) -> bool {
+        (self.least..=self.most).contains(&level)
+    }
+}
+
 /// One method.
 #[derive(Debug)]
 pub struct MethodRow {
@@ -80,12 +85,19 @@ pub struct MethodRow {
     pub name: &'static str,
     /// A description in a few words.
     pub summary: &'static str,
+    /// The engines that can encode it, the preferred one first.
+    pub encodings: &'static [EncodingRow],
+}
+
+/// What one engine writes for a method.
+#[derive(Debug)]
+pub struct EncodingRow {
+    /// The engine.
+    pub engine: Engine,
     /// The format that it writes.
     pub format: &'static FormatRow,
     /// Its levels, if it has any.
     pub levels: Option<Levels>,
-    /// The preferred encoder on this side, if it is available; else the CPU encodes.
-    pub engine: Engine,
 }
 
 /// A method of the table.
@@ -98,11 +110,6 @@ impl Method {
         METHODS.iter().map(Self)
     }
 
-    /// Returns the method with this name, if there is one.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::all().find(|method| method.0.name == name)
-    }
-
     /// Returns its row.
     pub fn row(self) -> &'static MethodRow {
         self.0
@@ -113,23 +120,31 @@ impl Method {
         self.0.name
     }
 
-    /// Returns the format that it writes.
-    pub fn format(self) -> Format {
-        self.0.format.into()
+    /// Returns the formats that its engines write, the preferred engine's first.
+    pub fn formats(self) -> impl Iterator<Item = Format> {
+        self.0.encodings.iter().map(|row| row.format.into())
     }
 
-    /// Returns the method at each of its levels.
-    pub fn choices(self) -> impl Iterator<Item = MethodChoice> {
-        let levels = self.0.levels.map_or(0..=0, |levels| levels.least..=levels.most);
-        levels.map(move |level| {
-            MethodChoice::new(self, self.0.levels.map(|_| level)).expect("the table's own levels are within range")
-        })
+    pub(crate) fn named(name: &str) -> Self {
+        name.parse().expect("the table has this method")
     }
 }
 
-impl From<&'static MethodRow> for Method {
-    fn from(row: &'static MethodRow) -> Self {
-        Self(row)
+impl FromStr for Method {
+    type Err = ChoiceError;
+
+    fn from_str(name: &str) -> Result<Self, ChoiceError> {
+        let given = || name.to_owned();
+        let found = Self::all().find(|method| method.0.name == name);
+        found.ok_or_else(|| {
+            if let Some(feature) = LEFT_OUT.iter().find(|left_out| **left_out == name) {
+                return ChoiceError::LeftOut { given: format!("method {name}"), feature };
+            }
+            match engine_named(name) {
+                Some(engine) => ChoiceError::IsEngine { given: given(), engine },
+                None => ChoiceError::UnknownMethod { given: given() },
+            }
+        })
     }
 }
 
@@ -164,21 +179,29 @@ mod tests {
         let names: HashSet<_> = METHODS.iter().map(|row| row.name).collect();
         assert_eq!(names.len(), METHODS.len());
         for method in Method::all() {
-            assert_eq!(Method::from_name(method.name()), Some(method));
+            assert_eq!(method.name().parse(), Ok(method));
         }
-        assert_eq!(Method::from_name("ZSTD"), None);
+        assert!("ZSTD".parse::<Method>().is_err());
     }
 
     #[test]
     fn every_format_has_a_method() {
-        let written: HashSet<_> = Method::all().map(|method| method.format().wire()).collect();
+        let written: HashSet<_> = Method::all().flat_map(Method::formats).map(Format::wire).collect();
         assert_eq!(written, FORMATS.iter().map(|row| row.wire).collect());
     }
 
     #[test]
+    fn every_method_can_be_encoded_by_the_cpu_and_by_each_engine_once() {
+        for row in METHODS {
+            let engines: HashSet<_> = row.encodings.iter().map(|encoding| encoding.engine).collect();
+            assert!(engines.contains(&Engine::Cpu) && engines.len() == row.encodings.len(), "{}", row.name);
+        }
+    }
+
+    #[test]
     fn default_levels_lie_within_their_range() {
-        for levels in METHODS.iter().filter_map(|row| row.levels) {
-            assert!((levels.least..=levels.most).contains(&levels.default), "{levels:?}");
+        for levels in METHODS.iter().flat_map(|row| row.encodings).filter_map(|row| row.levels) {
+            assert!(levels.contains(levels.default), "{levels:?}");
         }
     }
 }

@@ -23,7 +23,7 @@ use thiserror::Error;
 use self::account::Account;
 use self::encoder::QatEncoder;
 use crate::libdeflate::Compressor;
-use crate::{CodecError, Encoder, EncoderSource, Engine, Engines, MethodChoice};
+use crate::{CodecError, Encoder, EncoderSource, Encoding, Engine, Engines, MethodChoice};
 
 /// The most content of one job: two requests of a device. A batch of the usual size keeps several workers busy, and
 /// content that is not worth two requests is not split.
@@ -38,7 +38,7 @@ const PATIENCE: Duration = Duration::from_millis(100);
 /// The least time limit with software, which cannot hang but may have to wait for a processor.
 const PATIENCE_WITH_SOFTWARE: Duration = Duration::from_secs(10);
 
-/// How the method `qatzip` finds its library, and what may be done in software.
+/// How the engine `qat` finds QATzip, and what may be done in software.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Qatzip {
     /// The library's file or its directory; if none, the one that `STERNA_QATZIP` names, else the one that the loader
@@ -58,47 +58,46 @@ impl Default for Qatzip {
     }
 }
 
-/// Why the method `qatzip` cannot be used as requested.
+/// Why the engine `qat`, which was named, cannot be used as requested.
 #[derive(Debug, Error)]
 pub enum QatzipRefused {
-    /// Software is forbidden, and there is no library.
-    #[error("method qatzip without software is not possible: {0}")]
+    /// There is no library.
+    #[error("engine qat is not there: {0}")]
     Library(#[from] OpenError),
-    /// Software is forbidden, and there is no hardware.
-    #[error("method qatzip without software is not possible: {0}")]
+    /// There is no hardware, and QATzip's own software was not asked for.
+    #[error("engine qat is not there: {0}")]
     Hardware(#[from] NoHardware),
-    /// Software is forbidden, and the library does not start.
-    #[error("method qatzip without software is not possible: {0}")]
+    /// The library does not start.
+    #[error("engine qat is not there: {0}")]
     Start(#[source] StartError),
 }
 
 impl Qatzip {
-    /// Returns the engines on this side for encoding `choice` on this many channels, and a line of text about them if
-    /// the method was requested by name. Opens the library for the method `qatzip`, and for `auto` if this host may
-    /// have hardware.
+    /// Returns the engines on this side for encoding `choice` on this many channels, and a line of text about QATzip if the engine
+    /// `qat` was named. Opens the library if `qat` was named, and where the engine is Sterna's choice if this host may have hardware.
     ///
     /// # Errors
-    /// Only if software is forbidden and `choice` is `qatzip`: otherwise the CPU encodes.
+    /// The engine `qat` was named, and there is no hardware or no library. Without hardware [`Software::Always`] has QATzip's own
+    /// software in its place.
     pub fn engines(&self, choice: MethodChoice, channels: u16) -> Result<(Engines, Option<String>), QatzipRefused> {
-        let (none, automatic) = (Engines::default(), choice.is_auto());
-        let named = choice.method().row().engine == Engine::Qat;
-        if !(named || automatic && may_have_hardware()) {
+        let (none, named) = (Engines::default(), choice.requires(Engine::Qat));
+        if !(named || choice.permits(Engine::Qat) && may_have_hardware()) {
             return Ok((none, None));
         }
         // `auto` uses the default level.
-        let level = choice.level().unwrap_or(1);
-        // Sessions without hardware are of no use to `auto`.
-        let software = if automatic && self.software == Software::Always { Software::WhenBusy } else { self.software };
+        let level = choice.encoding(Engine::Qat).and_then(Encoding::level).unwrap_or(1);
+        // Sessions without hardware are of no use unless somebody asks for them by name.
+        let software = match self.software {
+            Software::Always if !named => Software::WhenBusy,
+            software => software,
+        };
         match self.start(level, software, channels) {
             Ok(qat) => {
-                let line = named.then(|| format!("method qatzip: {}", qat.what()));
+                let line = named.then(|| format!("engine qat: {}", qat.what()));
                 Ok((none.with_qat(Arc::new(qat)), line))
             }
-            Err(refused) if named && software == Software::Forbidden => Err(refused),
-            Err(refused) => {
-                let line = || format!("method qatzip: the CPU writes its gzip: {}", refused.why());
-                Ok((none, named.then(line)))
-            }
+            Err(refused) if named => Err(refused),
+            Err(_) => Ok((none, None)),
         }
     }
 
@@ -109,16 +108,6 @@ impl Qatzip {
             StartError::NoHardware(none) => QatzipRefused::Hardware(none),
             other => QatzipRefused::Start(other),
         })
-    }
-}
-
-impl QatzipRefused {
-    fn why(&self) -> &dyn fmt::Display {
-        match self {
-            Self::Library(error) => error,
-            Self::Hardware(error) => error,
-            Self::Start(error) => error,
-        }
     }
 }
 

@@ -24,7 +24,7 @@ impl Sampler {
     /// # Errors
     /// [`CodecError::Library`].
     pub fn new() -> Result<Self, CodecError> {
-        let lz4 = MethodChoice::parse("lz4", None).expect("there is LZ4");
+        let lz4 = "lz4".parse::<MethodChoice>().ok().and_then(MethodChoice::by_cpu).expect("there is LZ4");
         Ok(Self { encoder: lz4.untiring_encoder(&Engines::default())?, sample: [0; SAMPLE], encoded: [0; SAMPLE] })
     }
 

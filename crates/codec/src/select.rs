@@ -16,7 +16,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::MethodChoice;
+use crate::{Encoding, Engine};
 
 /// Upper bounds of the classes: a sample's compressed size divided by its size.
 const CLASSES: [f64; 10] = [0.03, 0.08, 0.16, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.97];
@@ -135,8 +135,8 @@ struct Price {
 impl Knowledge {
     /// Starts with `ways`, the cheapest first, for this many channels; unmeasured values are guessed. There must be at
     /// least one.
-    pub fn new(ways: impl IntoIterator<Item = MethodChoice>, channels: usize) -> Self {
-        let way = |choice: MethodChoice| std::array::from_fn(|class| guess(choice, Class(class)));
+    pub fn new(ways: impl IntoIterator<Item = Encoding>, channels: usize) -> Self {
+        let way = |choice: Encoding| std::array::from_fn(|class| guess(choice, Class(class)));
         let ways: Vec<MethodEstimates> = ways.into_iter().map(way).collect();
         assert!(!ways.is_empty(), "something has to be chosen");
         let price = Price { value: FIRST_PRICE, age: 0.0 };
@@ -353,8 +353,9 @@ impl Selection {
 }
 
 /// Returns an estimate of a method before it was measured: of the order of the results of `examples/codec_throughput`.
-fn guess(choice: MethodChoice, class: Class) -> Estimate {
-    let (nanos, factor) = match (choice.method().name(), choice.level().unwrap_or(0)) {
+fn guess(encoding: Encoding, class: Class) -> Estimate {
+    let (nanos, factor) = match (encoding.method().name(), encoding.level().unwrap_or(0)) {
+        _ if encoding.engine() != Engine::Cpu => (2.0, 0.8),
         ("none", _) => return Estimate { nanos: 0.0, ratio: 1.0, seen: 0, tried: true },
         ("lz4", _) => (1.3, 0.9),
         ("zstd", ..=-3) => (1.5, 0.9),
@@ -363,7 +364,6 @@ fn guess(choice: MethodChoice, class: Class) -> Estimate {
         ("zstd", 3..=4) => (3.5, 0.66),
         ("zstd", 5..=6) => (9.0, 0.62),
         ("zstd", _) => (18.0, 0.6),
-        ("iaa" | "qatzip", _) => (2.0, 0.8),
         _ => (5.0, 0.7),
     };
     let ratio = class.ratio();
@@ -380,22 +380,16 @@ fn guess(choice: MethodChoice, class: Class) -> Estimate {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::MethodChoice;
 
     const BATCH: usize = 512 << 10;
 
-    fn choices(names: &[(&str, Option<&str>)]) -> Vec<MethodChoice> {
-        names.iter().map(|(name, level)| MethodChoice::parse(name, *level).unwrap()).collect()
+    fn encodings(names: &[&str]) -> Vec<Encoding> {
+        names.iter().map(|name| name.parse::<MethodChoice>().unwrap().by_cpu().unwrap()).collect()
     }
 
     fn selection() -> Selection {
-        let ways = choices(&[
-            ("none", None),
-            ("lz4", None),
-            ("zstd", Some("-1")),
-            ("zstd", Some("1")),
-            ("zstd", Some("3")),
-            ("zstd", Some("6")),
-        ]);
+        let ways = encodings(&["none", "lz4", "zstd -1", "zstd 1", "zstd 3", "zstd 6"]);
         Selection::new(Arc::new(Knowledge::new(ways, 1)))
     }
 
@@ -445,7 +439,7 @@ mod tests {
     #[test]
     fn the_causes_of_delay_are_parts_of_a_channels_own_time_for_any_number_of_channels() {
         for channels in [1, 2, 64] {
-            let ways = choices(&[("none", None), ("zstd", Some("1"))]);
+            let ways = encodings(&["none", "zstd 1"]);
             let mut selection = Selection::new(Arc::new(Knowledge::new(ways, channels)));
             let network = Interval { busy: 100_000, waited: 300_000, written: BATCH, ..Interval::default() };
             for _ in 0..100 {

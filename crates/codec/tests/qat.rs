@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_codec::{
-    CodecError, Encoded, EncoderSource, Engine, Engines, MAX_CONTENT, MethodChoice, Qat, Qatzip, QatzipRefused,
-    QatzipSoftware,
+    CodecError, Encoded, EncoderSource, Encoding, Engine, EngineMissing, Engines, MAX_CONTENT, MethodChoice, Qat,
+    Qatzip, QatzipRefused, QatzipSoftware,
 };
 use sterna_test_kit::content::{code_like, noise};
 use sterna_test_kit::qatzip::{library, read_gzip};
@@ -16,13 +16,17 @@ fn qat(level: i32) -> Option<Arc<Qat>> {
 }
 
 fn choice(level: i32) -> MethodChoice {
-    MethodChoice::parse("qatzip", Some(&level.to_string())).unwrap()
+    format!("deflate {level} by qat").parse().unwrap()
+}
+
+fn encoding(level: i32) -> Encoding {
+    choice(level).encoding(Engine::Qat).unwrap()
 }
 
 /// By the format's own decoder, by zlib, and member by member.
 fn read_back(packet: &[u8], plain: &[u8]) -> usize {
     let mut decoded = vec![0; plain.len()];
-    choice(1).method().format().decoder().unwrap().decode(packet, &mut decoded).unwrap();
+    encoding(1).format().decoder().unwrap().decode(packet, &mut decoded).unwrap();
     assert!(decoded == plain, "by libdeflate");
     assert!(read_gzip(packet) == plain, "by zlib");
     let (mut members, mut rest) = (0, packet);
@@ -38,8 +42,8 @@ fn what_it_writes_is_read_by_everybody_whatever_the_size() {
     for level in [1, 9] {
         let Some(qat) = qat(level) else { return };
         let engines = Engines::default().with_qat(Arc::<Qat>::clone(&qat));
-        assert_eq!((engines.of(choice(level)), engines.account(choice(level))), (Engine::Qat, None));
-        let mut encoder = choice(level).untiring_encoder(&engines).unwrap();
+        assert_eq!((engines.encoding(choice(level)), engines.account(encoding(level))), (Ok(encoding(level)), None));
+        let mut encoder = encoding(level).untiring_encoder(&engines).unwrap();
         let mut all = 0;
         // A page, less than a piece, a piece, a little more, a packet, more pieces than there are jobs, the largest packet.
         let sizes = [4096, 100_000, 128 << 10, 132 << 10, 512 << 10, 3 << 20, MAX_CONTENT];
@@ -52,8 +56,8 @@ fn what_it_writes_is_read_by_everybody_whatever_the_size() {
             all += len;
         }
         assert!(all > 0);
-        if !engines.has_hardware(choice(level)) {
-            assert_eq!(engines.account(choice(level)).unwrap(), "QATzip's software 100 %");
+        if !engines.has_hardware(Engine::Qat) {
+            assert_eq!(engines.account(encoding(level)).unwrap(), "QATzip's software 100 %");
         }
     }
 }
@@ -114,26 +118,24 @@ fn without_hardware_nothing_of_it_is_used_unless_that_was_asked_for() {
         return;
     }
     let with = |software| Qatzip { library: Some(library.file().to_owned()), software, ..Qatzip::default() };
-    let refused = with(QatzipSoftware::Forbidden).engines(choice(1), 2).unwrap_err();
-    assert!(matches!(refused, QatzipRefused::Hardware(_)), "{refused}");
-    let text = refused.to_string();
-    assert!(text.starts_with("method qatzip without software is not possible: QATzip found no QAT hardware"), "{text}");
-    let (engines, line) = with(QatzipSoftware::WhenBusy).engines(choice(1), 2).unwrap();
-    assert_eq!(engines.of(choice(1)), Engine::Cpu);
-    let line = line.unwrap();
-    assert!(line.starts_with("method qatzip: the CPU writes its gzip: QATzip found no QAT hardware"), "{line}");
+    for software in [QatzipSoftware::Forbidden, QatzipSoftware::WhenBusy] {
+        let refused = with(software).engines(choice(1), 2).unwrap_err();
+        assert!(matches!(refused, QatzipRefused::Hardware(_)), "{refused}");
+        let text = refused.to_string();
+        assert!(text.starts_with("engine qat is not there: QATzip found no QAT hardware"), "{text}");
+    }
     let (engines, line) = with(QatzipSoftware::Always).engines(choice(3), 2).unwrap();
-    assert_eq!((engines.of(choice(3)), engines.has_hardware(choice(3))), (Engine::Qat, false));
-    assert!(line.unwrap().starts_with("method qatzip: QATzip's own software, for there is no hardware, by /"));
+    assert_eq!((engines.encoding(choice(3)), engines.has_hardware(Engine::Qat)), (Ok(encoding(3)), false));
+    assert!(line.unwrap().starts_with("engine qat: QATzip's own software, for there is no hardware, by /"));
     // Started for one level, it has no other.
-    assert!(choice(4).encoder(&engines).is_err());
-    // What `auto` chooses from has no software of QATzip's, and other methods open nothing.
-    let auto = MethodChoice::parse("auto", None).unwrap();
-    assert!(MethodChoice::auto_candidates(&engines).iter().all(|way| way.method().name() != "qatzip"));
-    for other in [auto, MethodChoice::default(), MethodChoice::parse("zlib", None).unwrap()] {
+    assert!(encoding(4).encoder(&engines).is_err());
+    // What `auto` chooses from has no software of QATzip's, and where it is not named nothing is opened.
+    assert!(Encoding::auto_candidates(&engines).iter().all(|way| way.engine() == Engine::Cpu));
+    for other in ["auto", "none", "deflate by cpu", "deflate"] {
+        let other: MethodChoice = other.parse().unwrap();
         for software in [QatzipSoftware::Forbidden, QatzipSoftware::Always] {
             let (engines, line) = with(software).engines(other, 2).unwrap();
-            assert_eq!((engines.of(choice(1)), line), (Engine::Cpu, None));
+            assert_eq!((engines.encoding(choice(1)), line), (Err(EngineMissing { engine: Engine::Qat }), None));
         }
     }
 }

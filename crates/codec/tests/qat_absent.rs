@@ -1,31 +1,27 @@
-//! The method `qatzip` where there is no library: in a process of its own, because there is one library per process.
+//! The engine `qat` where there is no library: in a process of its own, because there is one library per process.
 
 use std::path::PathBuf;
 
-use sterna_codec::{Encoded, Encoder, Engine, MethodChoice, Qatzip, QatzipRefused, QatzipSoftware};
+use sterna_codec::{Engine, MethodChoice, Qatzip, QatzipRefused, QatzipSoftware};
 
 #[test]
-fn without_the_library_the_cpu_writes_the_same_format_unless_software_is_forbidden() {
-    let choice = MethodChoice::parse("qatzip", None).unwrap();
+fn without_the_library_the_engine_is_refused_where_it_was_named_and_the_cpu_is_taken_where_it_was_not() {
+    let named: MethodChoice = "deflate by qat".parse().unwrap();
+    let any: MethodChoice = "deflate".parse().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let broken = directory.path().join("libqatzip.so.3");
     std::fs::write(&broken, "no library").unwrap();
     for library in [PathBuf::from("/nowhere/libqatzip.so.3"), broken] {
-        let with = |software| Qatzip { library: Some(library.clone()), software, ..Qatzip::default() };
-        for software in [QatzipSoftware::WhenBusy, QatzipSoftware::Always] {
-            let (engines, line) = with(software).engines(choice, 2).unwrap();
-            let line = line.unwrap();
-            let beginning = "method qatzip: the CPU writes its gzip: QATzip is not available: ";
-            assert!(line.starts_with(beginning) && !line.contains('\n'), "{line}");
-            assert!(line.contains(library.file_name().unwrap().to_str().unwrap()), "{line}");
-            assert_eq!(engines.of(choice), Engine::Cpu);
-            let (plain, mut packet) = (vec![7; 64 << 10], vec![0; 64 << 10]);
-            let encoded = choice.encoder(&engines).unwrap().encode(&plain, &mut packet);
-            assert!(matches!(encoded, Ok(Encoded::Shrunk(_))));
+        for software in [QatzipSoftware::Forbidden, QatzipSoftware::WhenBusy, QatzipSoftware::Always] {
+            let qatzip = Qatzip { library: Some(library.clone()), software, ..Qatzip::default() };
+            let refused = qatzip.engines(named, 2).unwrap_err();
+            assert!(matches!(refused, QatzipRefused::Library(_)), "{refused}");
+            let text = refused.to_string();
+            assert!(text.starts_with("engine qat is not there: QATzip is not available: "), "{text}");
+            assert!(!text.contains('\n') && text.contains(library.file_name().unwrap().to_str().unwrap()), "{text}");
+
+            let (engines, line) = qatzip.engines(any, 2).unwrap();
+            assert_eq!((engines.encoding(any).unwrap().engine(), line), (Engine::Cpu, None));
         }
-        let refused = with(QatzipSoftware::Forbidden).engines(choice, 2).unwrap_err();
-        assert!(matches!(refused, QatzipRefused::Library(_)), "{refused}");
-        let beginning = "method qatzip without software is not possible: QATzip is not available: ";
-        assert!(refused.to_string().starts_with(beginning), "{refused}");
     }
 }

@@ -5,14 +5,18 @@ use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
-use sterna_codec::{Encoded, Encoder, Engine, Engines, MethodChoice, Qatzip, QatzipSoftware};
+use sterna_codec::{Encoded, Encoder, Encoding, Engine, Engines, MethodChoice, Qatzip, QatzipSoftware};
 use sterna_test_kit::content::code_like;
 use sterna_test_kit::qatzip::read_gzip;
 
 const PIECE: usize = 128 << 10;
 
 fn choice() -> MethodChoice {
-    MethodChoice::parse("qatzip", None).unwrap()
+    "deflate by qat".parse().unwrap()
+}
+
+fn encoding() -> Encoding {
+    choice().encoding(Engine::Qat).unwrap()
 }
 
 /// A batch of four pieces, some of which begin with what the made-up library makes of it; it shrinks a run of one byte.
@@ -27,7 +31,7 @@ fn encode(encoder: &mut dyn Encoder, plain: &[u8]) -> Option<usize> {
         Encoded::Incompressible => None,
         Encoded::Shrunk(bytes) => {
             let mut decoded = vec![0; plain.len()];
-            choice().method().format().decoder().unwrap().decode(&packet[..bytes], &mut decoded).unwrap();
+            encoding().format().decoder().unwrap().decode(&packet[..bytes], &mut decoded).unwrap();
             assert!(decoded == plain && read_gzip(&packet[..bytes]) == plain);
             Some(bytes)
         }
@@ -35,7 +39,7 @@ fn encode(encoder: &mut dyn Encoder, plain: &[u8]) -> Option<usize> {
 }
 
 fn account(engines: &Engines) -> String {
-    engines.account(choice()).unwrap()
+    engines.account(encoding()).unwrap()
 }
 
 #[test]
@@ -48,8 +52,9 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
     let start_with = |software, patience| {
         let qatzip = Qatzip { library: Some(directory.path().to_owned()), software, patience };
         let (engines, line) = qatzip.engines(choice(), 2).unwrap();
-        assert!(line.unwrap().starts_with("method qatzip: QAT hardware, by "));
-        assert_eq!((engines.of(choice()), engines.has_hardware(choice())), (Engine::Qat, true));
+        assert!(line.unwrap().starts_with("engine qat: QAT hardware, by "));
+        assert_eq!((engines.encoding(choice()), engines.has_hardware(Engine::Qat)), (Ok(encoding()), true));
+        assert_eq!(engines.encoding("deflate".parse().unwrap()), Ok(encoding()));
         engines
     };
     let start = |software| start_with(software, Duration::from_secs(60));
@@ -57,9 +62,9 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
 
     for software in [QatzipSoftware::Forbidden, QatzipSoftware::WhenBusy, QatzipSoftware::Always] {
         let engines = start(software);
-        let names: Vec<_> = MethodChoice::auto_candidates(&engines).iter().map(|way| way.method().name()).collect();
-        assert_eq!(names, ["none", "lz4", "qatzip", "zstd", "zstd", "zstd", "zstd"]);
-        let mut encoder = choice().untiring_encoder(&engines).unwrap();
+        let names: Vec<_> = Encoding::auto_candidates(&engines).iter().map(ToString::to_string).collect();
+        assert_eq!(names, ["none", "lz4", "deflate 1 by qat", "zstd -1", "zstd 1", "zstd 3", "zstd 6"]);
+        let mut encoder = encoding().untiring_encoder(&engines).unwrap();
         for _ in 0..10 {
             assert!(encode(&mut *encoder, &good).unwrap() < 20_000);
         }
@@ -70,7 +75,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
 
     // A piece that fails: the CPU does that one, and then everything for a while.
     let engines = start(QatzipSoftware::WhenBusy);
-    let mut encoder = choice().untiring_encoder(&engines).unwrap();
+    let mut encoder = encoding().untiring_encoder(&engines).unwrap();
     assert!(encode(&mut *encoder, &batch(["", "BROKE", "", ""])).unwrap() < 20_000);
     assert!(account(&engines).ends_with(" (last: QATzip's qzCompress failed with code -2 (unspecified error))"));
     for _ in 0..8 {
@@ -86,7 +91,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
 
     // A device that hangs: nobody waits for more than one piece of it, and its buffers stay with it.
     let engines = start_with(QatzipSoftware::WhenBusy, Duration::from_millis(10));
-    let mut encoder = choice().untiring_encoder(&engines).unwrap();
+    let mut encoder = encoding().untiring_encoder(&engines).unwrap();
     encode(&mut *encoder, &batch(["HANGS", "", "HANGS", "HANGS"])).unwrap();
     assert!(account(&engines).ends_with(" (last: QATzip did not answer within 10ms)"), "{}", account(&engines));
     for _ in 0..100 {
@@ -105,7 +110,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
     let engines = start_with(QatzipSoftware::WhenBusy, Duration::from_millis(1));
     for round in 0..20 {
         gate(false);
-        let mut encoder = choice().untiring_encoder(&engines).unwrap();
+        let mut encoder = encoding().untiring_encoder(&engines).unwrap();
         encode(&mut *encoder, &batch(["GATED one", "GATED two", "", "GATED"])).unwrap();
         for _ in 0..8 {
             encode(&mut *encoder, &good).unwrap();
@@ -120,7 +125,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
 
     // Forbidden: what no device does goes as it is, and what one does is as before.
     let engines = start(QatzipSoftware::Forbidden);
-    let mut encoder = choice().untiring_encoder(&engines).unwrap();
+    let mut encoder = encoding().untiring_encoder(&engines).unwrap();
     assert_eq!(encode(&mut *encoder, &batch(["", "SOFTW", "", ""])), None);
     for _ in 0..8 {
         assert_eq!(encode(&mut *encoder, &good), None);

@@ -113,7 +113,7 @@ impl Accelerator {
         taken
     }
 
-    /// Returns `others` and the IAA engine, if there is one. `verifying`: whether IAA's output is decoded and compared.
+    /// Returns `others` and the engine `iaa`, if there is one. `verifying`: whether IAA's output is decoded and compared.
     pub(crate) fn engines(&self, others: Engines, verifying: bool) -> Engines {
         match Iaa::new(&self.offload, &self.guest) {
             Some(iaa) => others.with_iaa(Arc::new(iaa.verifying(verifying))),

@@ -1,23 +1,26 @@
-//! Bounds how much CPU time the choice of methods may use: otherwise the best compression would take every core from
-//! the other guests of this host.
+//! Bounds the CPU time of the sending threads: otherwise the best compression would take every core from the other guests of this host.
 //!
-//! All sending threads draw their CPU time from one bucket that fills as time passes. While the bucket is in debt, the
-//! threads choose cheaper methods.
+//! All sending threads draw their CPU time from one bucket that fills as time passes. While the bucket is in debt, `auto` chooses cheaper
+//! methods; threads whose debt goes further pause until it is paid. While the guest is paused there is no limit: its downtime is worth more.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum CPU time that is saved up; also the debt at which no method is worth its CPU time.
+/// Maximum CPU time that is saved up; also the debt up to which no thread pauses, so that `auto` can choose cheaper methods instead.
 const SPAN: Duration = Duration::from_millis(10);
-/// Maximum debt: a few batches at the slowest levels. A larger debt would restrict the choice long after CPU use that
-/// could not be avoided.
-const MAX_DEBT: Duration = Duration::from_millis(30);
+/// Maximum debt: more than 64 threads owe that each have encoded a packet at the slowest level.
+const MAX_DEBT: Duration = Duration::from_secs(2);
+/// Maximum time of one pause, so that a thread notices soon that the guest is paused or that the migration has ended.
+const MAX_PAUSE: Duration = Duration::from_millis(20);
 
 /// The allowance that the sending threads of one migration share.
 #[derive(Debug)]
 pub(crate) struct CpuAllowance {
     cores: f64,
     bucket: Mutex<Bucket>,
+    /// Whether there is no limit now.
+    lifted: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -31,24 +34,51 @@ impl CpuAllowance {
     /// Makes an allowance of `cores` CPU cores, more than 0.
     pub(crate) fn new(cores: f64) -> Self {
         assert!(cores > 0.0, "threads without CPU time cannot send");
-        Self { cores, bucket: Mutex::new(Bucket { level: 0.0, at: Instant::now() }) }
+        let bucket = Mutex::new(Bucket { level: 0.0, at: Instant::now() });
+        Self { cores, bucket, lifted: AtomicBool::new(false) }
     }
 
-    /// Records that a thread has run for `running` since its last call. Returns how far all threads together exceed the
-    /// allowance: from 0, not at all, to 1, far.
-    pub(crate) fn used(&self, running: Duration) -> f64 {
-        self.bucket.lock().unwrap_or_else(PoisonError::into_inner).used(running, Instant::now(), self.cores)
+    /// Lifts the limit, or puts it in force again.
+    pub(crate) fn lift(&self, lifted: bool) {
+        self.lifted.store(lifted, Ordering::Relaxed);
+    }
+
+    /// Records that a thread has run for `running` since its last call. Returns how long the thread must pause now.
+    pub(crate) fn use_up(&self, running: Duration) -> Duration {
+        if self.lifted.load(Ordering::Relaxed) {
+            return Duration::ZERO;
+        }
+        let mut bucket = self.bucket();
+        bucket.use_up(running, Instant::now(), self.cores);
+        bucket.pause(self.cores).min(MAX_PAUSE)
+    }
+
+    /// Returns how far all threads together exceed the allowance: from 0, not at all, to 1, far.
+    pub(crate) fn beyond(&self) -> f64 {
+        self.bucket().beyond()
+    }
+
+    fn bucket(&self) -> MutexGuard<'_, Bucket> {
+        self.bucket.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Bucket {
-    fn used(&mut self, running: Duration, now: Instant, cores: f64) -> f64 {
-        let span = SPAN.as_secs_f64();
+    fn use_up(&mut self, running: Duration, now: Instant, cores: f64) {
         let elapsed = now.saturating_duration_since(self.at);
         self.at += elapsed;
-        self.level = (self.level + cores * elapsed.as_secs_f64()).min(span) - running.as_secs_f64();
+        self.level = (self.level + cores * elapsed.as_secs_f64()).min(SPAN.as_secs_f64()) - running.as_secs_f64();
         self.level = self.level.max(-MAX_DEBT.as_secs_f64());
-        (-self.level / span).clamp(0.0, 1.0)
+    }
+
+    fn beyond(&self) -> f64 {
+        (-self.level / SPAN.as_secs_f64()).clamp(0.0, 1.0)
+    }
+
+    /// Returns how long it takes until the debt is one that `auto` alone deals with.
+    fn pause(&self, cores: f64) -> Duration {
+        let debt = -self.level - SPAN.as_secs_f64();
+        Duration::try_from_secs_f64(debt.max(0.0) / cores).unwrap_or(MAX_PAUSE)
     }
 }
 
@@ -60,32 +90,65 @@ mod tests {
 
     /// Runs for `part` of each of `times` milliseconds, and returns how far the allowance is exceeded.
     fn beyond(bucket: &mut Bucket, cores: f64, part: f64, times: u32) -> f64 {
-        let mut beyond = 0.0;
         for _ in 0..times {
             let now = bucket.at + MS;
-            beyond = bucket.used(MS.mul_f64(part), now, cores);
+            bucket.use_up(MS.mul_f64(part), now, cores);
         }
-        beyond
+        bucket.beyond()
+    }
+
+    fn empty() -> Bucket {
+        Bucket { level: 0.0, at: Instant::now() }
     }
 
     #[test]
     fn use_within_the_allowance_never_exceeds_it_and_higher_use_soon_does() {
-        let mut bucket = Bucket { level: 0.0, at: Instant::now() };
+        let mut bucket = empty();
         assert_eq!(beyond(&mut bucket, 0.5, 0.49, 1000), 0.0);
-        assert!(beyond(&mut bucket, 0.5, 0.6, 1000) > 0.99);
-        // Half of the debt is paid in the time of a core, and the whole debt is at most 30 ms.
-        assert!(beyond(&mut bucket, 0.5, 0.0, 39) > 0.99);
-        assert_eq!(beyond(&mut bucket, 0.5, 0.0, 22), 0.0);
-        let twice = 2.0;
-        assert_eq!(beyond(&mut bucket, twice, 1.9, 1000), 0.0);
+        assert!(beyond(&mut bucket, 0.5, 0.6, 200) > 0.99);
+        // Half of the debt is paid in the time of a core.
+        assert_eq!(beyond(&mut bucket, 0.5, 0.0, 45), 0.0);
+        assert_eq!(beyond(&mut bucket, 2.0, 1.9, 1000), 0.0);
+    }
+
+    #[test]
+    fn threads_that_pause_as_they_must_use_no_more_than_the_limit_however_they_run() {
+        for (cores, packet) in [(0.5, MS), (0.25, 25 * MS), (1.5, MS / 2), (0.01, 5 * MS)] {
+            let mut bucket = empty();
+            let (begun, mut running) = (bucket.at, Duration::ZERO);
+            let mut now = begun;
+            while running < Duration::from_secs(20) {
+                now += packet;
+                running += packet;
+                bucket.use_up(packet, now, cores);
+                now += bucket.pause(cores);
+            }
+            let used = running.as_secs_f64() / (now - begun).as_secs_f64();
+            // A thread that never pauses uses one core.
+            let expected = cores.min(1.0);
+            assert!((used / expected - 1.0).abs() < 0.01, "{used} of {cores} in packets of {packet:?}");
+        }
     }
 
     #[test]
     fn a_clock_that_stops_or_goes_back_adds_nothing() {
-        let mut bucket = Bucket { level: 0.0, at: Instant::now() };
+        let mut bucket = empty();
         let at = bucket.at;
-        assert_eq!(bucket.used(SPAN, at, 4.0), 1.0);
-        assert_eq!(bucket.used(Duration::ZERO, at, 4.0), 1.0);
-        assert_eq!(bucket.used(Duration::ZERO, at + SPAN, 1.0), 0.0);
+        bucket.use_up(SPAN, at, 4.0);
+        assert_eq!(bucket.beyond(), 1.0);
+        bucket.use_up(Duration::ZERO, at, 4.0);
+        assert_eq!(bucket.beyond(), 1.0);
+        bucket.use_up(Duration::ZERO, at + SPAN, 1.0);
+        assert_eq!(bucket.beyond(), 0.0);
+    }
+
+    #[test]
+    fn while_the_limit_is_lifted_no_thread_pauses_and_nothing_is_owed_for_it() {
+        let allowance = CpuAllowance::new(0.001);
+        allowance.lift(true);
+        assert_eq!(allowance.use_up(Duration::from_secs(1)), Duration::ZERO);
+        assert_eq!(allowance.beyond(), 0.0);
+        allowance.lift(false);
+        assert_eq!(allowance.use_up(Duration::from_secs(1)), MAX_PAUSE);
     }
 }

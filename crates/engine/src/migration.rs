@@ -5,6 +5,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
+use sterna_codec::EngineMissing;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::place::PlaceError;
 use sterna_memory::ram::{GuestRam, RamBlock};
@@ -199,6 +200,12 @@ impl From<PlaceError> for Cause {
     }
 }
 
+impl From<EngineMissing> for Cause {
+    fn from(error: EngineMissing) -> Self {
+        Self::of(ErrorKind::Settings, error)
+    }
+}
+
 impl From<Refusal> for Cause {
     fn from(error: Refusal) -> Self {
         Self::of(ErrorKind::Settings, error)
@@ -310,7 +317,7 @@ impl Error for MigrationError {
 }
 
 /// Returns the description of the virtual machine that each side sends or checks.
-pub(crate) fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
+pub fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
     let block = |block: &RamBlock| Block {
         name: block.name().to_owned(),
         bytes: block.bytes(),

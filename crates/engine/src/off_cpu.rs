@@ -19,8 +19,6 @@ pub(crate) struct OffCpu {
     off: Duration,
     /// How long the thread had waited for a CPU at the last [`OffCpu::take`].
     delay: Duration,
-    /// How long the thread had been running at the last [`OffCpu::running`].
-    running: Duration,
 }
 
 /// The beginning of a call.
@@ -34,7 +32,7 @@ impl OffCpu {
     pub(crate) fn new() -> Self {
         let schedstat = File::open("/proc/thread-self/schedstat").ok();
         let delay = schedstat.as_ref().and_then(run_delay).unwrap_or_default();
-        Self { schedstat, off: Duration::ZERO, delay, running: thread_time() }
+        Self { schedstat, off: Duration::ZERO, delay }
     }
 
     /// Begins a call.
@@ -47,12 +45,6 @@ impl OffCpu {
         let running = thread_time().saturating_sub(begun.running);
         self.off += begun.at.elapsed().saturating_sub(running);
         running
-    }
-
-    /// Returns how long the thread has been running since the last call of this function.
-    pub(crate) fn running(&mut self) -> Duration {
-        let running = thread_time();
-        running.saturating_sub(std::mem::replace(&mut self.running, running))
     }
 
     /// Returns how long the thread has waited for the subjects of its calls, since the last call of this function.

@@ -54,6 +54,8 @@ pub enum QmpError {
     Connect {
         /// Path of the socket.
         path: String,
+        /// The kind of the system's error.
+        kind: io::ErrorKind,
         /// The system's error, and what to do.
         reason: String,
     },
@@ -193,10 +195,13 @@ impl Qmp {
         let stream = connect_stream(path, timeout).map_err(|error| match error.kind() {
             // The queue of connections that are not accepted yet is full: other clients wait for this monitor, too.
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => busy(),
-            kind => QmpError::Connect { path: path.display().to_string(), reason: connect_reason(kind, &error) },
+            kind => QmpError::Connect { path: path.display().to_string(), kind, reason: connect_reason(kind, &error) },
         })?;
-        let mut connection = Self::start(stream, timeout)
-            .map_err(|error| QmpError::Connect { path: path.display().to_string(), reason: error.to_string() })?;
+        let mut connection = Self::start(stream, timeout).map_err(|error| QmpError::Connect {
+            path: path.display().to_string(),
+            kind: error.kind(),
+            reason: error.to_string(),
+        })?;
 
         let greeting = connection
             .shared
@@ -208,6 +213,7 @@ impl Qmp {
             .ok_or_else(busy)??;
         connection.version = Version::from_json(&greeting["version"]).ok_or_else(|| QmpError::Connect {
             path: path.display().to_string(),
+            kind: io::ErrorKind::InvalidData,
             reason: "the greeting names no QEMU version: this is not a QEMU monitor".into(),
         })?;
         let qmp = Qmp { connection: Arc::new(connection) };

@@ -127,7 +127,7 @@
 //! |---|---|
 //! | `tls` | mutual TLS 1.3 (rustls with aws-lc): [`Security::Tls`] can be made. Without it [`TlsSettings::client`] and [`TlsSettings::server`] return an error |
 //! | `zstd` | the method `zstd`; `auto` may choose it |
-//! | `qatzip` | source: the method `qatzip`, by a library that is found at run time |
+//! | `qatzip` | source: the engine `qat` of the method `deflate`, by the library QATzip, found at run time |
 //! | `accel` | source: Intel DSA and IAA look for zero pages, copy, compare and compress |
 //! | `model` | with `accel`: these devices in software, for tests |
 //! | `vm-memory` | RAM blocks and a dirty log from rust-vmm's `vm-memory` |
@@ -179,7 +179,7 @@ pub use sterna_memory::dirty::write_protect::WriteProtectLog;
 pub use sterna_memory::dirty::{DirtyLog, DirtyLogError, KvmSlot};
 
 // Compression.
-pub use sterna_codec::{ChoiceError, MethodChoice};
+pub use sterna_codec::{ChoiceError, Engine, EngineChoice, EngineMissing, Method, MethodChoice};
 #[cfg(feature = "qatzip")]
 pub use sterna_codec::{Qatzip, QatzipSoftware};
 

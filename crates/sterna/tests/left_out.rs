@@ -15,16 +15,18 @@ fn tls_is_refused_with_the_feature_that_adds_it() {
 
 #[cfg(not(any(feature = "zstd", feature = "qatzip")))]
 #[test]
-fn methods_are_refused_with_the_feature_that_adds_them() {
+fn methods_and_engines_are_refused_with_the_feature_that_adds_them() {
     use sterna::{ChoiceError, MethodChoice};
-    for method in ["zstd", "qatzip"] {
-        let refused = MethodChoice::parse(method, None).unwrap_err();
+    let parse = |text: &str| text.parse::<MethodChoice>();
+    for (choice, feature) in [("zstd", "zstd"), ("zstd 3", "zstd"), ("deflate by qat", "qatzip")] {
+        let refused = parse(choice).unwrap_err();
         assert!(matches!(refused, ChoiceError::LeftOut { .. }), "{refused:?}");
-        assert!(refused.to_string().contains(&format!("the feature `{method}`")), "{refused}");
+        assert!(refused.to_string().contains(&format!("the feature `{feature}`")), "{refused}");
     }
-    assert!(matches!(MethodChoice::parse("lzma", None), Err(ChoiceError::UnknownMethod { .. })));
-    for method in ["auto", "none", "lz4", "zlib", "iaa"] {
-        MethodChoice::parse(method, None).unwrap();
+    assert!(matches!(parse("lzma"), Err(ChoiceError::UnknownMethod { .. })));
+    assert!(matches!(parse("lz4 by qat"), Err(ChoiceError::NoEngine { .. })));
+    for choice in ["auto", "none", "lz4", "deflate", "deflate 6", "deflate by cpu", "deflate by iaa"] {
+        parse(choice).unwrap();
     }
 }
 

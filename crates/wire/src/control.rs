@@ -218,6 +218,12 @@ pub enum ControlMessage {
         /// The reason, for a person.
         reason: String,
     },
+    /// Destination, to a source that requires the capability `dry-run-1`: what a migration would be refused for, as far as that is
+    /// known without beginning one. Nothing was begun, and the connection is closed after it.
+    Checked {
+        /// The reasons, for a person; none if the migration would be accepted.
+        refusals: Vec<String>,
+    },
     /// Destination: the guest's RAM blocks are known and ready to be filled; pages may be sent. With the placement of
     /// each block.
     Ready {

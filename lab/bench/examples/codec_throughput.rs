@@ -1,11 +1,11 @@
-//! Measures every method on the CPU, and beside them `lz4_flex` and the deflate of `iaa` at other levels, on batches of 512 KiB:
+//! Measures every method on the CPU, and beside them `lz4_flex` and the deflate for IAA at other levels, on batches of 512 KiB:
 //! `cargo run --release -p sterna-bench --example codec_throughput -- FILE…`
 //!
 //! FILEs are memory dumps or anything like guest RAM; zero pages are left out, as a sender does. Without one, the
 //! example's own executable. One thread, everything in memory, best of three passes.
 
 use std::time::Instant;
-use sterna_codec::{Encoded, Format, Method};
+use sterna_codec::{Encoded, Encoding, Engine, Format, Method};
 use sterna_offload::Deflater;
 
 const PAGE: usize = 4096;
@@ -23,18 +23,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let batches: Vec<&[u8]> = memory.chunks_exact(BATCH).collect();
     println!("{} batches of 512 KiB", batches.len());
-    // Without an accelerator qatzip is zlib; `qat_throughput` has it with whatever QATzip finds.
-    for method in Method::all().filter(|method| !["none", "qatzip"].contains(&method.name())) {
-        let levels = method.row().levels.map(|levels| (levels.least, levels.most));
-        let shown = method.choices().filter(|choice| match (choice.level(), levels) {
+    // `qat_throughput` has QATzip, with whatever it finds.
+    for method in Method::all().filter(|method| method.name() != "none") {
+        let levels = method.row().encodings.iter().find_map(|row| row.levels).map(|levels| (levels.least, levels.most));
+        let shown = Encoding::all_by(Engine::Cpu).filter(|encoding| match (encoding.level(), levels) {
+            _ if encoding.method() != method => false,
             (Some(level), Some((least, most))) => [least, -1, 1, 3, 6, most].contains(&level),
             _ => true,
         });
-        for choice in shown {
-            let (format, level) = (method.format(), choice.level().unwrap_or(0));
+        for encoding in shown {
+            let (format, level) = (encoding.format(), encoding.level().unwrap_or(0));
             let (mut encoder, mut decoder) = ((format.row().encoder)(level)?, format.decoder()?);
             measure(
-                &choice.to_string(),
+                &encoding.to_string(),
                 &batches,
                 |input, output| match encoder.encode(input, output).expect("a batch is short enough") {
                     Encoded::Shrunk(len) => Some(len),

@@ -1,4 +1,4 @@
-//! Measures the method `qatzip` by whatever QATzip finds (a device, or its own software where there is none) beside the CPU's `zlib`, on
+//! Measures the engine `qat` by whatever QATzip finds (a device, or its own software where there is none) beside the CPU's gzip, on
 //! batches of 512 KiB, one channel:
 //! `STERNA_QATZIP=DIR cargo run --release -p sterna-bench --example qat_throughput -- FILE…`
 //!
@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use sterna_codec::{Encoded, Encoder, Engines, MethodChoice, Qatzip, QatzipSoftware};
+use sterna_codec::{Encoded, Encoder, Encoding, Engine, Engines, MethodChoice, Qatzip, QatzipSoftware};
 
 const BATCH: usize = 512 << 10;
 
@@ -20,19 +20,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let qatzip = Qatzip { software: QatzipSoftware::Always, ..Qatzip::default() };
     println!("| method | MB/s | CPU ns per byte | ratio |\n|---|---|---|---|");
-    for level in ["1", "6"] {
-        for method in ["zlib", "qatzip"] {
-            let choice = MethodChoice::parse(method, Some(level))?;
+    for level in [1, 6] {
+        for engine in [Engine::Cpu, Engine::Qat] {
+            let choice: MethodChoice = format!("deflate {level} by {engine}").parse()?;
             let (engines, line) = qatzip.engines(choice, 1)?;
             line.iter().for_each(|line| eprintln!("{line}"));
-            measure(choice, &engines, &content)?;
+            measure(engines.encoding(choice)?, &engines, &content)?;
         }
     }
     Ok(())
 }
 
-fn measure(choice: MethodChoice, engines: &Engines, content: &[u8]) -> Result<(), sterna_codec::CodecError> {
-    let mut encoder: Box<dyn Encoder> = choice.untiring_encoder(engines)?;
+fn measure(encoding: Encoding, engines: &Engines, content: &[u8]) -> Result<(), sterna_codec::CodecError> {
+    let mut encoder: Box<dyn Encoder> = encoding.untiring_encoder(engines)?;
     let mut packet = vec![0; BATCH];
     let mut best = (Duration::MAX, Duration::MAX, 0);
     for _ in 0..3 {
@@ -49,8 +49,8 @@ fn measure(choice: MethodChoice, engines: &Engines, content: &[u8]) -> Result<()
     let plain = content.len() / BATCH * BATCH;
     let rate = plain as f64 / wall.as_secs_f64() / 1e6;
     let nanos = cpu.as_nanos() as f64 / plain as f64;
-    let by = engines.account(choice).map(|account| format!(", {account}")).unwrap_or_default();
-    println!("| {choice}{by} | {rate:.0} | {nanos:.1} | {:.3} |", plain as f64 / packed as f64);
+    let by = engines.account(encoding).map(|account| format!(", {account}")).unwrap_or_default();
+    println!("| {encoding}{by} | {rate:.0} | {nanos:.1} | {:.3} |", plain as f64 / packed as f64);
     Ok(())
 }
 

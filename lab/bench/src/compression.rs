@@ -62,10 +62,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         Findings { name: "compression", columns: COLUMNS, rows: Vec::new(), targets: Vec::new(), notes: Vec::new() };
     if !plan::has_qat() {
         plans.retain(|plan| !plan.needs_qat());
-        findings.notes.push(
-            "qatzip is left out: it is for Intel QAT, and there is none on this machine; without, its library compresses as zlib does."
-                .into(),
-        );
+        findings.notes.push("deflate by qat is left out: there is no Intel QAT on this machine.".into());
     }
     while let Some(first) = plans.first() {
         let (network, load) = (first.network, first.load);

@@ -210,7 +210,7 @@ impl Bench<'_> {
         let (to, from) =
             (security(tls, |dir| TlsSettings::server(dir, &[CLIENT.to_owned()]))?, security(tls, TlsSettings::client)?);
         let mut destination = Destination::new(self.guests.1.ram()).device_queue(setting.queue);
-        let method = MethodChoice::parse("none", None).map_err(|error| error.to_string())?;
+        let method = MethodChoice::default();
         let mut source = Source::new(self.guests.0.ram(), self.guests.0.log())
             .channels(CHANNELS)
             .method(method)

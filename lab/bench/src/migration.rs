@@ -368,7 +368,8 @@ impl Bench {
         measured.wire_bytes = self.hosts.wire_bytes()?.unwrap_or(0.0) - before.wire_bytes;
         let report = report()?;
         let chosen = |option| method.iter().skip_while(|word| **word != option).nth(1).copied();
-        let asked = MethodChoice::parse(chosen("--method").unwrap_or_default(), chosen("--level"));
+        let words: Vec<_> = [chosen("--method"), chosen("--level")].into_iter().flatten().collect();
+        let asked = words.join(" ").parse::<MethodChoice>();
         check_method(asked.map_err(doing("choosing a method"))?, report["method"].as_str().unwrap_or_default())?;
         // Sterna's own time begins before QEMU's: it opens its channels first.
         measured.total_ms = measured.total_ms.max(report["total_ms"].as_f64().unwrap_or(0.0));

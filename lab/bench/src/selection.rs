@@ -263,7 +263,7 @@ fn notes(args: &BenchArgs, rig: &Rig<'_>) -> Vec<String> {
             rig.cpus(Side::A)[0]
         ),
         "Virtual: the product's selection drives threads, sockets, window and receivers in virtual time, without scheduling delays. CPUs \
-         allowed: as by --cpu; best fixed and oracle are the fastest of those that keep to it within 5 %. On one core: all sending \
+         allowed: as by --max-cpus; best fixed and oracle are the fastest of those that keep to it within 5 %. On one core: all sending \
          threads, and all receiving ones on another."
             .into(),
         "Oracle: for each batch the way that would be best at one price of a byte, by the costs that it will really have; the best of \

@@ -29,7 +29,7 @@ pub(crate) fn send(
     let mut source = Source::new(guest_ram(machine)?, log)
         .method(settings.method()?)
         .qatzip(settings.qatzip())
-        .cpu(settings.cpu)
+        .max_cpus(settings.max_cpus)
         .channels(settings.channels)
         .offload(offload)
         .iaa_verify(settings.iaa_verify)

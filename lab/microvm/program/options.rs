@@ -4,8 +4,8 @@ use clap::{Args, Parser};
 use std::path::PathBuf;
 use std::time::Duration;
 use sterna::{
-    Accelerators, DeviceChannels, IaaVerify, MethodChoice, NotConverging, Qatzip, QatzipSoftware, Security, Throttle,
-    TlsSettings,
+    Accelerators, DeviceChannels, EngineChoice, IaaVerify, Method, MethodChoice, NotConverging, Qatzip, QatzipSoftware,
+    Security, Throttle, TlsSettings,
 };
 use sterna_microvm::{Backing, BlockConfig, Config, Execution, Fill, Pattern, Rate, Tracking, Workload};
 
@@ -129,21 +129,24 @@ pub(crate) struct When {
 /// How the source moves its guest.
 #[derive(Args)]
 pub(crate) struct SourceOptions {
-    /// How pages are compressed: auto, none, lz4, zstd, zlib, iaa or qatzip
+    /// How pages are compressed: auto, none, lz4, zstd or deflate
     #[arg(long, default_value = "auto")]
-    method: String,
+    method: Method,
+    /// What compresses by deflate: auto, cpu, qat or iaa
+    #[arg(long, default_value = "auto")]
+    engine: EngineChoice,
     /// Level of the method
     #[arg(long, allow_hyphen_values = true)]
-    level: Option<String>,
-    /// The method qatzip's library, or its directory
+    level: Option<i32>,
+    /// The library of the engine qat, or its directory
     #[arg(long, value_name = "PATH")]
     qatzip_library: Option<PathBuf>,
-    /// What the method qatzip may do in software: forbidden, when-busy or always
+    /// What the engine qat may do in software: forbidden, when-busy or always
     #[arg(long, value_name = "WHEN", default_value = "when-busy", value_parser = |name: &str| choice(&QATZIP_SOFTWARE, name))]
     qatzip_software: QatzipSoftware,
-    /// CPUs that the sending threads may use together, where the method is auto
+    /// CPUs that the sending threads may use together
     #[arg(long, value_name = "CORES")]
-    pub(crate) cpu: Option<f64>,
+    pub(crate) max_cpus: Option<f64>,
     /// What helps to look for zero pages and to copy (dsa), and to compress (iaa): cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y,
     /// iaa:/dev/iax/wqX.Y, model:FILE; several separated by commas
     // Refused where it would not be used, so that no user believes that it is.
@@ -280,7 +283,7 @@ impl Options {
 
 impl SourceOptions {
     pub(crate) fn method(&self) -> Result<MethodChoice, String> {
-        MethodChoice::parse(&self.method, self.level.as_deref()).map_err(|error| error.to_string())
+        MethodChoice::new(self.method, self.engine, self.level).map_err(|error| error.to_string())
     }
 
     pub(crate) fn qatzip(&self) -> Qatzip {

@@ -29,8 +29,7 @@ const GRASS: Content =
 const DECODING: [f64; 6] = [0.0, 0.3, 0.7, 0.7, 0.7, 0.7];
 
 fn trace(contents: &[Content]) -> Trace {
-    let ways = [("none", None), ("lz4", None)].into_iter();
-    let ways = ways.chain(["-1", "1", "3", "6"].map(|level| ("zstd", Some(level))));
+    let ways = ["none", "lz4", "zstd -1", "zstd 1", "zstd 3", "zstd 6"];
     let batch = |content: &Content| {
         let way = |((nanos, ratio), decoding): ((f64, f64), f64)| {
             let (size, bytes) = (SIZE, (SIZE as f64 * ratio) as usize);
@@ -43,7 +42,7 @@ fn trace(contents: &[Content]) -> Trace {
         }
     };
     Trace {
-        ways: ways.map(|(name, level)| MethodChoice::parse(name, level).unwrap()).collect(),
+        ways: ways.map(|text| text.parse::<MethodChoice>().unwrap().by_cpu().unwrap()).to_vec(),
         batches: contents.iter().map(batch).collect(),
         sampling: 8000.0,
     }

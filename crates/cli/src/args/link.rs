@@ -1,11 +1,13 @@
 //! Options of the connection to the destination and of the pages on it.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
-use clap::builder::{PossibleValue, PossibleValuesParser};
-use clap::{Args, ValueEnum};
-use sterna_codec::{METHODS, Qatzip, QatzipSoftware};
+use clap::builder::{PossibleValue, TypedValueParser};
+use clap::{Arg, Args, Command, ValueEnum};
+use sterna_codec::{ChoiceError, EngineChoice, METHODS, Method, Qatzip, QatzipSoftware};
 use sterna_wire::limits::MAX_RAM_CHANNELS;
 
 use crate::units;
@@ -25,20 +27,24 @@ pub(crate) struct LinkArgs {
     )]
     pub(crate) channels: u16,
     /// How pages are compressed
-    #[arg(long, default_value = "auto", value_parser = method_names())]
-    pub(crate) method: String,
-    /// Level of the method, higher is smaller and slower; zstd: -5 to 9, zlib and qatzip: 1 to 9 [default for all: 1]
+    #[arg(long, default_value = "auto", value_parser = MethodParser)]
+    pub(crate) method: Method,
+    /// What compresses by deflate; an engine that is named and not there is an error
+    #[arg(long, default_value_t = EngineChoice::Auto, requires = "method", value_parser = EngineParser)]
+    pub(crate) engine: EngineChoice,
+    /// Level of the method, higher is smaller and slower; zstd: -5 to 9, deflate by cpu or qat: 1 to 9 [default for all: 1]
     #[arg(long, allow_hyphen_values = true, requires = "method")]
-    pub(crate) level: Option<String>,
-    /// The library of the method qatzip, or its directory [default: what STERNA_QATZIP names, else the system's]
+    pub(crate) level: Option<i32>,
+    /// QATzip's library for the engine qat, or its directory [default: what STERNA_QATZIP names, else the system's]
     #[arg(long, value_name = "PATH", requires = "method")]
     pub(crate) qatzip_library: Option<PathBuf>,
-    /// When the method qatzip may compress in software
+    /// What software may compress where the engine is qat
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = QatzipSoftwareArg::WhenBusy, requires = "method")]
     pub(crate) qatzip_software: QatzipSoftwareArg,
-    /// CPUs that the sending threads may use together, such as 1.5, if the method is auto [default: no limit]
-    #[arg(long, value_name = "CORES", value_parser = units::cores)]
-    pub(crate) cpu: Option<f64>,
+    /// CPUs that the sending threads may use on this host, all together, such as 0.5 or 2; not while the guest is paused
+    /// [default: no limit]
+    #[arg(long, value_name = "N", value_parser = units::cores)]
+    pub(crate) max_cpus: Option<f64>,
     /// Maximum bytes per second on the network, such as 1GB/s or 1Gbit/s [default: no limit]
     #[arg(long, value_name = "RATE", allow_hyphen_values = true, value_parser = units::rate)]
     pub(crate) bandwidth: Option<u64>,
@@ -53,16 +59,16 @@ pub(crate) struct LinkArgs {
 /// `--qatzip-software`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum QatzipSoftwareArg {
-    /// Never: without QAT hardware no migration begins, and pages that it does not compress are sent uncompressed
+    /// Nothing: pages that the hardware does not compress are sent uncompressed
     Forbidden,
     /// The CPU compresses what busy hardware does not
     WhenBusy,
-    /// Without hardware, QATzip's own software compresses everything, slowly
+    /// As when-busy; and without hardware, QATzip's own software compresses everything, slowly
     Always,
 }
 
 impl LinkArgs {
-    /// Returns the settings of the method `qatzip`.
+    /// Returns the settings of the engine `qat`.
     pub(crate) fn qatzip(&self) -> Qatzip {
         let software = match self.qatzip_software {
             QatzipSoftwareArg::Forbidden => QatzipSoftware::Forbidden,
@@ -73,8 +79,50 @@ impl LinkArgs {
     }
 }
 
-fn method_names() -> PossibleValuesParser {
-    PossibleValuesParser::new(METHODS.iter().map(|row| PossibleValue::new(row.name).help(row.summary)))
+/// `--method`.
+#[derive(Clone)]
+struct MethodParser;
+
+impl TypedValueParser for MethodParser {
+    type Value = Method;
+
+    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<Method, clap::Error> {
+        let parse = |name: &str| {
+            name.parse().map_err(|error| match error {
+                ChoiceError::IsEngine { given, engine } => {
+                    format!("{given} is an engine: --method deflate --engine {engine}")
+                }
+                other => other.to_string(),
+            })
+        };
+        parse.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(METHODS.iter().map(|row| PossibleValue::new(row.name).help(row.summary))))
+    }
+}
+
+/// `--engine`.
+#[derive(Clone)]
+struct EngineParser;
+
+impl TypedValueParser for EngineParser {
+    type Value = EngineChoice;
+
+    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<EngineChoice, clap::Error> {
+        EngineChoice::from_str.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let values = [
+            ("auto", "an IAA that --accel opened, else QAT hardware, else the CPU"),
+            ("cpu", "gzip by the CPU"),
+            ("qat", "gzip by Intel QAT, by way of QATzip"),
+            ("iaa", "deflate with a window of 4 KiB by Intel IAA; needs --accel and direct mode"),
+        ];
+        Some(Box::new(values.into_iter().map(|(name, help)| PossibleValue::new(name).help(help))))
+    }
 }
 
 pub(super) fn peer_address(text: &str) -> Result<String, String> {

@@ -26,20 +26,11 @@ pub(crate) use self::recover::{RecoverArgs, SideArg};
 pub(crate) use self::send::{ModeArg, SendArgs};
 use crate::cert::CertArgs;
 use crate::commands::accel::AccelCommand;
-
-const EXIT_CODES: &str = "\
-Exit codes:
-  0  completed; recover: settled
-  1  failed or refused, the guest runs on at the source; recover: not settled
-  2  the options are wrong, nothing was done
-  3  cancelled (Ctrl-C, SIGTERM, SIGHUP), the guest runs on at the source
-  4  unconfirmed: the switchover was begun, but not confirmed; run `sterna recover ID` on both hosts
-  5  lost: the source's QEMU died during the migration; the report says what can be done
-A report file that cannot be written is an error message, but does not change the code.";
+use crate::commands::exit::EXIT_CODES;
 
 /// Moves running virtual machines between hosts.
 #[derive(Debug, Parser)]
-#[command(name = "sterna", version, after_help = EXIT_CODES)]
+#[command(name = "sterna", version, after_help = EXIT_CODES.as_str())]
 pub(crate) struct Cli {
     /// What to do.
     #[command(subcommand)]

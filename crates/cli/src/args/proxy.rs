@@ -6,9 +6,9 @@ use std::time::Duration;
 use clap::Args;
 use sterna_wire::limits::MAX_NAME;
 
-use super::EXIT_CODES;
 use super::common::{ScreenArgs, TlsAllowArgs, TlsArgs};
 use super::link::{LinkArgs, listen_address};
+use crate::commands::exit::EXIT_CODES;
 use crate::units;
 
 /// Maximum number of sockets of one kind.
@@ -16,7 +16,7 @@ pub(super) const MAX_SOCKETS: usize = 256;
 
 /// `sterna proxy send`.
 #[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
+#[command(after_help = EXIT_CODES.as_str())]
 pub(crate) struct ProxySendArgs {
     /// Unix socket to listen on, to which the source QEMU migrates. Can be given again for QEMUs that migrate at the same
     /// time and cannot share one, each under a name that both sides give
@@ -38,7 +38,7 @@ pub(crate) struct ProxySendArgs {
 
 /// `sterna proxy receive`.
 #[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
+#[command(after_help = EXIT_CODES.as_str())]
 pub(crate) struct ProxyReceiveArgs {
     /// Unix socket on which the destination QEMU listens; can be given again, each time under a name that both sides give
     #[arg(long, value_name = "[NAME=]PATH", required = true, value_parser = unix)]

@@ -6,14 +6,14 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use sterna_qemu::gateway::Placement;
 
-use super::EXIT_CODES;
 use super::common::{ReportArgs, ScreenArgs, SocketArgs, StateArgs, TlsAllowArgs, WaitArgs};
 use super::link::listen_address;
+use crate::commands::exit::EXIT_CODES;
 use crate::units;
 
 /// `sterna receive`.
 #[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
+#[command(after_help = EXIT_CODES.as_str())]
 pub(crate) struct ReceiveArgs {
     /// QMP socket of the destination QEMU; no other program may use it meanwhile
     #[arg(long, value_name = "PATH")]

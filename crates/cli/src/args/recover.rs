@@ -6,13 +6,13 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use sterna_wire::identity::MigrationId;
 
-use super::EXIT_CODES;
 use super::common::StateArgs;
+use crate::commands::exit::EXIT_CODES;
 use crate::units;
 
 /// `sterna recover`.
 #[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
+#[command(after_help = EXIT_CODES.as_str())]
 pub(crate) struct RecoverArgs {
     /// The migration's id, as `sterna send` and `sterna receive` printed it
     #[arg(value_name = "ID")]

@@ -9,20 +9,23 @@ use sterna_offload::share::MAX_WEIGHT;
 use sterna_qemu::gateway::{DirectOptions, SendMode};
 use sterna_wire::switchover::SourceAfter;
 
-use super::EXIT_CODES;
 use super::common::{ReportArgs, ScreenArgs, SocketArgs, StateArgs, TlsArgs, WaitArgs};
 use super::link::LinkArgs;
+use crate::commands::exit::EXIT_CODES;
 use crate::units;
 
 /// `sterna send`.
 #[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
+#[command(after_help = EXIT_CODES.as_str())]
 pub(crate) struct SendArgs {
     /// QMP socket of the source QEMU; no other program may use it meanwhile
     #[arg(long, value_name = "PATH")]
     pub(crate) qmp: PathBuf,
     #[command(flatten)]
     pub(crate) link: LinkArgs,
+    /// Begin nothing: report every refusal of both sides, the mode, the memory to send, and how long that takes
+    #[arg(long)]
+    pub(crate) dry_run: bool,
     /// Keep up to this much of the sent pages, such as 1GiB, and send only the changes of a page that is sent again [default: none]
     #[arg(long, value_name = "SIZE", default_value = "0", hide_default_value = true, value_parser = units::size)]
     pub(crate) delta_cache: u64,
@@ -37,7 +40,7 @@ pub(crate) struct SendArgs {
     #[command(flatten)]
     pub(crate) waits: WaitArgs,
     /// For tests and measurements: send this share of the zero pages, in percent, as if they were not zero
-    #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=100))]
+    #[arg(long, hide = true, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub(crate) normal_page_ratio: u8,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,

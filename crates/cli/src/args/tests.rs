@@ -38,8 +38,8 @@ fn the_definition_is_consistent() {
 fn the_defaults_are_those_of_the_help() {
     let args = send("--insecure");
     assert_eq!(args.link.qatzip(), Qatzip::default());
-    assert_eq!((args.link.channels, args.link.method.as_str(), args.link.level), (2, "auto", None));
-    assert_eq!((args.link.cpu, args.link.bandwidth, args.link.downtime), (None, None, Duration::from_millis(300)));
+    assert_eq!((args.link.channels, args.link.method.name(), args.link.level), (2, "auto", None));
+    assert_eq!((args.link.max_cpus, args.link.bandwidth, args.link.downtime), (None, None, Duration::from_millis(300)));
     assert_eq!(args.link.packet_size, sterna_wire::limits::DEFAULT_PACKET_SIZE);
     assert_eq!((args.normal_page_ratio, args.screen.quiet), (0, false));
     assert_eq!((args.report.json, args.state.state_dir), (None, None));
@@ -48,16 +48,17 @@ fn the_defaults_are_those_of_the_help() {
 }
 
 #[test]
-fn what_may_be_used_of_the_cpu_needs_no_method() {
-    assert_eq!(send("--insecure --cpu 1.5").link.cpu, Some(1.5));
+fn the_limit_of_cpus_may_be_a_fraction_and_holds_for_every_method() {
+    assert_eq!(send("--insecure --max-cpus 0.5").link.max_cpus, Some(0.5));
+    assert_eq!(send("--insecure --method lz4 --max-cpus 2").link.max_cpus, Some(2.0));
 }
 
 #[test]
 fn how_qatzip_works_arrives() {
-    let args = send("--insecure --method qatzip --qatzip-library /opt/qat --qatzip-software forbidden");
+    let args = send("--insecure --method deflate --engine qat --qatzip-library /opt/qat --qatzip-software forbidden");
     let Qatzip { library, software, .. } = args.link.qatzip();
     assert_eq!((library, software), (Some("/opt/qat".into()), QatzipSoftware::Forbidden));
-    let args = send("--insecure --method qatzip --qatzip-software always");
+    let args = send("--insecure --method deflate --engine qat --qatzip-software always");
     assert_eq!(args.link.qatzip(), Qatzip { software: QatzipSoftware::Always, ..Qatzip::default() });
 }
 
@@ -68,7 +69,7 @@ fn every_option_of_send_arrives() {
          --normal-page-ratio 100 --delta-cache 3GiB --tls d --state-dir s --json - --quiet --log debug \
          --source-after keep --stall-limit 5s --time-limit 1min",
     );
-    assert_eq!((args.link.channels, args.link.method.as_str(), args.link.level.as_deref()), (64, "zstd", Some("-5")));
+    assert_eq!((args.link.channels, args.link.method.name(), args.link.level), (64, "zstd", Some(-5)));
     assert_eq!((args.link.bandwidth, args.link.downtime), (Some(1_000_000_000), Duration::from_secs(2)));
     assert_eq!((args.link.packet_size, args.normal_page_ratio, args.screen.quiet), (1 << 20, 100, true));
     assert_eq!((args.delta_cache, send("").delta_cache), (3 << 30, 0));
@@ -144,7 +145,10 @@ fn wrong_values_are_refused_by_one_line_that_names_the_option() {
         ("--channels", "0", "0 is not in 1..=64"),
         ("--channels", "65", "65 is not in 1..=64"),
         ("--channels", "two", "invalid digit"),
-        ("--method", "lzma", "possible values: none, lz4, zstd, zlib, auto, iaa, qatzip"),
+        ("--method", "lzma", "there is no method 'lzma'; there is none, lz4, zstd, deflate, auto"),
+        ("--method", "iaa", "iaa is an engine: --method deflate --engine iaa"),
+        ("--method", "qatzip", "qatzip is an engine: --method deflate --engine qat"),
+        ("--method", "zlib", "zlib is an engine: --method deflate --engine cpu"),
         ("--bandwidth", "1000", "the unit is missing"),
         ("--bandwidth", "1GB", "the unit 'GB' is unknown or could mean two things"),
         ("--bandwidth", "0B/s", "leave the option out for no limit"),

@@ -1,5 +1,6 @@
 //! `sterna accel`: lists accelerators, tests them, and plans the configuration of their queues.
 
+mod list;
 #[cfg(feature = "model")]
 mod replay;
 
@@ -11,8 +12,7 @@ use std::sync::Arc;
 
 use clap::{Args, Subcommand};
 use sterna_engine::cancel::Cancel;
-use sterna_idxd::{DeviceInfo, Directories, Kind, Operation, QueueInfo, Reason, WorkQueue, discover, iaa};
-use sterna_memory::scan::Implementation;
+use sterna_idxd::{DeviceInfo, Directories, Kind, discover};
 use sterna_offload::plan::{Accelerator, Plan, PlanDevice};
 use sterna_offload::trace::Trace;
 use sterna_offload::{Accelerators, DeviceSelector, QueueTrial, Settings, StartError, Trials};
@@ -25,7 +25,7 @@ use crate::signals::{self, Meaning};
 #[derive(Debug, Subcommand)]
 pub(crate) enum AccelCommand {
     /// List devices and queues, whether they open, what they are used for, and why others are not
-    List(ListArgs),
+    List(list::ListArgs),
     /// Run every operation on every queue, and compare the results with those of plain code
     Test(TestArgs),
     /// Print how the queues should be set up, as accel-config reads it, and each guest's share of them
@@ -34,14 +34,6 @@ pub(crate) enum AccelCommand {
     Capture(CaptureArgs),
     /// Check a trace against the specification, and report how long each operation took
     Replay(ReplayArgs),
-}
-
-/// `sterna accel list`.
-#[derive(Debug, Args)]
-pub(crate) struct ListArgs {
-    /// Do not open queues that could be used
-    #[arg(long)]
-    closed: bool,
 }
 
 /// `sterna accel test`.
@@ -104,7 +96,7 @@ pub(crate) struct ReplayArgs {
 
 pub(super) fn run(command: &AccelCommand) -> Result<Exit, Failure> {
     match command {
-        AccelCommand::List(args) => list(args),
+        AccelCommand::List(args) => list::run(args),
         AccelCommand::Test(args) => test(&args.trial),
         AccelCommand::Plan(args) => plan(args),
         AccelCommand::Capture(args) => capture(args),
@@ -148,91 +140,6 @@ impl Out {
                 Ok(())
             }
         }
-    }
-}
-
-fn list(args: &ListArgs) -> Result<Exit, Failure> {
-    let directories = Directories::from_environment();
-    let mut text = String::new();
-    match discover(&directories) {
-        Ok(devices) if devices.is_empty() => text.push_str("The idxd driver is here and has no device.\n"),
-        Ok(devices) => {
-            for info in &devices {
-                describe(&mut text, info, &directories, args.closed);
-            }
-        }
-        Err(error) => {
-            let _ = writeln!(text, "No DSA or IAA can be used: {error}");
-        }
-    }
-    let _ = writeln!(text, "The CPU does what no accelerator does, by {}.", Implementation::chosen().name());
-    text.push_str("QAT is not looked for: QATzip uses it where its library finds it (--method qatzip).\n");
-    Out::Stdout.say(&text)?;
-    Ok(Exit::Completed)
-}
-
-fn describe(text: &mut String, info: &DeviceInfo, directories: &Directories, closed: bool) {
-    let device = &info.device;
-    let node = device.numa_node.map_or(String::new(), |node| format!(", NUMA node {node}"));
-    let _ = writeln!(
-        text,
-        "{}: {} version {:#x}{node}, {} engines, {} queues",
-        device.name,
-        device.kind,
-        device.version,
-        info.engines.len(),
-        info.queues.len()
-    );
-    for queue in &info.queues {
-        let _ = writeln!(text, "  {}: {}", queue.name, verdict(queue, directories, closed));
-        for remark in &queue.remarks {
-            let _ = writeln!(text, "    note: {remark}");
-        }
-    }
-    let empty = |queue: &QueueInfo| queue.unusable.as_ref().is_some_and(|why| why.reason == Reason::NotConfigured);
-    if info.queues.iter().all(empty) {
-        let _ = writeln!(text, "  to set it up: `sterna accel plan --devices {}` prints how", device.name);
-    }
-    for oddity in &info.oddities {
-        let _ = writeln!(text, "  odd: {oddity}");
-    }
-}
-
-/// One sentence about a queue.
-fn verdict(queue: &QueueInfo, directories: &Directories, closed: bool) -> String {
-    if let Some(unusable) = &queue.unusable {
-        return format!("not used: {unusable}");
-    }
-    let uses = uses(queue);
-    if closed {
-        return format!("would be used for {uses}");
-    }
-    match WorkQueue::open(queue.clone(), directories) {
-        Ok(opened) => format!("opens (by {}); used for {uses}", opened.way()),
-        Err(error) => format!("not used: {error}"),
-    }
-}
-
-/// Returns what migrations use a queue for, according to its configuration in the kernel.
-fn uses(queue: &QueueInfo) -> String {
-    const BY_DSA: &[(&str, &[u8])] = &[
-        ("zero maps", &[Operation::ComparePattern as u8]),
-        ("copies with checksums", &[Operation::CopyCrc as u8]),
-        ("copies without", &[Operation::Memmove as u8]),
-        ("deltas", &[Operation::CreateDelta as u8]),
-    ];
-    const BY_IAA: &[(&str, &[u8])] = &[
-        ("deflate with a window of 4 KiB", &[iaa::Operation::Compress as u8]),
-        ("verifying that by inflating it", &[iaa::Operation::Decompress as u8]),
-    ];
-    let all = if queue.kind() == Kind::Dsa { BY_DSA } else { BY_IAA };
-    let (has, lacks): (Vec<_>, Vec<_>) =
-        all.iter().partition(|(_, codes)| codes.iter().all(|code| queue.declares(*code) != Some(false)));
-    let names = |uses: &[&(&str, &[u8])]| uses.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
-    let has_names = if has.is_empty() { "nothing".to_owned() } else { names(&has) };
-    match lacks.len() {
-        0 => has_names,
-        _ => format!("{has_names}; not configured (op_config) for {}", names(&lacks)),
     }
 }
 
@@ -406,21 +313,7 @@ fn planned(info: &DeviceInfo) -> PlanDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sterna_idxd::{Device, Mode, OperationSet};
     use sterna_offload::Operation;
-
-    #[test]
-    fn a_queue_is_listed_with_the_uses_that_it_is_configured_for() {
-        let mut queue = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", Kind::Dsa)), Mode::Shared, 16);
-        let all = "zero maps, copies with checksums, copies without, deltas";
-        assert_eq!(uses(&queue), all, "where the kernel says nothing");
-        // No-op, batch, compare, compare pattern, create delta.
-        queue.operations = OperationSet::parse("0,0,0,0,0,0,0,000000e3");
-        let some = "zero maps, deltas; not configured (op_config) for copies with checksums, copies without";
-        assert_eq!(uses(&queue), some);
-        queue.operations = OperationSet::parse("0,0,0,0,0,0,0,3");
-        assert_eq!(uses(&queue), format!("nothing; not configured (op_config) for {all}"));
-    }
 
     #[test]
     fn the_table_has_a_line_for_every_operation() {

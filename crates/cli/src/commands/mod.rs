@@ -3,6 +3,7 @@
 //! A further command is a variant of [`Command`], a file here and a line in [`run`].
 
 pub(crate) mod accel;
+pub(crate) mod exit;
 mod proxy;
 mod receive;
 mod recover;
@@ -12,11 +13,10 @@ mod send;
 mod state_dir;
 
 use std::io::Write;
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use serde::Serialize;
-use sterna_codec::MethodChoice;
+use sterna_codec::{ChoiceError, MethodChoice};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::report::Outcome;
 use sterna_qemu::gateway::GatewayError;
@@ -24,42 +24,8 @@ use sterna_qemu::gateway::GatewayError;
 use crate::args::{Cli, Command, LinkArgs, ProxyCommand, ReportArgs, ScreenArgs};
 use crate::progress::Screen;
 use crate::signals::{self, Meaning, Watch};
+pub(crate) use exit::Exit;
 use report_file::ReportFile;
-
-/// Exit codes; `--help` explains them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Exit {
-    /// Completed.
-    Completed = 0,
-    /// Failed or refused; the guest runs on at the source.
-    Failed = 1,
-    /// The options are wrong; nothing was done.
-    Usage = 2,
-    /// Cancelled; the guest runs on at the source.
-    Cancelled = 3,
-    /// The switchover was begun, but is not confirmed.
-    Unconfirmed = 4,
-    /// The source's QEMU died, and the guest with it.
-    Lost = 5,
-}
-
-impl From<Exit> for ExitCode {
-    fn from(exit: Exit) -> Self {
-        Self::from(exit as u8)
-    }
-}
-
-impl From<Outcome> for Exit {
-    fn from(outcome: Outcome) -> Self {
-        match outcome {
-            Outcome::Completed => Self::Completed,
-            Outcome::Cancelled => Self::Cancelled,
-            Outcome::Failed => Self::Failed,
-            Outcome::Unconfirmed | Outcome::Stuck => Self::Unconfirmed,
-            Outcome::Lost => Self::Lost,
-        }
-    }
-}
 
 /// The end of a command that has no report: a message and a code.
 #[derive(Debug)]
@@ -72,6 +38,11 @@ impl Failure {
     /// The options are wrong.
     fn usage(what: &impl ToString) -> Self {
         Self { exit: Exit::Usage, text: what.to_string() }
+    }
+
+    /// This host refuses, and nothing was touched.
+    fn refused(what: &impl ToString) -> Self {
+        Self { exit: Exit::Refused, text: what.to_string() }
     }
 
     /// The options are right, but the command failed.
@@ -136,30 +107,19 @@ impl Session {
 
 /// Returns the failure for a gateway's error. After the decision the gateway returns a report instead, so the guest is at the source.
 fn gateway_failure(error: &GatewayError, cancelled: bool) -> Failure {
-    Failure { exit: if cancelled { Exit::Cancelled } else { Exit::Failed }, text: error.to_string() }
+    Failure { exit: if cancelled { Exit::Cancelled } else { error.kind.into() }, text: error.to_string() }
 }
 
-/// Returns the chosen method. Warns of one that only accelerators make fast, unless some are `accelerated`.
-fn method_choice(link: &LinkArgs, accelerated: bool) -> Result<MethodChoice, Failure> {
-    // clap has checked the name, so only the level can be wrong.
-    let choice = MethodChoice::parse(&link.method, link.level.as_deref())
-        .map_err(|error| Failure::usage(&format!("--level: {error}")))?;
-    if link.cpu.is_some() && !choice.is_auto() {
-        // Refused rather than silently ignored.
-        return Err(Failure::usage(&format!("--cpu: only the method auto keeps to it, and {choice} was asked for")));
-    }
-    if link.method == "iaa" && !accelerated {
-        crate::complain(
-            "note: --method iaa without an accelerator: the CPU compresses, more slowly than by zstd and less well; \
-             `sterna send --accel` in direct mode uses an IAA",
-        );
-    }
-    Ok(choice)
+fn method_choice(link: &LinkArgs) -> Result<MethodChoice, Failure> {
+    MethodChoice::new(link.method, link.engine, link.level).map_err(|error| {
+        let option = if matches!(error, ChoiceError::NoEngine { .. }) { "--engine" } else { "--level" };
+        Failure::usage(&format!("{option}: {error}"))
+    })
 }
 
 /// A gateway's report.
 trait Summary: Serialize {
-    fn outcome(&self) -> Outcome;
+    fn exit(&self) -> Exit;
     fn text(&self) -> String;
 
     /// Returns the command that helps, where the report leaves something to an operator.
@@ -173,6 +133,7 @@ trait Summary: Serialize {
 struct NoReport<'a> {
     outcome: Outcome,
     reason: &'a str,
+    exit_code: u8,
 }
 
 /// Runs `migrate` with a screen and signals, and reports its end in both forms.
@@ -183,7 +144,7 @@ fn migration<R: Summary>(
     migrate: impl FnOnce(&Cancel, &Screen) -> Result<R, GatewayError>,
 ) -> Result<Exit, Failure> {
     // An unwritable report must be an error before the guest is touched.
-    let file = report.json.as_deref().map(ReportFile::reserve).transpose().map_err(|error| Failure::failed(&error))?;
+    let file = report.json.as_deref().map(ReportFile::reserve).transpose().map_err(|error| Failure::refused(&error))?;
     let session = Session::start(screen, logging, Meaning::MIGRATION)?;
     let result = migrate(&session.cancel, &session.screen);
     let cancelled = session.end();
@@ -196,12 +157,12 @@ fn migration<R: Summary>(
             let _ =
                 if on_stdout { writeln!(std::io::stderr(), "{text}") } else { writeln!(std::io::stdout(), "{text}") };
             write_json(file, &summary);
-            Ok(summary.outcome().into())
+            Ok(summary.exit())
         }
         Err(error) => {
             let failure = gateway_failure(&error, cancelled);
             let outcome = if cancelled { Outcome::Cancelled } else { Outcome::Failed };
-            write_json(file, &NoReport { outcome, reason: &failure.text });
+            write_json(file, &NoReport { outcome, reason: &failure.text, exit_code: failure.exit as u8 });
             Err(failure)
         }
     }

@@ -10,7 +10,7 @@ use sterna_qemu::gateway::{
     GatewayError, ProxyReceiveOptions, ProxyReport, ProxySendOptions, ProxyStop, proxy_receive, proxy_send,
 };
 
-use super::{Exit, Failure, Session, method_choice, security};
+use super::{Exit, Failure, Session, gateway_failure, method_choice, security};
 use crate::args::{ProxyReceiveArgs, ProxyReportArgs, ProxySendArgs, ScreenArgs, each_name_once};
 use crate::signals::Meaning;
 
@@ -22,9 +22,9 @@ pub(super) fn run_send(args: &ProxySendArgs, logging: bool) -> Result<Exit, Fail
         security: security::source(&args.tls)?,
         channels: args.link.channels,
         // A proxy has QEMU's stream, which no accelerator reaches.
-        method: method_choice(&args.link, false)?,
+        method: method_choice(&args.link)?,
         qatzip: args.link.qatzip(),
-        cpu: args.link.cpu,
+        max_cpus: args.link.max_cpus,
         bandwidth: args.link.bandwidth,
         downtime: args.link.downtime,
         packet_size: args.link.packet_size,
@@ -69,7 +69,7 @@ fn until_stopped(
     match result {
         Ok(true) => Ok(Exit::Completed),
         Ok(false) => Ok(Exit::Cancelled),
-        Err(error) => Err(Failure::failed(&error)),
+        Err(error) => Err(gateway_failure(&error, false)),
     }
 }
 
@@ -94,7 +94,7 @@ impl Reports {
         } else {
             let opened = File::options().append(true).create(true).open(path);
             let failed =
-                |error| Failure::failed(&format!("--json: cannot append reports to {}: {error}", path.display()));
+                |error| Failure::refused(&format!("--json: cannot append reports to {}: {error}", path.display()));
             Box::new(opened.map_err(failed)?)
         };
         Ok(Self(Mutex::new(out)))

@@ -1,14 +1,14 @@
 //! `sterna receive`: the destination's side of a migration.
 
-use sterna_engine::report::{Outcome, ReceiveReport};
+use sterna_engine::report::ReceiveReport;
 use sterna_qemu::gateway::{Placement, ReceiveOptions, receive};
 
 use super::{Exit, Failure, Summary, migration, security, state_dir};
 use crate::args::ReceiveArgs;
 
 impl Summary for ReceiveReport {
-    fn outcome(&self) -> Outcome {
-        self.outcome
+    fn exit(&self) -> Exit {
+        self.outcome.into()
     }
 
     fn text(&self) -> String {

@@ -41,9 +41,9 @@ fn choose(
             TlsError::NobodyAllowed => Failure::usage(&format!("{error}: give it with --allow NAME")),
             TlsError::File { .. } => {
                 let advice = "`sterna cert` makes a set of certificates for a trial or a small site";
-                Failure::failed(&format!("{error}; {advice}"))
+                Failure::refused(&format!("{error}; {advice}"))
             }
-            other => Failure::failed(&other),
+            other => Failure::refused(&other),
         }),
         (None, true) => Ok(Security::Insecure),
         (None, false) => Err(Failure::usage(&missing(option))),
@@ -99,7 +99,7 @@ mod tests {
             destination(&TlsAllowArgs { tls, allow: vec!["a".to_owned()], insecure: false }).unwrap_err(),
         ];
         for failure in failures {
-            assert_eq!(failure.exit, Exit::Failed);
+            assert_eq!(failure.exit, Exit::Refused);
             assert!(failure.text.contains(".pem") && !failure.text.contains('\n'), "{}", failure.text);
         }
     }

@@ -1,15 +1,14 @@
 //! `sterna send`: the source's side of a migration.
 
 use sterna_engine::report::{Outcome, Report};
-use sterna_offload::Accelerators;
-use sterna_qemu::gateway::{DirectOptions, SendOptions, send};
+use sterna_qemu::gateway::{DirectOptions, DryRun, SendOptions, dry_run, send};
 
 use super::{Exit, Failure, Summary, method_choice, migration, security, state_dir};
 use crate::args::{ModeArg, SendArgs};
 
 impl Summary for Report {
-    fn outcome(&self) -> Outcome {
-        self.outcome
+    fn exit(&self) -> Exit {
+        self.outcome.into()
     }
 
     fn text(&self) -> String {
@@ -23,29 +22,42 @@ impl Summary for Report {
     }
 }
 
+/// Of several refusals the first determines the code: those of the source come first.
+impl Summary for DryRun {
+    fn exit(&self) -> Exit {
+        self.refusals.first().map_or(Exit::Completed, |refusal| refusal.kind.into())
+    }
+
+    fn text(&self) -> String {
+        self.text()
+    }
+}
+
 pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
-    let direct = direct(args)?;
     let options = SendOptions {
         qmp: args.qmp.clone(),
         to: args.link.to.clone(),
         security: security::source(&args.tls)?,
         channels: args.link.channels,
-        method: method_choice(&args.link, direct.accelerators != Accelerators::cpu())?,
+        method: method_choice(&args.link)?,
         qatzip: args.link.qatzip(),
-        cpu: args.link.cpu,
+        max_cpus: args.link.max_cpus,
         bandwidth: args.link.bandwidth,
         downtime: args.link.downtime,
         packet_size: args.link.packet_size,
         delta_cache: args.delta_cache,
         normal_page_ratio: args.normal_page_ratio,
         mode: args.mode.into(),
-        direct,
+        direct: direct(args)?,
         source_after: args.source_after.into(),
         waits: (&args.waits).into(),
         state_dir: state_dir::choose(&args.state)?,
         socket_dir: args.sockets.directory(),
     };
-    migration(&args.screen, &args.report, logging, |cancel, screen| send(&options, cancel, screen))
+    match args.dry_run {
+        true => migration(&args.screen, &args.report, logging, |cancel, screen| dry_run(&options, cancel, screen)),
+        false => migration(&args.screen, &args.report, logging, |cancel, screen| send(&options, cancel, screen)),
+    }
 }
 
 /// Returns the options of direct mode, and refuses them if `--mode stream` excludes it.

@@ -43,6 +43,9 @@ fn a_host_without_devices_is_told_so_and_what_is_done_instead() {
     let list = accel(Path::new("/nowhere"), &["list"]);
     let text = text_of(&list);
     assert!(list.status.success() && text.contains("modprobe idxd") && text.contains("The CPU does"), "{text}");
+    let list = accel(Path::new("/nowhere"), &["list", "--json", "-"]);
+    let list: serde_json::Value = serde_json::from_slice(&list.stdout).unwrap();
+    assert!(list["no_driver"].as_str().unwrap().contains("modprobe idxd") && list["devices"] == serde_json::json!([]));
     let test = accel(Path::new("/nowhere"), &["test"]);
     assert_eq!(test.status.code(), Some(1), "nothing was tried: {}", text_of(&test));
     let sentence = "no accelerator was tried, because none was opened";
@@ -66,6 +69,35 @@ fn every_queue_of_a_tree_has_its_sentence() {
     let text = text_of(&command.output().unwrap());
     assert!(text.contains("wq0.0: would be used for zero maps"), "{text}");
     assert!(text.contains("wq1.0: would be used for deflate"), "{text}");
+    let output = command.args(["--json", "-"]).output().unwrap();
+    let list: serde_json::Value = serde_json::from_slice(&output.stdout).expect("stdout is JSON alone");
+    assert!(output.status.success(), "{list}");
+    let used = |device: usize| list["devices"][device]["queues"][0]["used_for"].clone();
+    assert_eq!(
+        used(0),
+        serde_json::json!(["zero maps", "copies with checksums", "copies without checksums", "deltas"]),
+        "{list}"
+    );
+    assert_eq!(
+        used(1),
+        serde_json::json!(["deflate with a window of 4 KiB", "verifying that by inflating it"]),
+        "{list}"
+    );
+    // The same facts as in the text.
+    for device in list["devices"].as_array().unwrap() {
+        assert!(text.contains(device["name"].as_str().unwrap()), "{device}");
+        for queue in device["queues"].as_array().unwrap() {
+            assert!(queue["opened_by"].is_null(), "it was not to be opened: {queue}");
+            let name = queue["name"].as_str().unwrap();
+            let uses: Vec<_> = queue["used_for"].as_array().unwrap().iter().filter_map(|used| used.as_str()).collect();
+            let line = match queue["reason"].as_str() {
+                None => format!("{name}: would be used for {}", uses.join(", ")),
+                Some(reason) => format!("{name}: not used: {reason}"),
+            };
+            assert_eq!(queue["usable"].as_bool(), Some(queue["reason"].is_null()), "{queue}");
+            assert!(text.contains(&line), "{line}: {text}");
+        }
+    }
     let unused = text.lines().filter(|line| line.contains("wq0.") && line.contains("not used: ")).count();
     assert_eq!(unused, 7, "all other queues of the device say why not: {text}");
 }

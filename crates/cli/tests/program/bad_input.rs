@@ -48,7 +48,7 @@ fn refused_send(pair: &Pair, to: &str, options: &[&str], words: &[&str]) {
 
 fn refusal(name: &str, process: Sterna, words: &[&str]) {
     let (status, lines) = process.finish_with_lines();
-    assert_eq!(status.code(), FAILED, "{name}: {lines:?}");
+    assert!(support::nothing_was_touched(status.code()), "{name}, {status}: {lines:?}");
     let errors: Vec<_> = lines.iter().filter(|line| line.starts_with("sterna: ")).collect();
     assert_eq!(errors.len(), 1, "{name} says one line: {lines:?}");
     for word in words {
@@ -360,7 +360,9 @@ fn a_source_that_floods_a_receiver_busy_with_its_qemu_has_to_wait() {
     rustix::process::kill_process(qemu, rustix::process::Signal::CONT).unwrap();
     assert!(pushed_back && memory < MAX_MEMORY_KIB, "{memory} KiB");
     drop(source);
-    assert_eq!(receiver.finish().0.code(), FAILED);
+    // QEMU may have been stopped before the receiver had asked it for its settings.
+    let code = receiver.finish().0.code();
+    assert!(code == FAILED || support::nothing_was_touched(code), "{code:?}");
 }
 
 /// A source that sends its hello, then `more`, and then heartbeats as long as the receiver listens.

@@ -120,7 +120,8 @@ fn shared_memory_is_searched_copied_and_compared_by_a_dsa() {
 #[test]
 fn an_iaa_compresses_what_a_dsa_has_copied() {
     let Some(moved) =
-        (Case { send: "--accel MODEL --accel-weight 3 --method iaa --iaa-verify always", ..CASE }).moved()
+        (Case { send: "--accel MODEL --accel-weight 3 --method deflate --engine iaa --iaa-verify always", ..CASE })
+            .moved()
     else {
         return;
     };
@@ -140,7 +141,9 @@ fn zstd_and_larger_packets_take_what_a_dsa_has_copied() {
 #[test]
 fn the_report_names_memory_that_no_accelerator_reaches() {
     let backend = Backend::Anonymous;
-    let Some(moved) = (Case { backend, send: "--accel MODEL --method iaa", ..CASE }).moved() else { return };
+    let Some(moved) = (Case { backend, send: "--accel MODEL --method deflate --engine iaa", ..CASE }).moved() else {
+        return;
+    };
     let accelerators = moved.accelerators();
     assert!(accelerators.contains("RAM block pc.ram") && accelerators.contains(OUT_OF_REACH), "{accelerators}");
     // The IAA also compresses pages that the CPU has copied.

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use crate::support::pair::{Pair, eventually};
 use crate::support::settle::{Migration, Side, outcome};
+use crate::support::{FAILED, LOST, nothing_was_touched};
 use sterna_qemu_lab::QemuVersion;
 use sterna_test_kit::Random;
 use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
@@ -96,8 +97,9 @@ fn without_source(mut migration: Migration) -> Result<String, String> {
         }
         return Ok("guest started at the destination by its operator".into());
     }
-    // 5: lost; 1: the migration had not begun.
-    if !matches!(status.code(), Some(1 | 5)) || migration.pair.destination.runs() {
+    // Before the migration has begun, the source's QEMU is refused as one that does not answer.
+    let code = status.code();
+    if !([FAILED, LOST].contains(&code) || nothing_was_touched(code)) || migration.pair.destination.runs() {
         return Err(format!("send {status}, destination {:?}", migration.pair.destination.status()));
     }
     Ok("the only copy is gone".into())

@@ -11,6 +11,8 @@ mod deltas;
 mod direct;
 mod direct_options;
 mod disks;
+mod dry_run;
+mod exit_codes;
 mod kills;
 mod move_guest;
 mod moved_by_others;

@@ -14,11 +14,22 @@ fn a_busy_linux_guest_moves_and_its_memory_is_right() {
 fn it_moves_by_the_software_of_the_real_qatzip_and_the_report_says_so() {
     let Some(library) = tools::qatzip_directory() else { return tools::skip_without_qatzip("QATzip is not unpacked") };
     let library = library.to_str().unwrap();
-    let options = ["--method", "qatzip", "--level", "2", "--qatzip-library", library, "--qatzip-software", "always"];
+    let options = [
+        "--method",
+        "deflate",
+        "--engine",
+        "qat",
+        "--level",
+        "2",
+        "--qatzip-library",
+        library,
+        "--qatzip-software",
+        "always",
+    ];
     let Some(report) = moved(&options) else { return };
     let method = report["method"].as_str().unwrap();
     // Or a device, where there is one.
-    assert!(method == "qatzip 2: QATzip's software 100 %" || method.contains("QAT hardware"), "{method}");
+    assert!(method == "deflate 2 by qat: QATzip's software 100 %" || method.contains("QAT hardware"), "{method}");
     assert!(report["ratio"].as_f64().unwrap() > 1.0, "{report}");
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::support::pair::{Pair, Watched, eventually};
 use crate::support::settle::{Migration, Side};
-use crate::support::{Hold, LONG, MODES, Sterna, receive, report, send, send_by};
+use crate::support::{Hold, LONG, MODES, REFUSED, Sterna, receive, report, send, send_by};
 use serde_json::{Value, json};
 use sterna_qemu_lab::disk::SmallDisk;
 use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion, skip_if_unavailable};
@@ -146,7 +146,7 @@ fn a_qemu_that_keeps_an_aborted_migration_is_detected_before_a_destination_is_lo
             assert_eq!(migration.exactly_one(), Ok(Side::Destination));
             continue;
         }
-        assert_eq!(sent.code(), FAILED, "{lines:?}");
+        assert_eq!(sent.code(), REFUSED, "{lines:?}");
         let told = lines.last().unwrap();
         assert!(told.contains("started again in a new QEMU") && told.contains("not touched"), "{told}");
         assert!(receiver.poll().is_none(), "no source has come to it");

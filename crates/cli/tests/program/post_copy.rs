@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::support::pair::{Pair, Watched, eventually};
 use crate::support::settle::{Migration, Side};
-use crate::support::{LONG, Sterna, receive, report, send_by};
+use crate::support::{LONG, LOST, PEER_REFUSED, Sterna, receive, report, send_by};
 use sterna_memory::ram::RamBlock;
 use sterna_qemu_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
 use sterna_wire::switchover::{CrashPoint, DestinationState, Moment, RecordState, Step};
@@ -204,7 +204,7 @@ fn a_guest_whose_receive_is_killed_waits_for_its_memory_and_recover_reports_it_l
 
         let recovery = Side::Destination.recover(&pair, &[], None).expect("it has a record");
         let (status, lines) = recovery.finish_with_lines();
-        assert_eq!(status.code(), Some(1), "{lines:?}");
+        assert_eq!(status.code(), LOST, "{lines:?}");
         let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
         let end = format!("kill -KILL {}", pair.destination.qemu.pid());
         assert!(message.contains("The guest is lost here") && message.contains(&end), "{message}");
@@ -259,7 +259,7 @@ fn a_guest_that_never_ran_at_the_destination_can_be_resumed_at_the_source() {
     );
     let recovery = Side::Destination.recover(&migration.pair, &[], None).expect("it has a record");
     let (status, lines) = recovery.finish_with_lines();
-    assert_eq!(status.code(), Some(1), "{lines:?}");
+    assert_eq!(status.code(), LOST, "{lines:?}");
     assert!(lines.iter().any(|line| line.contains("Then run this again")), "{lines:?}");
     assert!(!migration.pair.destination.runs() && !migration.pair.source.runs());
 
@@ -339,7 +339,7 @@ fn without_the_device_and_the_right_to_the_system_call_post_copy_is_refused_befo
     pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
     let Some(receiver) = receive_without_device(&pair) else { return };
     let (status, lines) = sender(&pair, &receiver).finish_with_lines();
-    assert_eq!(status.code(), Some(1), "{lines:?}");
+    assert_eq!(status.code(), PEER_REFUSED, "{lines:?}");
     let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     for word in ["post-copy is not possible at the destination", "/dev/userfaultfd", "CAP_SYS_PTRACE", "not touched"] {
         assert!(message.contains(word), "{word:?}: {message}");
@@ -366,7 +366,7 @@ fn memory_that_another_process_has_mapped_is_refused_before_the_guest_is_touched
     let _mapped = RamBlock::of_file("pc.ram", Arc::new(file), 0, bytes, 4096).unwrap();
     let (_receiver, sender) = start(&pair);
     let (status, lines) = sender.finish_with_lines();
-    assert_eq!(status.code(), Some(1), "{lines:?}");
+    assert_eq!(status.code(), PEER_REFUSED, "{lines:?}");
     let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     let own = format!("process {} ", std::process::id());
     assert!(message.contains(&own) && message.contains("would read zeros where pages are missing"), "{message}");
@@ -386,7 +386,7 @@ fn huge_pages_of_a_pool_are_refused_before_the_guest_is_touched() {
     pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
     let (receiver, sender) = start(&pair);
     let (status, lines) = sender.finish_with_lines();
-    assert_eq!(status.code(), Some(1), "{lines:?}");
+    assert_eq!(status.code(), PEER_REFUSED, "{lines:?}");
     let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     assert!(message.contains("RAM block pc.ram") && message.contains("huge pages of 2097152 bytes"), "{message}");
     assert!(pair.source.runs());
@@ -423,11 +423,11 @@ fn end(point: CrashPoint) -> Option<End> {
     }
 }
 
-/// Recovers one side, which must be settled by it, or fail with this text.
-fn recovered(pair: &Pair, side: Side, words: &[&str], failure: Option<&str>) -> Result<(), String> {
+/// Recovers one side, which must be settled by it, or be reported lost with this text.
+fn recovered(pair: &Pair, side: Side, words: &[&str], lost: Option<&str>) -> Result<(), String> {
     let (status, lines) = side.recover(pair, words, None).ok_or("no record was left")?.finish_with_lines();
-    let as_expected = match failure {
-        Some(text) => status.code() == Some(1) && lines.iter().any(|line| line.contains(text)),
+    let as_expected = match lost {
+        Some(text) => status.code() == LOST && lines.iter().any(|line| line.contains(text)),
         None => status.success(),
     };
     if !as_expected {

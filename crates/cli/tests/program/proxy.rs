@@ -562,7 +562,7 @@ fn a_proxy_replaces_the_socket_of_a_killed_proxy_and_no_other() {
     let third = start();
     third.wait_for("another process listens there");
     let (status, _) = third.finish();
-    assert_eq!(status.code(), Some(1));
+    assert_eq!(status.code(), Some(6));
 
     second.interrupt();
     let line = second.wait_for("SIGINT: ");

@@ -70,6 +70,8 @@ fn wrong_values_are_one_line_that_names_the_option() {
         ("--channels", "65"),
         ("--normal-page-ratio", "101"),
         ("--method", "lzma"),
+        ("--engine", "gpu"),
+        ("--max-cpus", "0"),
         ("--qatzip-software", "never"),
         ("--log", "loud"),
     ] {
@@ -80,16 +82,24 @@ fn wrong_values_are_one_line_that_names_the_option() {
     assert_eq!(text, "--level: method zstd has the levels -5 to 9, not '10'");
     let text = one_line(&run("send --qmp q --to h:1 --insecure --method lz4 --level 1"), 2);
     assert!(text.starts_with("--level: method lz4 has no levels"), "{text}");
-    let text = one_line(&run("send --qmp q --to h:1 --insecure --method lz4 --cpu 1"), 2);
-    assert_eq!(text, "--cpu: only the method auto keeps to it, and lz4 was asked for");
+    let text = one_line(&run("send --qmp q --to h:1 --insecure --method deflate --engine iaa --level 2"), 2);
+    assert!(text.starts_with("--level: method deflate by engine iaa has no levels"), "{text}");
+    let text = one_line(&run("send --qmp q --to h:1 --insecure --method zstd --engine iaa"), 2);
+    assert_eq!(text, "--engine: method zstd is encoded by the CPU; engine iaa is for the method deflate");
+    for (old, new) in [("iaa", "iaa"), ("qatzip", "qat"), ("zlib", "cpu")] {
+        let text = one_line(&run(&format!("send --qmp q --to h:1 --insecure --method {old}")), 2);
+        assert!(text.contains(&format!("{old} is an engine: --method deflate --engine {new}")), "{text}");
+    }
 }
 
 #[test]
-fn qatzip_without_software_is_refused_where_there_is_no_library() {
-    let line = "proxy send --unix u.sock --to h:1 --insecure --method qatzip --qatzip-library /nowhere --qatzip-software forbidden";
-    let text = one_line(&run(line), 1);
-    let refusal = "method qatzip without software is not possible: QATzip is not available: there is no file /nowhere; install libqatzip";
+fn an_engine_that_is_named_is_refused_where_it_is_not_there() {
+    let line = "proxy send --unix u.sock --to h:1 --insecure --method deflate --engine qat --qatzip-library /nowhere";
+    let text = one_line(&run(line), 6);
+    let refusal = "engine qat is not there: QATzip is not available: there is no file /nowhere; install libqatzip";
     assert!(text.starts_with(refusal), "{text}");
+    let text = one_line(&run("proxy send --unix u.sock --to h:1 --insecure --method deflate --engine iaa"), 6);
+    assert!(text.starts_with("engine iaa is not there: "), "{text}");
 }
 
 #[test]
@@ -130,13 +140,13 @@ fn what_decides_about_the_guest_is_refused_where_it_cannot_be_moved_directly() {
     // This release does not report where its RAM lies.
     let Some(qemu) = qemu() else { return };
     let line = format!("send --qmp {} --to 127.0.0.1:1 --insecure --quiet", qemu.qmp_path().display());
-    let text = one_line(&run(&format!("{line} --on-no-convergence give-up")), 1);
+    let text = one_line(&run(&format!("{line} --on-no-convergence give-up")), 6);
     let words = "--on-no-convergence needs direct mode, and the guest cannot be moved directly: QEMU 7.2";
     assert!(text.starts_with(words) && text.ends_with("(the guest was not touched)"), "{text}");
     assert_eq!(status(&qemu), "running");
 
     // What is for speed only does not keep the guest from moving: here nothing listens at the other end.
-    let text = one_line(&run(&format!("{line} --accel auto --checksums off")), 1);
+    let text = one_line(&run(&format!("{line} --accel auto --checksums off")), 7);
     assert!(text.contains("127.0.0.1:1") && !text.contains("--accel"), "{text}");
     assert_eq!(status(&qemu), "running");
 }
@@ -150,6 +160,7 @@ fn help_and_version_go_to_stdout_and_explain_the_exit_codes() {
         let text = String::from_utf8(output.stdout).unwrap();
         assert!(output.status.success() && output.stderr.is_empty());
         assert!(text.contains("Exit codes:") && text.contains("4  unconfirmed"), "{line}: {text}");
+        assert!(text.contains("9  this process may not do") && !text.contains("normal-page-ratio"), "{line}: {text}");
     }
     let version = run("--version");
     assert_eq!(String::from_utf8(version.stdout).unwrap(), format!("sterna {}\n", env!("CARGO_PKG_VERSION")));
@@ -161,23 +172,20 @@ fn missing_certificates_are_one_line_that_names_the_file() {
     for line in
         ["send --qmp q --to h:1 --tls certs", "receive --qmp q --listen 127.0.0.1:0 --tls certs --allow sterna-sender"]
     {
-        let text = one_line(&run(line), 1);
+        let text = one_line(&run(line), 6);
         assert!(text.contains("certs/") && text.contains(".pem"), "{text}");
     }
 }
 
 #[test]
-fn a_method_that_is_slow_without_an_accelerator_is_warned_of_unless_there_is_one() {
-    let warned = |line: &str| String::from_utf8(run(line).stderr).unwrap().contains("note: --method iaa without");
-    assert!(warned("send --qmp q --to h:1 --insecure --method iaa"));
-    assert!(warned("send --qmp q --to h:1 --insecure --method iaa --mode stream"));
-    assert!(!warned("send --qmp q --to h:1 --insecure --method iaa --accel iaa"));
-    assert!(!warned("send --qmp q --to h:1 --insecure --method zstd"));
+fn an_engine_that_is_named_and_not_there_is_refused_before_anything_is_done() {
+    let text = one_line(&run("proxy send --unix u --to h:1 --insecure --method deflate --engine iaa"), 6);
+    assert!(text.starts_with("engine iaa is not there: "), "{text}");
 }
 
 #[test]
 fn a_report_that_could_not_be_written_is_refused_before_anything_is_done() {
-    let text = one_line(&run("send --qmp q --to h:1 --insecure --json missing/report.json"), 1);
+    let text = one_line(&run("send --qmp q --to h:1 --insecure --json missing/report.json"), 6);
     assert_eq!(
         text,
         "--json: cannot write the report to missing/report.json: there is no directory missing; make it, or give another path"
@@ -190,17 +198,18 @@ fn a_missing_qmp_socket_is_one_line_and_the_json_says_the_same() {
         let home = tempfile::tempdir().unwrap();
         let output = sterna(home.path(), &format!("{line} --insecure --quiet --json report.json")).output().unwrap();
 
-        let text = one_line(&output, 1);
+        let text = one_line(&output, 6);
         assert!(text.contains("no.sock"), "{text}");
         let json = std::fs::read(home.path().join("report.json")).unwrap();
         let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
         assert_eq!((json["outcome"].as_str(), json["reason"].as_str()), (Some("failed"), Some(text.as_str())));
+        assert_eq!(json["exit_code"], 6);
     }
 }
 
 #[test]
 fn an_unknown_migration_cannot_be_recovered() {
-    let text = one_line(&run(&format!("recover {ID} --state-dir records")), 1);
+    let text = one_line(&run(&format!("recover {ID} --state-dir records")), 6);
     assert!(text.contains(ID), "{text}");
 }
 
@@ -235,7 +244,7 @@ fn an_unreachable_peer_is_one_line_and_the_guest_runs_on() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let line = format!("send --qmp {} --to 127.0.0.1:{port} --insecure --quiet", qemu.qmp_path().display());
 
-    let text = one_line(&run(&line), 1);
+    let text = one_line(&run(&line), 7);
 
     assert!(text.contains(&format!("127.0.0.1:{port}")), "{text}");
     assert_eq!(status(&qemu), "running");
@@ -249,7 +258,7 @@ fn a_qmp_socket_that_someone_else_uses_is_one_line_and_the_guest_runs_on() {
     BufReader::new(&busy).read_line(&mut greeting).unwrap();
     let line = format!("send --qmp {} --to 127.0.0.1:1 --insecure --quiet", qemu.qmp_path().display());
 
-    let text = one_line(&run(&line), 1);
+    let text = one_line(&run(&line), 6);
 
     assert!(text.contains(&qemu.qmp_path().display().to_string()), "{text}");
     drop(busy);

@@ -6,7 +6,7 @@ mod handles;
 use std::path::Path;
 
 use crate::support::pair::{Pair, Watched, eventually};
-use crate::support::{Hold, LONG, Sterna, receive, report, send, send_by};
+use crate::support::{Hold, LONG, PEER_REFUSED, REFUSED, Sterna, receive, report, send, send_by};
 use handles::may_open_by_handle;
 use sterna_qemu_lab::ram::{CHANGED_BY_LOADING, compare};
 use sterna_qemu_lab::{
@@ -162,7 +162,7 @@ fn a_virtiofsd_that_reads_files_past_the_page_cache_is_not_moved_directly() {
     let (state, report) = (hosts.pair.source_state(), hosts.pair.report());
     let mut command = send_by("direct", hosts.pair.source.qemu.qmp_path(), "127.0.0.1:1", &state, &report);
     let (sent, lines) = Sterna::start("send", command.arg("--insecure")).finish_with_lines();
-    assert_eq!(sent.code(), Some(1));
+    assert_eq!(sent.code(), REFUSED);
     assert!(
         lines.iter().any(|line| line.contains("--allow-direct-io") && line.contains("was not touched")),
         "{lines:?}"
@@ -182,7 +182,7 @@ fn post_copy_is_refused_where_a_virtiofsd_would_read_missing_memory() {
     let mut command = send_by("direct", source.qemu.qmp_path(), &receiver.address(), &state, &report);
     command.args(["--insecure", "--on-no-convergence", "post-copy"]);
     let (sent, lines) = Sterna::start("send", &mut command).finish_with_lines();
-    assert_eq!(sent.code(), Some(1));
+    assert_eq!(sent.code(), PEER_REFUSED);
     let words = ["post-copy is not possible at the destination", "1 vhost-user back ends", "was not touched"];
     assert!(lines.iter().any(|line| words.iter().all(|word| line.contains(word))), "{lines:?}");
     hosts.source_goes_on(&hosts.done_at_source());
@@ -256,7 +256,7 @@ fn a_qemu_that_cannot_move_the_device_is_refused_and_its_guest_continues() {
     };
     let mut command = send(source.qemu.qmp_path(), "127.0.0.1:1", shared.path(), &shared.path().join("report"));
     let (sent, sent_lines) = Sterna::start("send", command.arg("--insecure")).finish_with_lines();
-    assert_eq!(sent.code(), Some(1));
+    assert_eq!(sent.code(), REFUSED);
     assert!(
         sent_lines.iter().any(|line| line.contains("non-migratable device") && line.contains("vhost-user-fs")),
         "{sent_lines:?}"

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use sterna_codec::{
-    CodecError, Encoded, Encoder, EncoderSource, Engine, Engines, Iaa, MAX_CONTENT, Method, MethodChoice,
+    CodecError, Encoded, Encoder, EncoderSource, Encoding, Engine, Engines, Iaa, MAX_CONTENT, MethodChoice,
 };
 use sterna_idxd_model::{Model, ModelConfig};
 use sterna_offload::trace::Trace;
@@ -41,8 +41,8 @@ fn iaa(offload: &Arc<Offload>, verifying: bool) -> Iaa {
     Iaa::new(offload, &offload.guest(1)).unwrap().verifying(verifying)
 }
 
-fn choice() -> MethodChoice {
-    MethodChoice::parse("iaa", None).unwrap()
+fn encoding() -> Encoding {
+    "deflate by iaa".parse::<MethodChoice>().unwrap().encoding(Engine::Iaa).unwrap()
 }
 
 fn content(len: usize, seed: usize) -> Vec<u8> {
@@ -67,7 +67,7 @@ fn encoded(encoder: &mut dyn Encoder, content: &[u8]) -> Vec<u8> {
 
 fn decodes_to(packet: &[u8], content: &[u8]) -> bool {
     let mut decoded = vec![0; content.len()];
-    let decoder = Method::from_name("iaa").unwrap().format().decoder();
+    let decoder = encoding().format().decoder();
     decoder.unwrap().decode(packet, &mut decoded).is_ok() && decoded == content
 }
 
@@ -97,8 +97,8 @@ fn iaa_encodes_in_pieces_what_fits_a_batch_and_the_cpu_what_does_not() {
     let offload = with_model(ONE, "[]", &settings());
     let source = Arc::new(iaa(&offload, false));
     let engines = Engines::default().with_iaa(Arc::<Iaa>::clone(&source));
-    assert_eq!(engines.of(choice()), Engine::Iaa);
-    let mut encoder = choice().encoder(&engines).unwrap();
+    assert_eq!(engines.encoding("deflate".parse().unwrap()), Ok(encoding()));
+    let mut encoder = encoding().encoder(&engines).unwrap();
     for (len, pieces) in [(BATCH, 8), (4096, 1), (40_961, 3), (1, 0), (200 << 10, 8), (BATCH - 4096, 8)] {
         let (content, before) = (content(len, 0), deflated(&offload).0);
         if len > 1 {

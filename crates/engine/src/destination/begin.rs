@@ -51,20 +51,20 @@ pub(super) fn run(
     let ours = machine(vmm.name(), ram, 0).blocks;
     let ids: Vec<DeviceId> = ready.devices.iter().map(|(id, _)| id.clone()).collect();
     let no_post_copy = no_post_copy(&mut vmm, ram)?;
-    let refusal = |hello: &Hello| {
+    let refusals = |hello: &Hello| -> Vec<String> {
         let post_copy = || {
             let reason = no_post_copy.as_ref()?;
             Destination::wants_post_copy(hello)
                 .then(|| format!("post-copy is not possible at the destination: {reason}"))
         };
         let devices = || device_state::difference(&hello.machine, &ids);
-        difference(&hello.machine.blocks, &ours).or_else(devices).or_else(post_copy)
+        [difference(&hello.machine.blocks, &ours), devices(), post_copy()].into_iter().flatten().collect()
     };
     let mut offered = Destination::FEATURES.offered.to_vec();
     offered.extend(no_post_copy.is_none().then_some(POST_COPY));
     let features = Features { offered: &offered, ..Destination::FEATURES };
-    let handshake = Handshake { takes: &[(Mode::Embedded, features)], refusal: &refusal };
-    let source = handshake.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
+    let handshake = Handshake { takes: &[(Mode::Embedded, features)], refusals: &refusals };
+    let source = handshake.first(&incoming, cancel, |source| observer.note(&source.to_string()));
     let Some(source) = source else {
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
         let kind = if cancel.is_cancelled() { ErrorKind::Cancelled } else { ErrorKind::Network };

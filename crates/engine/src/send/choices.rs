@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::counters::MAX_AUTO_METHODS;
-use sterna_codec::MethodChoice;
+use sterna_codec::Encoding;
 use sterna_codec::select::Delays;
 
 /// Minimum length of a period.
@@ -106,7 +106,7 @@ impl Choices {
     }
 
     /// Returns a line for each period. `methods`: the methods that were chosen from.
-    pub(super) fn lines(&self, methods: &[MethodChoice]) -> Vec<String> {
+    pub(super) fn lines(&self, methods: &[Encoding]) -> Vec<String> {
         let mut all = Self { begun: self.begun, shortest: self.shortest, periods: self.periods.clone() };
         all.merge();
         let sent = all.periods.iter().filter(|period| period.by_method.iter().any(|bytes| *bytes > 0));
@@ -114,7 +114,7 @@ impl Choices {
     }
 }
 
-fn line(period: &Period, methods: &[MethodChoice]) -> String {
+fn line(period: &Period, methods: &[Encoding]) -> String {
     let percent = |part: f64| (part * 100.0).round();
     let bytes: u64 = period.by_method.iter().sum();
     let method = period.method();
@@ -131,14 +131,14 @@ fn line(period: &Period, methods: &[MethodChoice]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use sterna_codec::MethodChoice;
+
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn methods() -> Vec<MethodChoice> {
-        [("none", None), ("lz4", None), ("zstd", Some("3"))]
-            .map(|(name, level)| MethodChoice::parse(name, level).unwrap())
-            .to_vec()
+    fn methods() -> Vec<Encoding> {
+        ["none", "lz4", "zstd 3"].map(|text| text.parse::<MethodChoice>().unwrap().by_cpu().unwrap()).to_vec()
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use sterna_codec::sample::Sampler;
 use sterna_codec::select::{Interval, Selection};
-use sterna_codec::{Adaptive, CodecError, Encoded, Encoder, Engine, MethodChoice};
+use sterna_codec::{Adaptive, CodecError, Encoded, Encoder, Encoding, Engine};
 use sterna_offload::Producer;
 
 use super::compression::{self, Compression};
@@ -45,8 +45,6 @@ pub(super) struct Times {
     pub(super) kernel: Option<ConnectionTimes>,
     /// Waiting for the bandwidth limit.
     pub(super) limited: Duration,
-    /// Running.
-    pub(super) running: Duration,
 }
 
 /// The kernel's figures of a channel's connection since the packet before.
@@ -153,16 +151,16 @@ impl EncoderChoice {
 
 impl Coding {
     pub(super) fn new(compression: &Compression) -> Result<Self, CodecError> {
-        let (choice, engines) = (compression.choice(), compression.engines());
+        let (encoding, engines) = (compression.encoding(), compression.engines());
         let Some(shared) = compression.auto() else {
-            return Ok(Self::Fixed(choice.encoder(engines)?, choice.method().format().wire()));
+            return Ok(Self::Fixed(encoding.encoder(engines)?, encoding.format().wire()));
         };
-        let encoder = |choice: &MethodChoice| -> Result<EncoderChoice, CodecError> {
+        let encoder = |encoding: &Encoding| -> Result<EncoderChoice, CodecError> {
             Ok(EncoderChoice {
                 // The selection decides what is not worth a try: by class, not by the last few batches.
-                encoder: choice.untiring_encoder(engines)?,
-                format: choice.method().format().wire(),
-                by_cpu: engines.of(*choice) == Engine::Cpu,
+                encoder: encoding.untiring_encoder(engines)?,
+                format: encoding.format().wire(),
+                by_cpu: encoding.engine() == Engine::Cpu,
             })
         };
         let encoders = shared.methods.iter().map(encoder).collect::<Result<_, _>>()?;
@@ -253,7 +251,7 @@ impl Coding {
                 }
                 _ => seen.idle.saturating_sub(before.idle),
             };
-            let beyond = auto.shared.beyond(times.running);
+            let beyond = auto.shared.beyond();
             let held_up = auto.selection.sent(&Interval {
                 busy: nanos(busy),
                 writing: nanos(times.writing),
@@ -284,7 +282,7 @@ impl Coding {
         }
     }
 
-    /// Returns which of [`MethodChoice::auto_candidates`] was chosen last.
+    /// Returns which of [`Encoding::auto_candidates`] was chosen last.
     pub(super) fn chosen(&self) -> Option<usize> {
         match self {
             Self::Fixed(..) => None,
@@ -338,9 +336,7 @@ mod tests {
 
     #[test]
     fn what_shrinks_is_soon_encoded_however_much_did_not_before_it() {
-        let mut coding =
-            Coding::new(&Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), 1, None))
-                .unwrap();
+        let mut coding = Coding::new(&Compression::new(Encoding::auto(), Engines::default(), 1, None)).unwrap();
         let mut state = 1u64;
         let noise: Vec<u8> = (0..BATCH)
             .map(|_| {
@@ -361,7 +357,7 @@ mod tests {
 
     #[test]
     fn what_it_takes_to_write_a_byte_is_of_all_bytes_that_were_written() {
-        let compression = Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), 1, None);
+        let compression = Compression::new(Encoding::auto(), Engines::default(), 1, None);
         let mut coding = Coding::new(&compression).unwrap();
         // A packet of 100 bytes after others of 900 bytes.
         let times = Times { writing: Duration::from_nanos(1600), written: 1000, ..Times::default() };
@@ -381,7 +377,7 @@ mod tests {
     /// By the kernel and the window the network was idle all the while.
     fn prices_under_a_limit(unused: Duration) -> (f64, f64) {
         const TIME: Duration = Duration::from_millis(1);
-        let compression = Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), 1, None);
+        let compression = Compression::new(Encoding::auto(), Engines::default(), 1, None);
         let mut coding = Coding::new(&compression).unwrap();
         let kernel = ConnectionTimes { arrived: TIME, window_closed: Duration::ZERO, left: Some(Duration::ZERO) };
         let times =

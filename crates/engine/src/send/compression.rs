@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_codec::select::{Delays, Knowledge};
-use sterna_codec::{Engines, MethodChoice};
+use sterna_codec::{Encoding, Engines};
 
 use super::choices::Choices;
 use super::counters::Sent;
@@ -14,50 +14,60 @@ use crate::cpu_allowance::CpuAllowance;
 /// The compression of all channels of one migration. Clones share what they learn.
 #[derive(Debug, Clone)]
 pub struct Compression {
-    choice: MethodChoice,
+    encoding: Encoding,
     /// The engines besides the CPU.
     engines: Engines,
     auto: Option<Arc<Auto>>,
+    /// The limit of the sending threads' CPU time; none: no limit.
+    cpus: Option<Arc<CpuAllowance>>,
 }
 
 /// The state of `auto`, which chooses a method for each batch.
 #[derive(Debug)]
 pub(super) struct Auto {
     /// The methods to choose from.
-    pub(super) methods: Vec<MethodChoice>,
+    pub(super) methods: Vec<Encoding>,
     pub(super) knowledge: Arc<Knowledge>,
     /// Which method was chosen when, and why.
     choices: Mutex<Choices>,
     network: Mutex<Network>,
-    /// How much of this side's CPUs the channels may use; none: no limit.
-    cpu: Option<CpuAllowance>,
+    /// The limit of this side's CPU time; none: no limit.
+    cpus: Option<Arc<CpuAllowance>>,
 }
 
 impl Compression {
-    /// Compresses by `choice`, with `engines` besides the CPU, on so many channels. Where the choice is `auto`, it uses `cpu` cores at most;
+    /// Compresses by `encoding`, with `engines` besides the CPU, on so many channels, whose threads use `max_cpus` cores at most;
     /// none: no limit.
-    pub fn new(choice: MethodChoice, engines: Engines, channels: u16, cpu: Option<f64>) -> Self {
-        let auto = choice.is_auto().then(|| {
-            let methods = MethodChoice::auto_candidates(&engines);
+    pub fn new(encoding: Encoding, engines: Engines, channels: u16, max_cpus: Option<f64>) -> Self {
+        let cpus = max_cpus.map(|cores| Arc::new(CpuAllowance::new(cores)));
+        let auto = encoding.is_auto().then(|| {
+            let methods = Encoding::auto_candidates(&engines);
             let knowledge = Arc::new(Knowledge::new(methods.iter().copied(), channels.into()));
-            Arc::new(Auto {
-                methods,
-                knowledge,
-                choices: Mutex::default(),
-                network: Mutex::default(),
-                cpu: cpu.map(CpuAllowance::new),
-            })
+            let cpus = cpus.clone();
+            Arc::new(Auto { methods, knowledge, choices: Mutex::default(), network: Mutex::default(), cpus })
         });
-        Self { choice, engines, auto }
+        Self { encoding, engines, auto, cpus }
+    }
+
+    /// Sets whether sending is urgent: it is while the guest is paused, and then the CPU time is not limited.
+    pub fn set_urgent(&self, urgent: bool) {
+        if let Some(cpus) = &self.cpus {
+            cpus.lift(urgent);
+        }
+    }
+
+    /// Returns the limit of the sending threads' CPU time, if there is one.
+    pub(super) fn cpus(&self) -> Option<&Arc<CpuAllowance>> {
+        self.cpus.as_ref()
     }
 
     /// Sends content uncompressed.
     pub fn none() -> Self {
-        Self::new(MethodChoice::default(), Engines::default(), 1, None)
+        Self::new(Encoding::default(), Engines::default(), 1, None)
     }
 
-    pub(super) fn choice(&self) -> MethodChoice {
-        self.choice
+    pub(super) fn encoding(&self) -> Encoding {
+        self.encoding
     }
 
     pub(super) fn engines(&self) -> &Engines {
@@ -71,16 +81,16 @@ impl Compression {
     /// Describes the compression: the methods, with their part of the `sent` content where there are several, and the engines.
     pub fn words(&self, sent: &Sent) -> String {
         let all: u64 = sent.by_method.iter().sum();
-        let by = |choice| self.engines.account(choice).map(|by| format!("{choice}: {by}"));
+        let by = |encoding| self.engines.account(encoding).map(|by| format!("{encoding}: {by}"));
         let Some(auto) = self.auto.as_ref().filter(|_| all > 0) else {
-            return by(self.choice).unwrap_or_else(|| self.choice.to_string());
+            return by(self.encoding).unwrap_or_else(|| self.encoding.to_string());
         };
         let used = auto.methods.iter().zip(sent.by_method).filter(|(_, bytes)| *bytes * 100 >= all);
         let words: Vec<_> =
             used.map(|(method, bytes)| format!("{method} {} %", (bytes * 100 + all / 2) / all)).collect();
         let accounts: String =
             auto.methods.iter().filter_map(|method| by(*method)).map(|by| format!("; {by}")).collect();
-        format!("{}: {}{accounts}", self.choice, words.join(", "))
+        format!("{}: {}{accounts}", self.encoding, words.join(", "))
     }
 
     /// Returns a line for each change of the method that `auto` chose, with the reason.
@@ -145,10 +155,9 @@ impl Auto {
         self.network.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records that a thread has run for `running` since its last call. Returns how far all threads are beyond their limit: 0 not at all, 1
-    /// far.
-    pub(super) fn beyond(&self, running: Duration) -> f64 {
-        self.cpu.as_ref().map_or(0.0, |cpu| cpu.used(running))
+    /// Returns how far all threads are beyond their limit of CPU time: 0 not at all, 1 far.
+    pub(super) fn beyond(&self) -> f64 {
+        self.cpus.as_ref().map_or(0.0, |cpus| cpus.beyond())
     }
 
     /// Records a packet with `bytes` of content that was encoded by method `method`, and the `time` since the packet before it on its channel.
@@ -208,7 +217,7 @@ mod tests {
 
     #[test]
     fn channels_that_come_and_go_leave_nothing_behind() {
-        let compression = Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), 1, None);
+        let compression = Compression::new(Encoding::auto(), Engines::default(), 1, None);
         let auto = compression.auto().unwrap();
         for _ in 0..3 {
             let coding = Coding::new(&compression).unwrap();

@@ -17,8 +17,9 @@ use super::SendContext;
 use super::coding::{Bottleneck, Coding, Costs, Kernel, Seen, Times};
 use super::error::SendError;
 use super::ledger::{ChannelLedger, InFlight, Suspect};
+use crate::cpu_allowance::CpuAllowance;
 use crate::in_place;
-use crate::off_cpu::OffCpu;
+use crate::off_cpu::{OffCpu, thread_time};
 use crate::pacer::Pacer;
 use crate::receive::PacketRules;
 use crate::transport::Writer;
@@ -123,6 +124,8 @@ pub(super) struct PacketWriter {
     pacer: Arc<Pacer>,
     rules: PacketRules,
     coding: Coding,
+    /// The limit of the sending threads' CPU time; none: no limit.
+    max_cpus: Option<Arc<CpuAllowance>>,
     clock: Clock,
     /// Buffers for a packet's encoded content and for its table.
     encoded: Vec<u8>,
@@ -137,6 +140,8 @@ struct Clock {
     waits: Option<OffCpu>,
     /// The kernel's figures of the connection at the last packet.
     kernel: Kernel,
+    /// The limit of CPU time, with what this thread had run at its last packet.
+    cpus: Option<(Arc<CpuAllowance>, Duration)>,
 }
 
 impl PacketWriter {
@@ -152,15 +157,17 @@ impl PacketWriter {
             pacer: Arc::clone(&context.pacer),
             rules: context.rules,
             coding: Coding::new(&context.compression)?,
+            max_cpus: context.compression.cpus().cloned(),
             clock: Clock::default(),
             encoded: vec![0; context.rules.packet_size],
             table: Vec::with_capacity(MAX_TABLE),
         })
     }
 
-    /// Begins to measure the time of the calling thread, if the choice of an encoder needs it.
+    /// Begins to measure the time of the calling thread, if the choice of an encoder or a limit of CPU time needs it.
     pub(super) fn start_clock(&mut self) {
         self.clock.waits = self.coding.is_auto().then(OffCpu::new);
+        self.clock.cpus = self.max_cpus.as_ref().map(|cpus| (Arc::clone(cpus), thread_time()));
     }
 
     /// Records that the thread had nothing to send for so long.
@@ -274,7 +281,6 @@ impl PacketWriter {
                 let mut times = std::mem::take(&mut self.clock.times);
                 times.waited = waits.take();
                 times.placing = self.ledger.take_busy();
-                times.running = waits.running();
                 times.kernel = self.clock.kernel.since(&self.writer);
                 let unused = self.pacer.unused();
                 let seen = Seen { idle: self.window.idle(), unused, full: self.window.full() };
@@ -282,7 +288,19 @@ impl PacketWriter {
             }
         }
         self.count(content.len(), length);
+        self.keep_to_cpus();
         Ok(length)
+    }
+
+    /// Pauses while the sending threads are beyond their limit of CPU time.
+    fn keep_to_cpus(&mut self) {
+        let Some((cpus, before)) = &mut self.clock.cpus else { return };
+        let now = thread_time();
+        let running = now.saturating_sub(std::mem::replace(before, now));
+        let pause = cpus.use_up(running);
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
+        }
     }
 
     /// Encodes `content` into the buffer. Returns the number of the format and the encoded length; none where the content did not shrink.
@@ -328,6 +346,7 @@ impl PacketWriter {
         let header = header.encode(&self.table);
         in_place::write(&mut self.writer, &header, &self.table, block, runs)?;
         self.count(bytes as usize, header.len() + self.table.len() + bytes as usize);
+        self.keep_to_cpus();
         Ok(())
     }
 

@@ -5,8 +5,8 @@ use std::io::Read;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use sterna_codec::Method;
-use sterna_wire::control::{ControlMessage, ControlReader, Hello, Machine, Mode, Welcome};
+use sterna_codec::Encoding;
+use sterna_wire::control::{Capabilities, ControlMessage, ControlReader, Hello, Machine, Mode};
 use sterna_wire::handshake::conclude;
 use sterna_wire::header::ChannelKind;
 use sterna_wire::identity::{MigrationId, MigrationKey};
@@ -19,6 +19,7 @@ use crate::cancel::Cancel;
 use crate::control_link::{ControlLink, receive_message, send_message};
 use crate::send::{SendChannel, SendContext};
 use crate::transport::{Address, Closer, Connection, Reader, Security, TransportError, Writer, open_channel};
+use crate::wakers::Registration;
 
 /// The first pause of the back-off between attempts to open a channel: that before the third attempt.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -41,7 +42,7 @@ pub struct Offer<'a> {
     /// Capabilities beyond the protocol's basis.
     pub features: Features<'a>,
     /// How pages will be compressed.
-    pub method: Method,
+    pub encoding: Encoding,
     /// How long the source waits for a destination that does not listen yet.
     pub patience: Duration,
 }
@@ -49,54 +50,21 @@ pub struct Offer<'a> {
 /// Begins a migration with the destination: control channel, hello, welcome.
 ///
 /// # Errors
-/// The destination cannot be reached within `offer.patience`, refuses (with its reason) or cannot decode the format of `offer.method`; or
+/// The destination cannot be reached within `offer.patience`, refuses (with its reason) or cannot decode the format of `offer.encoding`; or
 /// the migration was cancelled.
 pub fn dial(
     offer: &Offer<'_>,
     cancel: &Cancel,
     tell: &OnConnectionEvent,
 ) -> Result<(ControlLink, Session), SessionError> {
-    let (id, key) = new_identity()?;
-    let subject = Subject { key: &key, id, kind: ChannelKind::Control, index: 0, incarnation: 1 };
-    let opened = subject.open(offer.to, offer.security, offer.patience, cancel)?;
-    let Opened { mut writer, mut reader, closer, round_trip } = opened;
-    let interrupted = closer.clone();
-    // Only until the welcome: later a cancelled migration still sends messages on this connection.
-    let interrupting = cancel.on_cancel(move || interrupted.close());
-    let offered = offer.features.capabilities(offer.packet_size);
-    let hello = Hello {
-        program: program(),
-        key: key.to_hex(),
-        mode: offer.mode,
-        channels: offer.channels,
-        capabilities: offered.clone(),
-        machine: offer.machine.clone(),
-    };
-    let lost = |error| SessionError::new(format_args!("{} was lost during the handshake: {error}", offer.to));
-    let sent = send_message(&mut writer, &ControlMessage::Hello(Box::new(hello)));
-    // The destination asks its monitor before it answers: that may take longer than a bare handshake.
-    let mut messages = ControlReader::default();
-    let received = receive_message(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME);
-    // Also where sending failed: a destination may send its refusal and close the connection before the offer arrives.
-    let welcome: Welcome = match received.map_err(|error| lost(sent.err().unwrap_or(error)))? {
+    let Greeted { id, key, opened, messages, offered, answer, interrupting } = greet(offer, cancel)?;
+    let Opened { writer, reader, closer, round_trip } = opened;
+    let welcome = match answer {
         ControlMessage::Welcome(welcome) => welcome,
-        ControlMessage::Refused { reason } | ControlMessage::Failed { reason } => {
-            return Err(SessionError::refused(format_args!(
-                "{} refuses: {}",
-                offer.to,
-                sterna_wire::text::cleaned(&reason)
-            )));
-        }
-        unexpected => {
-            tracing::warn!(?unexpected, "not an answer to a hello");
-            return Err(SessionError::new(format_args!(
-                "{} neither accepts nor refuses the offer of a migration: is the program there a `sterna receive`?",
-                offer.to
-            )));
-        }
+        unexpected => return Err(unexpected_answer(offer, &unexpected)),
     };
     let chosen = conclude(&offered, &welcome).map_err(SessionError::new)?;
-    decodable(offer.method, &chosen.methods).map_err(|why| SessionError::new(format_args!("{} {why}", offer.to)))?;
+    decodable(offer.encoding, &chosen.methods).map_err(|why| SessionError::new(format_args!("{} {why}", offer.to)))?;
     drop(interrupting);
     let link = ControlLink::start(writer, reader, closer, messages, link_events(tell, 1)).map_err(SessionError::new)?;
     let session = Session {
@@ -112,16 +80,93 @@ pub fn dial(
     Ok((link, session))
 }
 
-/// Checks that the format of `method` is among the `known` formats.
-fn decodable(method: Method, known: &[String]) -> Result<(), String> {
-    let format = method.format();
+/// What a destination answers to a dry run.
+#[derive(Clone, Debug)]
+pub struct DryRunAnswer {
+    /// Why the destination would refuse the migration, cleaned for people; none if it would accept.
+    pub refusals: Vec<String>,
+    /// From the channel header to the reply.
+    pub round_trip: Duration,
+}
+
+/// Asks the destination what it would refuse `offer` for, without beginning a migration. The offer requires [`DRY_RUN`].
+///
+/// # Errors
+/// The destination cannot be reached, refuses to answer, or does not know dry runs.
+pub fn dry_run(offer: &Offer<'_>, cancel: &Cancel) -> Result<DryRunAnswer, SessionError> {
+    let Greeted { opened, answer, .. } = greet(offer, cancel)?;
+    match answer {
+        ControlMessage::Checked { refusals } => Ok(DryRunAnswer {
+            refusals: refusals.iter().map(|reason| sterna_wire::text::cleaned(reason)).collect(),
+            round_trip: opened.round_trip,
+        }),
+        unexpected => Err(unexpected_answer(offer, &unexpected)),
+    }
+}
+
+/// A destination that has received the hello, and its answer.
+struct Greeted {
+    id: MigrationId,
+    key: MigrationKey,
+    opened: Opened,
+    messages: ControlReader,
+    offered: Capabilities,
+    answer: ControlMessage,
+    /// A cancellation closes the connection until this is dropped: later a cancelled migration still sends messages on it.
+    interrupting: Registration,
+}
+
+/// Opens the control channel, sends the hello and receives the answer.
+fn greet(offer: &Offer<'_>, cancel: &Cancel) -> Result<Greeted, SessionError> {
+    let (id, key) = new_identity()?;
+    let subject = Subject { key: &key, id, kind: ChannelKind::Control, index: 0, incarnation: 1 };
+    let mut opened = subject.open(offer.to, offer.security, offer.patience, cancel)?;
+    let interrupted = opened.closer.clone();
+    let interrupting = cancel.on_cancel(move || interrupted.close());
+    let offered = offer.features.capabilities(offer.packet_size);
+    let hello = Hello {
+        program: program(),
+        key: key.to_hex(),
+        mode: offer.mode,
+        channels: offer.channels,
+        capabilities: offered.clone(),
+        machine: offer.machine.clone(),
+    };
+    let sent = send_message(&mut opened.writer, &ControlMessage::Hello(Box::new(hello)));
+    // The destination asks its monitor before it answers: that may take longer than a bare handshake.
+    let mut messages = ControlReader::default();
+    let received = receive_message(&mut opened.reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME);
+    // Also where sending failed: a destination may send its refusal and close the connection before the offer arrives.
+    let lost = |error| SessionError::new(format_args!("{} was lost during the handshake: {error}", offer.to));
+    let answer = received.map_err(|error| lost(sent.err().unwrap_or(error)))?;
+    if let ControlMessage::Refused { reason } | ControlMessage::Failed { reason } = &answer {
+        return Err(SessionError::refused(format_args!(
+            "{} refuses: {}",
+            offer.to,
+            sterna_wire::text::cleaned(reason)
+        )));
+    }
+    Ok(Greeted { id, key, opened, messages, offered, answer, interrupting })
+}
+
+fn unexpected_answer(offer: &Offer<'_>, answer: &ControlMessage) -> SessionError {
+    tracing::warn!(?answer, "not an answer to a hello");
+    SessionError::new(format_args!(
+        "{} neither accepts nor refuses the offer of a migration: is the program there a `sterna receive`?",
+        offer.to
+    ))
+}
+
+/// Checks that the format of `encoding` is among the `known` formats.
+fn decodable(encoding: Encoding, known: &[String]) -> Result<(), String> {
+    let format = encoding.format();
     if known.iter().any(|name| name == format.name()) {
         return Ok(());
     }
     let known = known.join(", ");
-    Err(match method.name() == format.name() {
+    Err(match encoding.method().name() == format.name() {
         true => format!("cannot decode {format}; both sides know {known}"),
-        false => format!("cannot decode {format}, which the method {method} writes; both sides know {known}"),
+        false => format!("cannot decode {format}, which {encoding} writes; both sides know {known}"),
     })
 }
 
@@ -302,6 +347,8 @@ fn new_identity() -> Result<(MigrationId, MigrationKey), SessionError> {
 mod tests {
     use std::thread::scope;
 
+    use sterna_codec::MethodChoice;
+
     use super::*;
     use crate::transport::{Limits, Listener, accept_channel};
 
@@ -354,16 +401,16 @@ mod tests {
     #[test]
     fn a_format_that_an_older_destination_lacks_is_named_with_what_there_is() {
         let old = ["none", "lz4", "zstd"].map(str::to_owned);
-        let refused = |name| decodable(Method::from_name(name).unwrap(), &old);
+        let encoding = |text: &str| text.parse::<MethodChoice>().unwrap().encodings().next().unwrap();
+        let refused = |text| decodable(encoding(text), &old);
         for known in ["none", "lz4", "zstd"] {
             assert_eq!(refused(known), Ok(()));
         }
-        for (method, format) in [("zlib", "gzip"), ("qatzip", "gzip"), ("iaa", "deflate")] {
-            let text =
-                format!("cannot decode {format}, which the method {method} writes; both sides know none, lz4, zstd");
-            assert_eq!(refused(method), Err(text));
+        for (written, format) in [("deflate 1 by cpu", "gzip"), ("deflate 9 by qat", "gzip")] {
+            let text = format!("cannot decode {format}, which {written} writes; both sides know none, lz4, zstd");
+            assert_eq!(refused(written), Err(text));
         }
-        let zstd = Method::from_name("zstd").unwrap();
-        assert_eq!(decodable(zstd, &old[..2]), Err("cannot decode zstd; both sides know none, lz4".into()));
+        assert_eq!(refused("deflate by iaa"), Err("cannot decode deflate; both sides know none, lz4, zstd".into()));
+        assert_eq!(decodable(encoding("zstd"), &old[..2]), Err("cannot decode zstd; both sides know none, lz4".into()));
     }
 }

@@ -4,17 +4,18 @@
 //! pending handshakes is bounded.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, ControlReader, Hello, Machine, Mode, Welcome};
-use sterna_wire::handshake::choose;
+use sterna_wire::handshake::{Refusal, choose};
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_CONTENT};
 
 use super::acceptor::UNDER_WAY;
-use super::{Features, Session, program};
+use super::{DRY_RUN, Features, Session, program};
 use crate::cancel::Cancel;
 use crate::control_link::{receive_message, send_message};
 use crate::migration::DEVICE_STATE;
@@ -22,6 +23,8 @@ use crate::transport::{Closer, Connection, Incoming, Reader, Writer, accept_chan
 
 /// Maximum number of connections that have not sent their hello yet.
 pub(super) const MAX_PENDING: usize = 32;
+/// Maximum number of reasons in the answer to a dry run.
+const MAX_REFUSALS: usize = 64;
 /// How often the destination looks for new connections while handshakes are pending.
 const LOOK_PAUSE: Duration = Duration::from_millis(10);
 
@@ -116,14 +119,41 @@ pub struct AcceptedSource {
 pub struct Handshake<'a> {
     /// How the virtual machine here may be driven, and for each mode this side's capabilities beyond the protocol's basis.
     pub takes: &'a [(Mode, Features<'a>)],
-    /// Returns a further reason to refuse a source, if any. The source receives it.
-    pub refusal: &'a (dyn Fn(&Hello) -> Option<String> + Sync),
+    /// Returns further reasons to refuse a source. The source receives the first; a source that makes a dry run receives all.
+    pub refusals: &'a (dyn Fn(&Hello) -> Vec<String> + Sync),
+}
+
+/// A source with which no migration begins.
+#[derive(Debug)]
+pub struct Declined {
+    /// Whether the source only asked whether one would begin.
+    pub dry_run: bool,
+    /// Which source, and the reason or the answer.
+    pub reason: String,
+}
+
+impl Declined {
+    fn refused(reason: impl Into<String>) -> Self {
+        Self { dry_run: false, reason: reason.into() }
+    }
+}
+
+/// For the log: a refusal, or a dry run.
+impl fmt::Display for Declined {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", if self.dry_run { "dry run" } else { "refused" }, self.reason)
+    }
+}
+
+/// Returns whether a source only asks whether a migration would begin.
+pub fn is_dry_run(hello: &Hello) -> bool {
+    hello.capabilities.required.iter().any(|feature| feature == DRY_RUN)
 }
 
 impl Handshake<'_> {
-    /// Waits for the first migration that a source begins here, and calls `refused` with the reason for each source that is refused.
+    /// Waits for the first migration that a source begins here, and calls `declined` for each source with which none begins.
     /// Returns none once it is cancelled, which also ends the listening.
-    pub fn first(&self, incoming: &Incoming, cancel: &Cancel, refused: impl Fn(&str)) -> Option<AcceptedSource> {
+    pub fn first(&self, incoming: &Incoming, cancel: &Cancel, declined: impl Fn(&Declined)) -> Option<AcceptedSource> {
         let pending = Arc::new(PendingHandshakes::default());
         // Only until a hello has been accepted: later the driver decides how a cancellation ends, and the source must
         // be able to reconnect.
@@ -133,7 +163,7 @@ impl Handshake<'_> {
             stop.stop();
         });
         std::thread::scope(|scope| {
-            let (greeted, sessions) = channel::<Result<AcceptedSource, String>>();
+            let (greeted, sessions) = channel::<Result<AcceptedSource, Declined>>();
             let mut waiting = 0;
             let first = loop {
                 // Blocks where no handshake is pending.
@@ -142,9 +172,9 @@ impl Handshake<'_> {
                 } else {
                     match sessions.recv_timeout(LOOK_PAUSE) {
                         Ok(Ok(first)) => break Some(first),
-                        Ok(Err(reason)) => {
+                        Ok(Err(source)) => {
                             waiting -= 1;
-                            refused(&reason);
+                            declined(&source);
                         }
                         Err(_) => {}
                     }
@@ -162,7 +192,7 @@ impl Handshake<'_> {
                     waiting -= 1;
                     match sessions.recv().expect("this function itself holds a sender") {
                         Ok(greeted) => first = Some(greeted),
-                        Err(reason) => refused(&reason),
+                        Err(source) => declined(&source),
                     }
                 }
                 if first.is_some() {
@@ -185,45 +215,62 @@ impl Handshake<'_> {
         })
     }
 
-    /// Waits for a control channel's hello and accepts or refuses it. A source that is refused has been sent the reason; the error is for
-    /// the log.
+    /// Waits for a control channel's hello and accepts or refuses it, or answers a dry run. The source has been sent the reason or the
+    /// answer; the error is for the log.
     pub(super) fn accept(
         &self,
         connection: Connection,
         header: &ChannelHeader,
         handshake: PendingHandshake,
-    ) -> Result<AcceptedSource, String> {
+    ) -> Result<AcceptedSource, Declined> {
         let peer = connection.peer();
+        let refused = |reason: &dyn fmt::Display| Declined::refused(format!("{peer}: {reason}"));
         if header.kind != ChannelKind::Control || header.incarnation != 1 {
             let reason = "no migration with this id is under way here";
             refuse_channel(connection, reason);
-            return Err(format!("{peer}: {reason}"));
+            return Err(refused(&reason));
         }
         let exporter = connection.exporter().to_vec();
         let closer = connection.closer();
-        let (mut writer, mut reader) = accept_channel(connection).map_err(|error| error.to_string())?;
+        let (mut writer, mut reader) =
+            accept_channel(connection).map_err(|error| Declined::refused(error.to_string()))?;
         let mut messages = ControlReader::default();
         let first = receive_message(&mut reader, &mut messages, Instant::now() + HANDSHAKE_TIME);
         drop(handshake);
         let hello = match first {
             Ok(ControlMessage::Hello(hello)) => *hello,
-            Ok(_) => return Err(format!("{peer}: the first message is no hello")),
-            Err(error) => return Err(format!("{peer}: {error}")),
+            Ok(_) => return Err(refused(&"the first message is no hello")),
+            Err(error) => return Err(refused(&error)),
         };
         let same_mode = self.takes.iter().find(|(mode, _)| *mode == hello.mode);
         let (_, features) = same_mode.unwrap_or(&self.takes[0]);
         let chosen = choose(&features.capabilities(MAX_CONTENT), header, &exporter, &hello);
-        let objection = (same_mode.is_none().then(|| wrong_mode(hello.mode, self.takes[0].0)))
-            // A reason in the destination's own words explains more than the name of a capability.
-            .or_else(|| (self.refusal)(&hello))
-            .or_else(|| chosen.as_ref().err().map(ToString::to_string));
-        let (key, chosen) = match (objection, chosen) {
-            (None, Ok(chosen)) => chosen,
-            (objection, _) => {
-                let reason = objection.unwrap_or_default();
+        let mut objections: Vec<String> = Vec::new();
+        objections.extend(same_mode.is_none().then(|| wrong_mode(hello.mode, self.takes[0].0)));
+        // A reason in the destination's own words explains more than the name of a capability.
+        objections.extend((self.refusals)(&hello));
+        // In another mode other capabilities are required.
+        objections.extend(same_mode.and(chosen.as_ref().err()).map(ToString::to_string));
+        let knows_dry_runs = features.offered.contains(&DRY_RUN);
+        let is_itself = !matches!(chosen, Err(Refusal::Key | Refusal::Proof));
+        objections.truncate(MAX_REFUSALS);
+        if is_dry_run(&hello) && knows_dry_runs && is_itself {
+            let answer = match objections.len() {
+                0 => "a migration would begin".to_owned(),
+                _ => format!("a migration would be refused: {}", objections.join("; ")),
+            };
+            // Fails where the peer is gone, which needs no answer.
+            let _ = send_message(&mut writer, &ControlMessage::Checked { refusals: objections });
+            return Err(Declined { dry_run: true, reason: format!("{peer}: {answer}; nothing was begun") });
+        }
+        let (key, chosen) = match (objections.is_empty(), chosen) {
+            (true, Ok(chosen)) => chosen,
+            _ => {
+                let reason = objections.swap_remove(0);
+                let declined = refused(&reason);
                 // Fails where the peer is gone, which needs no answer.
-                let _ = send_message(&mut writer, &ControlMessage::Refused { reason: reason.clone() });
-                return Err(format!("{peer}: {reason}"));
+                let _ = send_message(&mut writer, &ControlMessage::Refused { reason });
+                return Err(declined);
             }
         };
         let knows_devices = chosen.features.iter().any(|name| name == DEVICE_STATE);
@@ -294,7 +341,7 @@ mod tests {
         let waiting = std::thread::spawn({
             let cancel = cancel.clone();
             move || {
-                let greeting = Handshake { takes: &[(Mode::Owner, FEATURES)], refusal: &|_| None };
+                let greeting = Handshake { takes: &[(Mode::Owner, FEATURES)], refusals: &|_| Vec::new() };
                 greeting.first(&incoming, &cancel, |_| {})
             }
         });

@@ -29,14 +29,17 @@ use crate::receive::PacketRules;
 use crate::transport::TransportError;
 
 pub use self::acceptor::{ChannelAcceptor, ExtraChannelHandler, PagesPlaced, Refused, Sinks, receive_thread};
-pub use self::dial::{Offer, Opened, dial};
-pub use self::handshake::{AcceptedSource, Handshake};
+pub use self::dial::{DryRunAnswer, Offer, Opened, dial, dry_run};
+pub use self::handshake::{AcceptedSource, Declined, Handshake, is_dry_run};
 pub use self::peer::{ConnectionEvent, OnConnectionEvent, Peer, PeerEvent, link_events};
 pub use self::redial::{Backoff, DIAL_PAUSE, MAX_DIAL_PAUSE, Redial};
 pub use self::serve::{Entered, MAX_SESSIONS, Sessions};
 
 /// The capability to leave out the checksums of packets' content, version 1. A source offers it only where its settings ask for it.
 pub const UNCHECKED: &str = "unchecked-1";
+
+/// The capability to answer whether a migration would begin, without beginning one, version 1. A source that offers it requires it.
+pub const DRY_RUN: &str = "dry-run-1";
 
 /// How long a driver waits, after a channel broke, for the peer's message with the reason: it travels on another connection, and a busy
 /// host sends it late.

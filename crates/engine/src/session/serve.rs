@@ -106,7 +106,7 @@ impl Sessions {
                     let _slot = slot;
                     match greeting.accept(connection, &header, handshake) {
                         Ok(greeted) => serve(greeted),
-                        Err(reason) => refused(&reason),
+                        Err(source) => refused(&source.reason),
                     }
                 };
                 // Dropping the closure closes the connection.
@@ -160,7 +160,7 @@ mod tests {
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
-    use sterna_codec::Method;
+    use sterna_codec::Encoding;
     use sterna_wire::control::{ControlMessage, Machine, Mode};
 
     use super::*;
@@ -194,7 +194,7 @@ mod tests {
             machine: Machine::default(),
             mode: Mode::Proxy,
             features: FEATURES,
-            method: Method::from_name("none").unwrap(),
+            encoding: Encoding::default(),
             patience: Duration::ZERO,
         };
         let tell: OnConnectionEvent = Arc::new(|_| ());
@@ -207,7 +207,7 @@ mod tests {
         let to = listener.local_address();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let sessions = Sessions::new(&incoming);
-        let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusal: &|_| None };
+        let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusals: &|_| Vec::new() };
         let (end, ended) = channel::<()>();
         let ended = Mutex::new(ended);
         // Each migration is served until the test lets one end.

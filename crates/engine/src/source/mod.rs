@@ -36,6 +36,7 @@ use sterna_offload::share::MAX_WEIGHT;
 use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_RAM_CHANNELS};
 
 pub use self::convergence::{NotConverging, Throttle};
+pub use self::driver::required_features;
 use crate::cancel::Cancel;
 use crate::device_state::{DeviceChannels, DeviceId, SaveDevice};
 use crate::migration::MigrationError;
@@ -149,7 +150,7 @@ struct Settings {
     method: MethodChoice,
     #[cfg(feature = "qatzip")]
     qatzip: Qatzip,
-    cpu: Option<f64>,
+    max_cpus: Option<f64>,
     bandwidth: Option<u64>,
     downtime: Duration,
     packet_size: usize,
@@ -205,7 +206,7 @@ impl Source {
             method: MethodChoice::auto(),
             #[cfg(feature = "qatzip")]
             qatzip: Qatzip::default(),
-            cpu: None,
+            max_cpus: None,
             bandwidth: None,
             downtime: Duration::from_millis(300),
             packet_size: DEFAULT_PACKET_SIZE,
@@ -231,16 +232,17 @@ impl Source {
         self
     }
 
-    /// Sets how pages are compressed; `auto` by default.
+    /// Sets how pages are compressed; `auto` by default. Where the choice names an engine that is not there, [`Source::run`] fails before
+    /// anything is begun.
     #[must_use]
     pub fn method(mut self, method: MethodChoice) -> Self {
         self.settings.method = method;
         self
     }
 
-    /// Sets where the method `qatzip` finds its library, and whether software may compress where no device can. By default any library is
-    /// used, and software where there is no device. Where software is forbidden and there is no device, [`Source::run`] fails before
-    /// anything is begun.
+    /// Sets where the engine `qat` finds QATzip, and whether software may compress what a device does not. By default any library is
+    /// used, and the CPU compresses what a busy device does not. Where the engine `qat` is named and there is no device, [`Source::run`]
+    /// fails before anything is begun.
     #[cfg(feature = "qatzip")]
     #[must_use]
     pub fn qatzip(mut self, qatzip: Qatzip) -> Self {
@@ -248,11 +250,12 @@ impl Source {
         self
     }
 
-    /// Sets how many CPUs of this side the sending threads may use together, where the method is `auto`. Beyond the limit `auto` chooses
-    /// cheaper methods, down to uncompressed pages. No limit by default.
+    /// Sets how many CPUs of this side the sending threads (which read, compress, encrypt and write pages) may use together, on average,
+    /// while the guest runs. Near the limit `auto` chooses cheaper methods, down to uncompressed pages; beyond it the threads pause. The
+    /// search for dirty pages, accelerators and workers of QATzip are not limited. No limit by default.
     #[must_use]
-    pub fn cpu(mut self, cores: Option<f64>) -> Self {
-        self.settings.cpu = cores;
+    pub fn max_cpus(mut self, cores: Option<f64>) -> Self {
+        self.settings.max_cpus = cores;
         self
     }
 
@@ -315,7 +318,7 @@ impl Source {
         self
     }
 
-    /// Lets accelerators find zero pages, copy the others, and compress by the method `iaa`, each where `offload` has a device that can.
+    /// Lets accelerators find zero pages, copy the others, and compress by the engine `iaa`, each where `offload` has a device that can.
     /// The CPU does what no device does. One [`Offload`] serves all migrations of a process.
     #[cfg(feature = "accel")]
     #[must_use]
@@ -403,7 +406,7 @@ impl Source {
     }
 
     fn check(&self) -> Result<(), MigrationError> {
-        let Settings { channels, packet_size, accelerator_weight, cpu, .. } = self.settings;
+        let Settings { channels, packet_size, accelerator_weight, max_cpus, .. } = self.settings;
         if !(1..=MAX_RAM_CHANNELS).contains(&channels) {
             let reason = format!("{channels} channels were asked for; between 1 and {MAX_RAM_CHANNELS} are possible");
             return Err(MigrationError::untouched(reason));
@@ -414,7 +417,7 @@ impl Source {
             );
             return Err(MigrationError::untouched(reason));
         }
-        if let Some(cores) = cpu.filter(|cores| !(cores.is_finite() && *cores > 0.0)) {
+        if let Some(cores) = max_cpus.filter(|cores| !(cores.is_finite() && *cores > 0.0)) {
             let reason = format!("{cores} CPUs were allowed for sending; a number above 0 is possible");
             return Err(MigrationError::untouched(reason));
         }

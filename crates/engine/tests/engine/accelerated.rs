@@ -92,7 +92,7 @@ fn every_method_of_sending_pages_uses_the_devices_results() {
         for (method, checksums) in [("none", true), ("none", false), ("lz4", true), ("zstd", false)] {
             let what = format!("{method}, checksums {checksums}");
             let offload = offload(SHARED, TROUBLES[1].1, 1);
-            let choice = MethodChoice::parse(method, None).unwrap();
+            let choice = method.parse().unwrap();
             let report = migrate(&what, &offload, |source| source.method(choice).checksums(checksums).channels(3));
             let copy = if checksums { Operation::CopyChecksum } else { Operation::Copy };
             let in_place = method == "none" && !checksums;
@@ -318,7 +318,7 @@ fn wrong_copies_are_refused_by_the_destination_and_the_device_is_taken_out() {
             let mut settings = Settings::default();
             settings.recheck_copies = false;
             let offload = offload_with(SHARED, r#"[{"opcode":17,"nth":3,"what":"wrong_result"}]"#, 5, settings);
-            let choice = MethodChoice::parse(method, None).unwrap();
+            let choice = method.parse().unwrap();
             let report = migrate(method, &offload, |source| source.method(choice));
             let reasons: Vec<_> = report.taken_out.iter().map(|out| out.reason.as_str()).collect();
             assert_eq!(reasons, ["what it had copied was refused by the destination"], "{method}: {report:?}");

@@ -81,7 +81,7 @@ fn the_device_makes_deltas_for_every_method_of_sending_pages() {
                 .enumerate()
         {
             let offload = offload([SHARED, DEDICATED, SMALL][number % 3], "[]", 1, &patient());
-            let choice = MethodChoice::parse(method, None).unwrap();
+            let choice = method.parse().unwrap();
             let (sent, report) =
                 migrate(method, &offload, |source| source.method(choice).channels(channels).checksums(checksums));
             made += sent.device_deltas;

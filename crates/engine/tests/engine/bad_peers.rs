@@ -56,7 +56,7 @@ impl Source {
             Arc::clone(&window),
             Arc::new(Pacer::new(None)),
             Arc::clone(&abort),
-            Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
+            Compression::new(method.parse::<MethodChoice>().unwrap().by_cpu().unwrap(), Engines::default(), 1, None),
             RULES,
         );
         change(&mut context);

@@ -202,7 +202,7 @@ fn damaged_packets_are_retransmitted_and_the_guest_arrives_intact() {
     within_a_minute(|| {
         for (method, channels, deltas) in [("none", 1, 0), ("lz4", 3, 0), ("zstd", 2, 64 << 20), ("none", 4, 64 << 20)]
         {
-            let choice = MethodChoice::parse(method, None).unwrap();
+            let choice = method.parse().unwrap();
             let settings =
                 |source: Source| source.method(choice).channels(channels).packet_size(64 << 10).delta_cache(deltas);
             // This includes the first ones, and the last ones of a round and of the switchover.
@@ -234,7 +234,7 @@ fn of_huge_pages_only_changed_parts_are_sent_again_and_the_guest_arrives_intact(
             ("lz4", 2, 32 << 20, |number| number % 9 == 2 && number < 300),
         ];
         for (method, channels, deltas, plan) in plans {
-            let choice = MethodChoice::parse(method, None).unwrap();
+            let choice = method.parse().unwrap();
             let settings = |source: Source| {
                 source.method(choice).channels(channels).packet_size(64 << 10).delta_cache(deltas as u64)
             };

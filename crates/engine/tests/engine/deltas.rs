@@ -64,7 +64,7 @@ fn pages_that_changed_a_little_are_sent_as_deltas_by_every_method() {
         for (method, channels, checksums) in
             [("none", 1, true), ("none", 3, false), ("lz4", 2, true), ("zstd", 4, true)]
         {
-            let choice = MethodChoice::parse(method, None).unwrap();
+            let choice = method.parse().unwrap();
             let sent = migrate(WRITES, |source| {
                 let source = source.method(choice).channels(channels).checksums(checksums);
                 slow(source).delta_cache(64 << 20)

@@ -245,7 +245,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         .device_channels(device_channels)
         .method(MethodChoice::default())
         .channels(1 + random.below(3) as u16)
-        .method(MethodChoice::parse(method, None).unwrap())
+        .method(method.parse().unwrap())
         .checksums(!random.percent(25))
         .downtime(if post_copy { Duration::from_micros(1) } else { Duration::from_millis(300) })
         .when_not_converging(answer)

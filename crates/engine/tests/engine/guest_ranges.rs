@@ -94,7 +94,7 @@ fn move_memory(method: &str, checksums: bool) {
         Arc::clone(&window),
         Arc::new(Pacer::new(None)),
         Arc::clone(&abort),
-        Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), 1, None),
+        Compression::new(method.parse::<MethodChoice>().unwrap().by_cpu().unwrap(), Engines::default(), 1, None),
         rules,
     );
     let mut channels = Vec::new();

@@ -3,10 +3,13 @@
 //! is equal, and the faulty device is named.
 
 use crate::common::within_a_minute;
-use crate::guest::Workload;
+use crate::guest::{Memory, Monitor, Running, Workload};
 use crate::moving::{done_by, migrate_with, offload_of, report_of};
 use sterna_codec::MethodChoice;
-use sterna_engine::source::IaaVerify;
+use sterna_engine::cancel::Cancel;
+use sterna_engine::migration::GuestState;
+use sterna_engine::source::{IaaVerify, Source};
+use sterna_engine::transport::Security;
 use sterna_offload::{Kind, Operation, Settings};
 
 const IAA: &str = r#"[{"name":"iax1","kind":"iaa","queues":[{"name":"wq1.0","size":16}]}]"#;
@@ -37,7 +40,7 @@ const TROUBLES: &[(&str, &str)] = &[
 const FEW_WRITES: Workload = Workload { writers: 1, span: 60, seed: 7, burst: 1 };
 
 fn iaa() -> MethodChoice {
-    MethodChoice::parse("iaa", None).unwrap()
+    "deflate by iaa".parse().unwrap()
 }
 
 fn with_each_fault(devices: &str, verify: IaaVerify) {
@@ -124,7 +127,7 @@ fn the_report_names_the_engine_that_compressed() {
     within_a_minute(|| {
         let words = |devices, verify| {
             let offload = offload_of(devices, "[]", 1, Settings::default());
-            let settings = |source: sterna_engine::source::Source| source.method(iaa()).iaa_verify(verify);
+            let settings = |source: Source| source.method(iaa()).iaa_verify(verify);
             report_of("report", &offload, FEW_WRITES, &(), settings).method
         };
         // On a busy machine the model may be late, and the CPU compresses a part.
@@ -132,9 +135,29 @@ fn the_report_names_the_engine_that_compressed() {
             [(IAA, IaaVerify::WithoutChecksums, "IAA "), (BOTH, IaaVerify::Always, "IAA, verified ")]
         {
             let words = words(devices, verify);
-            assert!(words.starts_with(&format!("iaa: {expected}")), "{words}");
+            assert!(words.starts_with(&format!("deflate by iaa: {expected}")), "{words}");
         }
-        assert_eq!(words(DSA, IaaVerify::Always), "iaa: CPU");
+    });
+}
+
+#[test]
+fn an_engine_that_is_named_and_not_there_is_refused_and_one_that_is_not_named_is_the_cpu() {
+    within_a_minute(|| {
+        let memory = Memory::new(1 << 20, 1 << 20);
+        let (mut from, log) = Monitor::new(&memory, &Running::default(), FEW_WRITES);
+        let offload = offload_of(DSA, "[]", 1, Settings::default());
+        let source = Source::new(memory.ram(), Box::new(log)).method(iaa()).offload(offload);
+        let sent = source.run("127.0.0.1:1", &Security::Insecure, &mut from, &Cancel::new(), &());
+        let error = sent.unwrap_err();
+        assert_eq!(error.guest, GuestState::Untouched);
+        assert!(error.reason.starts_with("engine iaa is not there: "), "{error}");
+
+        let offload = offload_of(DSA, "[]", 1, Settings::default());
+        let any = |source: Source| source.method("deflate".parse().unwrap());
+        assert_eq!(report_of("the CPU", &offload, FEW_WRITES, &(), any).method, "deflate 1 by cpu");
+        let offload = offload_of(IAA, "[]", 1, Settings::default());
+        let report = report_of("an IAA", &offload, FEW_WRITES, &(), any);
+        assert!(report.method.starts_with("deflate by iaa: IAA "), "{}", report.method);
     });
 }
 

@@ -93,7 +93,7 @@ fn a_running_guest_moves_and_continues() {
         let every = Method::all().map(|method| (method.name(), true));
         for (method, checksums) in every.chain([("none", false), ("zstd", false)]) {
             let mut pair = Pair::new(CALM);
-            let choice = MethodChoice::parse(method, None).unwrap();
+            let choice = method.parse().unwrap();
             // So long that the guest is paused only once, also on a busy machine.
             let source =
                 pair.source().method(choice).channels(3).checksums(checksums).downtime(Duration::from_secs(20));

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::common::within_a_minute;
 use crate::device::{Device, Devices};
 use crate::guest::{Memory, Monitor, Running, Workload};
-use sterna_codec::MethodChoice;
+use sterna_codec::Encoding;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::ControlLink;
 use sterna_engine::destination::Destination;
@@ -99,7 +99,7 @@ fn refusal(channels: DeviceChannels, odd: impl FnOnce(&mut OddSource) + Send) ->
             machine,
             mode: Mode::Embedded,
             features: FEATURES,
-            method: MethodChoice::default().method(),
+            encoding: Encoding::default(),
             patience: Duration::ZERO,
         };
         let (sender, news) = channel();
@@ -227,7 +227,7 @@ fn a_destination_that_names_devices_that_do_not_exist_is_refused_and_the_guest_c
             let error = std::thread::scope(|scope| {
                 let stop = incoming.stop_handle();
                 scope.spawn(move || {
-                    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
+                    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
                     let greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                     let (sender, news) = channel();
                     let on_event: OnConnectionEvent = Arc::new(move |event| drop(sender.send(event)));

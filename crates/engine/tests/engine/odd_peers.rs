@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::common::within_a_minute;
 use crate::guest::{Behind, Memory, Monitor, Running, Workload};
-use sterna_codec::MethodChoice;
+use sterna_codec::{Encoding, MethodChoice};
 use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
 use sterna_engine::cancel::Cancel;
@@ -94,7 +94,7 @@ fn odd_destination(
     mut answers: impl FnMut(&ControlMessage) -> Vec<ControlMessage>,
 ) -> Vec<ControlMessage> {
     let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
-    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
+    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
     let greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
     let (tell, news) = news();
     let events = link_events(&tell, 1);
@@ -253,7 +253,7 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
         let migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
         let (error, dials) = std::thread::scope(|scope| {
             let destination = scope.spawn(move || {
-                let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusal: &|_| None };
+                let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
                 let mut greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                 control_link::send_message(&mut greeted.writer, &ControlMessage::Welcome(greeted.welcome)).unwrap();
                 drop((greeted.writer, greeted.reader));
@@ -372,7 +372,7 @@ impl OddSource {
             machine,
             mode: Mode::Embedded,
             features,
-            method: MethodChoice::parse("none", None).unwrap().method(),
+            encoding: Encoding::default(),
             patience: Duration::ZERO,
         };
         let (tell, news) = news();

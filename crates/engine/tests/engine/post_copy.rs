@@ -63,7 +63,7 @@ fn a_guest_that_never_converges_continues_at_the_destination_and_reads_its_own_m
             let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
             let migration = Source::new(source.ram(), Box::new(log))
                 .channels(channels)
-                .method(MethodChoice::parse(method, None).unwrap())
+                .method(method.parse().unwrap())
                 .bandwidth(Some(40 << 20))
                 .downtime(Duration::from_millis(10))
                 .when_not_converging(NotConverging::PostCopyAfter(1));

@@ -130,9 +130,7 @@ fn a_destination_reports_how_much_of_the_announced_memory_it_has_placed() {
             all.windows(2).filter(|pair| pair[0].placed_bytes < pair[1].placed_bytes).count() >= 3
         });
         // Uncompressed, its first round takes 16 s, and the fourth report comes within the first few.
-        migrate(4 << 20, BUSY, &at_source, &at_destination, |source| {
-            source.method(MethodChoice::parse("none", None).unwrap())
-        });
+        migrate(4 << 20, BUSY, &at_source, &at_destination, |source| source.method("none".parse().unwrap()));
 
         let all = at_destination.received.lock().unwrap();
         for progress in all.iter().filter(|progress| progress.placed_bytes > 0) {

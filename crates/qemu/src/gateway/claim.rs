@@ -13,7 +13,7 @@ use sterna_engine::directory::Directory;
 use sterna_engine::process;
 use sterna_wire::switchover::ProcessIdentity;
 
-use super::{GatewayError, qemu};
+use super::{ErrorKind, GatewayError, qemu};
 use crate::qmp::Qmp;
 
 /// Keeps every other sterna of this user from the QEMU as long as it lives.
@@ -34,14 +34,17 @@ impl Claim {
     pub(super) fn of_process(identity: ProcessIdentity) -> Result<Self, GatewayError> {
         let failed = |error: io::Error, directory: &Path| {
             let (pid, directory) = (identity.pid, directory.display());
-            GatewayError(format!("QEMU (process {pid}) cannot be claimed by a lock in {directory}: {error}"))
+            let text = format!("QEMU (process {pid}) cannot be claimed by a lock in {directory}: {error}");
+            GatewayError::new(text).of(ErrorKind::of_io(&error))
         };
         let path = place()?;
         let directory = Directory::private(&path).map_err(|error| failed(error, &path))?;
         remove_stale(&directory);
         match Self::take(directory, identity).map_err(|error| failed(error, &path))? {
             Some(claim) => Ok(claim),
-            None => Err(GatewayError(format!("another sterna is at work on this QEMU (process {})", identity.pid))),
+            None => {
+                Err(GatewayError::new(format!("another sterna is at work on this QEMU (process {})", identity.pid)))
+            }
         }
     }
 
@@ -80,7 +83,7 @@ fn place() -> Result<PathBuf, GatewayError> {
     }
     let home = std::env::var_os("HOME").map(PathBuf::from).filter(|home| home.is_absolute());
     home.map(|home| home.join(".local/state/sterna/claims")).ok_or_else(|| {
-        GatewayError(format!(
+        GatewayError::new(format!(
             "there is no directory for the lock that keeps others from this QEMU: neither {} nor a home directory (HOME)",
             session.display()
         ))

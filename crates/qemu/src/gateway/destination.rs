@@ -13,7 +13,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::send_message;
 use sterna_engine::destination::Destination;
 use sterna_engine::report::{Observer, ReceiveReport};
-use sterna_engine::session::{AcceptedSource, Handshake};
+use sterna_engine::session::{AcceptedSource, DRY_RUN, Declined, Features, Handshake, is_dry_run};
 use sterna_engine::transport::{Incoming, Limits, Listener};
 use sterna_engine::wakers::Registration;
 use sterna_wire::control::{ControlMessage, Hello, Mode};
@@ -21,10 +21,10 @@ use sterna_wire::limits::SILENCE_LIMIT;
 
 use self::guest::Guest;
 use super::claim::Claim;
-use super::features::{FEATURES, WITH_DELTAS};
+use super::features::{DESTINATION, DESTINATION_WITH_DELTAS};
 use super::qemu::{self, QUIT_TIME};
 use super::sockets::Listens;
-use super::{GatewayError, Placement, ReceiveOptions, direct};
+use super::{ErrorKind, GatewayError, Placement, ReceiveOptions, direct};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
 
@@ -43,19 +43,20 @@ pub fn receive(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
-    let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::new)?;
+    let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::refused)?;
     // Held to the end: keeps every other sterna from this QEMU.
-    let _claim = Claim::of(&qmp)?;
-    let settings = Settings::read(&qmp).map_err(GatewayError::new)?;
+    let _claim = Claim::of(&qmp).map_err(GatewayError::refused)?;
+    let settings = Settings::read(&qmp).map_err(GatewayError::refused)?;
     let refusals = settings.refusals(Role::Destination);
     if !refusals.is_empty() {
-        return Err(GatewayError(format!("this QEMU cannot take a guest: {}", refusals.join("; "))));
+        return Err(GatewayError::refused(format_args!("this QEMU cannot take a guest: {}", refusals.join("; "))));
     }
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
-    qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Qemu, &qmp)?;
-    let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
+    qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Qemu, &qmp)
+        .map_err(GatewayError::refused)?;
+    let listener = Listener::bind(&options.listen).map_err(GatewayError::refused)?;
     let address = listener.local_address();
-    let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
+    let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::refused)?;
     observer.listening(&address.to_string());
 
     match accept_source(&qmp, options, &incoming, cancel, observer)? {
@@ -80,30 +81,45 @@ fn accept_source(
 ) -> Result<(AcceptedSource, Option<direct::ReadyDestination>), GatewayError> {
     let guest = Guest::of(qmp);
     // QEMU's own stream has no place for deltas.
-    let features = if options.placement == Placement::InStream { FEATURES } else { WITH_DELTAS };
+    let features = if options.placement == Placement::InStream { DESTINATION } else { DESTINATION_WITH_DELTAS };
+    let directly: Vec<_> = Destination::FEATURES_WITH_POST_COPY.offered.iter().copied().chain([DRY_RUN]).collect();
+    let directly = Features { offered: &directly, ..Destination::FEATURES_WITH_POST_COPY };
     // Pages that are to go through QEMU's own stream do not go directly.
-    let takes = [(Mode::Owner, features), (Mode::Direct, Destination::FEATURES_WITH_POST_COPY)];
+    let takes = [(Mode::Owner, features), (Mode::Direct, directly)];
     let takes = if options.placement == Placement::InStream { &takes[..1] } else { &takes[..] };
-    let refusal = |hello: &Hello| guest.refusal(hello).or_else(|| direct::post_copy_refusal(qmp, hello));
-    let handshake = Handshake { takes, refusal: &refusal };
+    let refusals = |hello: &Hello| -> Vec<String> {
+        let mut reasons = guest.refusals(hello);
+        reasons.extend(direct::post_copy_refusal(qmp, hello));
+        if is_dry_run(hello) {
+            // Found out later where a migration begins.
+            reasons.extend(
+                Settings::read(qmp)
+                    .map_or_else(|error| vec![error.to_string()], |settings| settings.refusals(Role::Destination)),
+            );
+            reasons.extend(direct::destination_refusal(qmp, hello));
+        }
+        reasons
+    };
+    let handshake = Handshake { takes, refusals: &refusals };
     let waiting = Waiting::start(options.wait, cancel);
     let no_source = || match options.wait {
         Some(wait) if !cancel.is_cancelled() => {
             let seconds = wait.as_secs_f64();
-            GatewayError(format!("no source has begun a migration within {seconds} s (--wait); QEMU was not touched"))
+            let text = format!("no source has begun a migration within {seconds} s (--wait); QEMU was not touched");
+            GatewayError::new(text).of(ErrorKind::Unreachable)
         }
-        _ => GatewayError("cancelled before a migration began; QEMU was not touched".into()),
+        _ => GatewayError::new("cancelled before a migration began; QEMU was not touched").of(ErrorKind::Cancelled),
     };
     let identity = qemu::identity(qmp);
-    let note_refused = |reason: &str| observer.note(&format!("refused: {reason}"));
+    let note_declined = |source: &Declined| observer.note(&source.to_string());
     loop {
-        let mut source = handshake.first(incoming, &waiting.cancel, note_refused).ok_or_else(no_source)?;
+        let mut source = handshake.first(incoming, &waiting.cancel, note_declined).ok_or_else(no_source)?;
         // Fails where the source is gone, which needs no answer.
         let mut refuse = |reason: String| drop(send_message(&mut source.writer, &ControlMessage::Refused { reason }));
         if waiting.cancel.is_cancelled() {
             // The listener has ended with the wait: a source that is lost could not reconnect.
             let error = no_source();
-            refuse(error.0.clone());
+            refuse(error.text.clone());
             return Err(error);
         }
         if source.mode != Mode::Direct {
@@ -113,7 +129,7 @@ fn accept_source(
             Ok(ready) => return Ok((source, Some(ready))),
             // The source may come again, by QEMU's own stream.
             Err(direct::NotTaken::Untouched(reason)) => {
-                note_refused(&format!("{}: {reason}; this QEMU was not touched", source.peer));
+                observer.note(&format!("refused: {}: {reason}; this QEMU was not touched", source.peer));
                 refuse(reason);
             }
             Err(direct::NotTaken::Begun(reason)) => {
@@ -122,7 +138,7 @@ fn accept_source(
                     Ok(()) => "its QEMU was ended".to_owned(),
                     Err(error) => format!("its QEMU could not be ended: {error}"),
                 };
-                return Err(GatewayError(format!("this QEMU cannot take the guest: {reason} ({left})")));
+                return Err(GatewayError::new(format!("this QEMU cannot take the guest: {reason} ({left})")));
             }
         }
     }

@@ -14,7 +14,6 @@ use std::time::Duration;
 
 use sterna_codec::{MethodChoice, Qatzip};
 use sterna_engine::record_file::Side;
-use sterna_engine::session::SessionError;
 use sterna_engine::source::{IaaVerify, NotConverging};
 use sterna_engine::transport::Security;
 use sterna_offload::Accelerators;
@@ -26,6 +25,8 @@ mod backlog;
 mod claim;
 mod destination;
 mod direct;
+mod dry_run;
+mod error;
 mod fault;
 mod features;
 mod feeder;
@@ -39,6 +40,8 @@ mod source;
 mod source_stream;
 
 pub use destination::receive;
+pub use dry_run::{DryRun, Estimate, Refusal, dry_run};
+pub use error::{ErrorKind, GatewayError};
 pub use proxy::{ProxyReport, ProxySide, ProxyStop, proxy_receive, proxy_send};
 pub use recovery::recover;
 pub use source::send;
@@ -56,10 +59,10 @@ pub struct SendOptions {
     pub channels: u16,
     /// How pages are compressed.
     pub method: MethodChoice,
-    /// Where the method `qatzip` finds its library, and whether software may compress in its place.
+    /// Where the engine `qat` finds QATzip, and whether software may compress in its place.
     pub qatzip: Qatzip,
-    /// CPUs that all sending threads together may use on this host if the method is `auto`; none: no limit.
-    pub cpu: Option<f64>,
+    /// CPUs that all sending threads together may use on this host while the guest runs; none: no limit.
+    pub max_cpus: Option<f64>,
     /// Maximum bytes per second on the wire; none: no limit.
     pub bandwidth: Option<u64>,
     /// Target downtime.
@@ -224,10 +227,10 @@ pub struct ProxySendOptions {
     pub channels: u16,
     /// How pages are compressed.
     pub method: MethodChoice,
-    /// Where the method `qatzip` finds its library, and whether software may compress in its place.
+    /// Where the engine `qat` finds QATzip, and whether software may compress in its place.
     pub qatzip: Qatzip,
-    /// CPUs that all sending threads together may use on this host if the method is `auto`; none: no limit.
-    pub cpu: Option<f64>,
+    /// CPUs that all sending threads together may use on this host while the guest runs; none: no limit.
+    pub max_cpus: Option<f64>,
     /// Maximum bytes per second on the wire; none: no limit.
     pub bandwidth: Option<u64>,
     /// Target downtime of the manager that drives QEMU; bounds the bytes in flight.
@@ -268,26 +271,4 @@ pub struct RecoverOptions {
     pub wait: Option<Duration>,
     /// The directory of the migrations' records.
     pub state_dir: PathBuf,
-}
-
-/// Why a migration could not begin, or how it ended if there is no report. The text includes the guest's state.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct GatewayError(pub String);
-
-impl From<SessionError> for GatewayError {
-    fn from(error: SessionError) -> Self {
-        Self(error.to_string())
-    }
-}
-
-impl GatewayError {
-    fn new(what: impl std::fmt::Display) -> Self {
-        Self(what.to_string())
-    }
-
-    /// An error from before anything was done to the guest.
-    fn untouched(what: impl std::fmt::Display) -> Self {
-        Self(format!("{what} (the guest was not touched)"))
-    }
 }

@@ -122,7 +122,7 @@ pub(super) fn check_directories(
 
 /// Checks that records can be made.
 pub(super) fn check_state_directory(state_dir: &Path) -> Result<(), GatewayError> {
-    prepare(state_dir).map_err(GatewayError::new)
+    prepare(state_dir).map_err(GatewayError::refused)
 }
 
 /// Checks that private sockets can be made and that QEMU can use them. A source in direct mode needs none.
@@ -132,7 +132,7 @@ pub(super) fn check_sockets(socket_dir: &SocketDirectory, listens: Listens, qmp:
             SocketDirectory::Temporary => "set TMPDIR to another directory, or give --socket-dir DIR",
             _ => "give --socket-dir another directory",
         };
-        GatewayError(format!("cannot make private sockets: {error}; {advice}"))
+        GatewayError::new(format!("cannot make private sockets: {error}; {advice}"))
     };
     let place = SocketPlace::find(socket_dir, qmp.peer_pid()).map_err(|error| failed(error.to_string()))?;
     place.remove_stale();

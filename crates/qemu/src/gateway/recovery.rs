@@ -8,7 +8,7 @@ mod destination;
 mod source;
 
 use std::convert::Infallible;
-use std::io::ErrorKind;
+use std::io;
 use std::path::Path;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
@@ -51,9 +51,12 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     // A settled migration needs no QEMU, which may be in use for something else by now.
     let qmp = if state.settled() { None } else { qemu_of(record.record()) };
     let _claim = match &qmp {
-        Some(qmp) => Claim::of(qmp)?,
+        Some(qmp) => Claim::of(qmp).map_err(GatewayError::refused)?,
         // A QEMU that waits for memory need not answer.
-        None if lacks_memory(state) => record.record().monitor_process.map(Claim::of_process).transpose()?,
+        None if lacks_memory(state) => {
+            let claimed = record.record().monitor_process.map(Claim::of_process).transpose();
+            claimed.map_err(GatewayError::refused)?
+        }
         None => None,
     };
     // Remove the sockets that the dead process left. Those in another --socket-dir are removed by the next migration.
@@ -74,13 +77,13 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
 fn open_record(options: &RecoverOptions) -> Result<RecordFile, GatewayError> {
     let open = |side| RecordFile::open(&options.state_dir, options.id, side);
     if let Some(side) = options.side {
-        return open(side).map_err(GatewayError::new);
+        return open(side).map_err(GatewayError::refused);
     }
     match (open(Side::Source), open(Side::Destination)) {
         (Err(RecordFileError::Missing { .. }), other) | (other, Err(RecordFileError::Missing { .. })) => {
-            other.map_err(GatewayError::new)
+            other.map_err(GatewayError::refused)
         }
-        _ => Err(GatewayError("this host has the records of both sides: say which with --side".into())),
+        _ => Err(GatewayError::new("this host has the records of both sides: say which with --side")),
     }
 }
 
@@ -142,7 +145,9 @@ impl Recovery<'_> {
             (None, Some(_)) => Ok(true),
             // The process is not known: QEMU has ended only if no process serves its socket.
             (None, None) => match std::os::unix::net::UnixStream::connect(&record.monitor_socket) {
-                Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => Ok(true),
+                Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
+                    Ok(true)
+                }
                 _ => Err(unreachable_monitor(record)),
             },
         }
@@ -152,13 +157,13 @@ impl Recovery<'_> {
 /// Returns the error for a monitor that lives but cannot be reached.
 fn unreachable_monitor(record: &Record) -> GatewayError {
     if record.monitor_socket.is_empty() {
-        return GatewayError(format!(
+        return GatewayError::new(format!(
             "the migration was embedded in process {}, which lives and has the guest: let it resume the guest or end it, \
              then run this again",
             record.pid
         ));
     }
-    GatewayError(format!(
+    GatewayError::new(format!(
         "QEMU's QMP socket {} does not answer although QEMU lives: is another program connected to it?",
         record.monitor_socket
     ))
@@ -182,7 +187,7 @@ fn durable(ledger: &Ledger, text: String) -> Result<String, GatewayError> {
         return Ok(text);
     }
     let why = ledger.unwritten().unwrap_or("the disk did not take it");
-    Err(GatewayError(format!(
+    Err(GatewayError::new(format!(
         "{text}; but this could not be written to the record: {why}. Put that right and run this again: the migration is \
          not settled before"
     )))

@@ -11,6 +11,7 @@ mod rounds;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use sterna_codec::{Engine, EngineMissing};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::migration::DELTA;
 use sterna_engine::record_file::RecordFile;
@@ -20,6 +21,7 @@ use sterna_engine::session::{self, Backoff, DIAL_PAUSE, Offer, Peer, Redial};
 use sterna_engine::switchover::{DeliveryLimits, Events, Reconnection, SourceKernel, SourceSetup, after, run_source};
 use sterna_engine::transport::Address;
 use sterna_engine::window::Window;
+use sterna_offload::Operation;
 use sterna_wire::control::DestinationFigures;
 use sterna_wire::switchover::{RecordState, SourceState, SourceSwitchover};
 
@@ -33,7 +35,7 @@ use super::features::{FEATURES, WITH_DELTAS};
 use super::qemu;
 use super::recovery::MAX_DIAL_PAUSE;
 use super::sockets::Listens;
-use super::{GatewayError, SendMode, SendOptions, direct};
+use super::{ErrorKind, GatewayError, SendMode, SendOptions, direct};
 use crate::qmp::Qmp;
 use crate::settings::{RequiredSettings, Role, Settings};
 
@@ -80,6 +82,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let engines = options.qatzip.engines(options.method, options.channels);
     let (engines, line) = engines.map_err(GatewayError::untouched)?;
     line.iter().for_each(|line| observer.note(line));
+    let encoding = engines.encoding(options.method).map_err(GatewayError::untouched)?;
 
     let (events, inbox) = Events::channel();
     let offer = Offer {
@@ -90,14 +93,14 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         machine: machine.clone(),
         mode: sterna_wire::control::Mode::Owner,
         features: if options.delta_cache > 0 { WITH_DELTAS } else { FEATURES },
-        method: options.method.method(),
+        encoding,
         patience: Duration::ZERO,
     };
     let on_connection = events.on_connection();
     let (link, session) = session::dial(&offer, cancel, &on_connection).map_err(GatewayError::untouched)?;
     observer.note(&format!("migration {}: {} accepted it", session.id, options.to));
     if cancel.is_cancelled() {
-        return Err(GatewayError::untouched("cancelled"));
+        return Err(GatewayError::untouched("cancelled").of(ErrorKind::Cancelled));
     }
 
     let state = RecordState::Source(SourceState::Started);
@@ -108,13 +111,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let window = Arc::new(Window::new(session.packet_size as u64, session.round_trip, options.downtime));
     let ours = window.allowance() + COMMIT_ESTIMATE;
     let limit = options.downtime.saturating_sub(ours).max(MIN_DOWNTIME_LIMIT);
-    let wanted = RequiredSettings {
-        role: Role::Source,
-        channels: options.channels as u8,
-        downtime_limit: Some(limit),
-        pause_before_switchover: false,
-    };
-    let plan = Settings::plan(&qmp, &wanted).map_err(GatewayError::untouched)?;
+    let plan = Settings::plan(&qmp, &wanted(options, limit)).map_err(GatewayError::untouched)?;
     record.amend(|record| record.settings_before = serde_json::to_value(plan.before()).ok());
     observer.note(&format!(
         "QEMU's downtime-limit is {} ms: {} ms less what draining, loading and committing take",
@@ -146,7 +143,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let mut driver = Driver {
         kernel,
         options,
-        compression: Compression::new(options.method, engines, options.channels, options.cpu),
+        compression: Compression::new(encoding, engines, options.channels, options.max_cpus),
         qmp,
         stage: Stage::Planned(plan),
         window,
@@ -171,6 +168,16 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     Ok(driver.finish(end))
 }
 
+/// Returns the settings that QEMU's own migration needs.
+pub(super) fn wanted(options: &SendOptions, downtime_limit: Duration) -> RequiredSettings {
+    RequiredSettings {
+        role: Role::Source,
+        channels: options.channels as u8,
+        downtime_limit: Some(downtime_limit),
+        pause_before_switchover: false,
+    }
+}
+
 /// The outcome of [`try_direct`].
 enum Direct {
     /// The migration ran in direct mode.
@@ -187,6 +194,11 @@ fn try_direct(
     observer: &dyn Observer,
 ) -> Result<Direct, GatewayError> {
     let stream = |why: String| {
+        if options.method.requires(Engine::Iaa) {
+            return Err(GatewayError::untouched(format_args!(
+                "--engine iaa needs direct mode, and the guest cannot be moved directly: {why}"
+            )));
+        }
         if let Some(option) = options.direct.for_the_guest() {
             return Err(GatewayError::untouched(format_args!(
                 "{option} needs direct mode, and the guest cannot be moved directly: {why}"
@@ -208,7 +220,8 @@ fn try_direct(
         Err(why) if must => {
             return Err(GatewayError::untouched(format_args!(
                 "the guest cannot be moved directly (--mode direct): {why}"
-            )));
+            ))
+            .of(direct::refusal_kind(qmp)));
         }
         Err(why) => return stream(why),
     };
@@ -217,10 +230,17 @@ fn try_direct(
     if let Some(offload) = &offload {
         observer.note(&offload.summary().to_string());
     }
+    let compresses = offload.as_ref().is_some_and(|offload| offload.accelerates(Operation::Deflate));
+    if options.method.requires(Engine::Iaa) && !compresses {
+        let missing = EngineMissing { engine: Engine::Iaa };
+        return Err(GatewayError::untouched(format_args!(
+            "{missing}; name one by --accel (`sterna accel list` says what is here)"
+        )));
+    }
     match direct::send(ready, qmp, options, offload, cancel, observer) {
         Ok(report) => Ok(Direct::Done(Box::new(report))),
         // Only the destination could know this reason. The guest was not touched.
-        Err(direct::NotSent { refused: true, reason }) if !must => stream(reason),
-        Err(direct::NotSent { reason, .. }) => Err(GatewayError(reason)),
+        Err(direct::NotSent { kind: ErrorKind::PeerRefused, reason }) if !must => stream(reason),
+        Err(direct::NotSent { kind, reason }) => Err(GatewayError::new(reason).of(kind)),
     }
 }

@@ -112,15 +112,13 @@ impl Method {
     pub(super) const LZ4: Self = Self::new("lz4");
     pub(super) const ZSTD: Self = Self::new("zstd");
     pub(super) const FAST: Self = Self { name: "zstd", level: Some("-3") };
-    pub(super) const ZLIB: Self = Self::new("zlib");
-    pub(super) const IAA: Self = Self::new("iaa");
-    pub(super) const QATZIP: Self = Self::new("qatzip");
+    pub(super) const ZLIB: Self = Self::new("deflate by cpu");
+    pub(super) const QATZIP: Self = Self::new("deflate by qat");
     pub(super) const AUTO: Self = Self::new("auto");
 
     /// What `auto` is compared with.
     pub(super) const FIXED: [Self; 5] = [Self::NONE, Self::LZ4, Self::FAST, Self::ZSTD, Self::ZLIB];
-    const ALL: [Self; 8] =
-        [Self::NONE, Self::LZ4, Self::FAST, Self::ZSTD, Self::ZLIB, Self::IAA, Self::QATZIP, Self::AUTO];
+    const ALL: [Self; 7] = [Self::NONE, Self::LZ4, Self::FAST, Self::ZSTD, Self::ZLIB, Self::QATZIP, Self::AUTO];
 }
 
 /// By whom, and how.
@@ -189,14 +187,7 @@ fn quick_ones() -> Vec<Plan> {
 fn named() -> Vec<Plan> {
     use Network::{Gigabit, HundredMegabit, TenGigabit, Unlimited};
     let mut plans = quick_ones();
-    let more = [
-        (Method::NONE, 8),
-        (Method::ZSTD, 8),
-        (Method::ZSTD, 16),
-        (Method::FAST, 2),
-        (Method::IAA, 2),
-        (Method::AUTO, 8),
-    ];
+    let more = [(Method::NONE, 8), (Method::ZSTD, 8), (Method::ZSTD, 16), (Method::FAST, 2), (Method::AUTO, 8)];
     plans.extend(sterna(Unlimited, MIXED, &more));
     plans.extend(sterna(Unlimited, MIXED, &[(Method::QATZIP, 2)]));
     plans.extend(sterna(TenGigabit, MIXED, &[(Method::NONE, 4), (Method::ZSTD, 4), (Method::AUTO, 4)]));

@@ -134,7 +134,7 @@ pub(crate) fn obey(order: Order) -> Result<Answer, String> {
             writer.fill();
             let counted = Arc::new(Mutex::new(Counted::default()));
             let log = WritingLog::new(writer, Duration::from_secs_f64(job.seconds), Arc::clone(&counted));
-            let method = MethodChoice::parse(&job.method, None).map_err(|error| text(&error))?;
+            let method: MethodChoice = job.method.parse().map_err(|error| text(&error))?;
             let source =
                 Source::new(guest.ram(), Box::new(log)).method(method).channels(job.channels).downtime(DOWNTIME);
             let source = if job.deltas { source.delta_cache(u64::MAX) } else { source };

@@ -175,7 +175,7 @@ impl<'a> Site<'a> {
             least = least.min(rate(&report["during"]));
         }
         let migration = &report["migration"];
-        let asked = MethodChoice::parse(method, None).map_err(doing("choosing a method"))?;
+        let asked = method.parse::<MethodChoice>().map_err(doing("choosing a method"))?;
         check_method(asked, migration["method"].as_str().unwrap_or_default())?;
         let longest_ms = MAX_DOWNTIME * downtime.as_secs_f64() * 1e3;
         Ok(Attempt {

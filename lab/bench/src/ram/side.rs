@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde::{Deserialize, Serialize};
-use sterna_codec::MethodChoice;
+use sterna_codec::{ChoiceError, MethodChoice};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
 use sterna_engine::migration::GuestState;
@@ -221,7 +221,8 @@ fn send(guest: &Guest, by: &Mover, to: &str, channels: u16) -> Result<Took, Stri
 }
 
 fn choice(method: &str, level: Option<&str>) -> Result<MethodChoice, String> {
-    MethodChoice::parse(method, level).map_err(|error| error.to_string())
+    let text = level.map_or_else(|| method.to_owned(), |level| format!("{method} {level}"));
+    text.parse().map_err(|error: ChoiceError| error.to_string())
 }
 
 fn send_whole(

@@ -9,7 +9,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 
 use sterna_codec::sample::Sampler;
-use sterna_codec::{CodecError, Encoded, Encoder, EncoderSource, Engines, MethodChoice};
+use sterna_codec::{CodecError, Encoded, Encoder, EncoderSource, Encoding, Engine, Engines};
 use sterna_idxd_model::core::Timing;
 use sterna_qemu_lab::corpus::Corpus;
 use sterna_simulator::measured::thread_cpu;
@@ -143,9 +143,9 @@ impl EncoderSource for Named {
 }
 
 /// What `auto` chooses from where all accelerators are present.
-pub(super) fn ways() -> Vec<MethodChoice> {
+pub(super) fn ways() -> Vec<Encoding> {
     let engines = Engines::default().with_iaa(Arc::new(Named)).with_qat(Arc::new(Named));
-    MethodChoice::auto_candidates(&engines)
+    Encoding::auto_candidates(&engines)
 }
 
 /// What each way makes of `bytes` of a corpus.
@@ -168,11 +168,13 @@ pub(super) fn trace(
     Ok((trace, origin))
 }
 
-fn measure(memory: &[u8], ways: &[MethodChoice], rounds: usize, beside: &Bytes) -> Result<Trace, CodecError> {
+fn measure(memory: &[u8], ways: &[Encoding], rounds: usize, beside: &Bytes) -> Result<Trace, CodecError> {
     let mut sampler = Sampler::new()?;
     let mut coders = Vec::new();
     for way in ways {
-        coders.push((way.untiring_encoder(&Engines::default())?, way.method().format().decoder()?));
+        // By the CPU, also where an accelerator is charged for it.
+        let encoder = (way.format().row().encoder)(way.level().unwrap_or(0))?;
+        coders.push((encoder, way.format().decoder()?));
     }
     let mut batch = vec![0; BATCH];
     let (mut encoded, mut decoded) = (vec![0; BATCH], vec![0; BATCH]);
@@ -210,14 +212,14 @@ fn measure(memory: &[u8], ways: &[MethodChoice], rounds: usize, beside: &Bytes) 
 }
 
 /// Puts an accelerator's time in the place of the CPU's, where the way has one.
-fn charge(way: MethodChoice, made: &mut path::Encoded, beside: &Bytes) {
-    let engine = match way.method().name() {
-        "iaa" => {
+fn charge(way: Encoding, made: &mut path::Encoded, beside: &Bytes) {
+    let engine = match way.engine() {
+        Engine::Iaa => {
             let timing = Timing::iaa();
             timing.descriptor_ns as f64 + made.size as f64 * timing.engine_byte_ps as f64 / 1e3
         }
-        "qatzip" => made.size as f64 * QAT_BYTE,
-        _ => return,
+        Engine::Qat => made.size as f64 * QAT_BYTE,
+        Engine::Cpu => return,
     };
     // In, and out again.
     let copies = (made.size + made.bytes) as f64 * beside.copied;
@@ -226,6 +228,8 @@ fn charge(way: MethodChoice, made: &mut path::Encoded, beside: &Bytes) {
 
 #[cfg(test)]
 mod tests {
+    use sterna_codec::MethodChoice;
+
     use super::*;
 
     const BESIDE: Bytes = Bytes { read: 0.2, copied: 0.1, written: 0.3, received: 0.2, placed: 0.05 };
@@ -259,18 +263,19 @@ mod tests {
     #[test]
     fn accelerators_are_charged_and_the_thread_only_copies() {
         let cpu = path::Encoded { size: BATCH, bytes: BATCH / 2, thread: 5e6, ..path::Encoded::default() };
-        let charged = |name| {
+        let charged = |text: &str| {
             let mut made = cpu;
-            charge(MethodChoice::parse(name, None).unwrap(), &mut made, &BESIDE);
+            charge(text.parse::<MethodChoice>().unwrap().encodings().next().unwrap(), &mut made, &BESIDE);
             made
         };
         let copies = 1.5 * BATCH as f64 * BESIDE.copied + SUBMISSION;
-        for (name, engine) in [("iaa", 400.0 + 0.495 * BATCH as f64), ("qatzip", BATCH as f64 / 3.5)] {
+        for (name, engine) in [("deflate by iaa", 400.0 + 0.495 * BATCH as f64), ("deflate by qat", BATCH as f64 / 3.5)]
+        {
             let made = charged(name);
             assert!((made.thread - copies).abs() < 1.0 && (made.engine - engine).abs() < 1.0, "{name}: {made:?}");
             assert_eq!(made.bytes, cpu.bytes);
         }
         assert_eq!((charged("zstd").thread, charged("zstd").engine), (5e6, 0.0));
-        assert_eq!(ways().iter().filter(|way| ["iaa", "qatzip"].contains(&way.method().name())).count(), 2);
+        assert_eq!(ways().iter().filter(|way| way.engine() != Engine::Cpu).count(), 2);
     }
 }

@@ -1,7 +1,7 @@
 //! The cells of `sterna-bench selection` that are computed: each a content, a network, the CPUs that may be used, and the accelerator
 //! that is there. Some forty have names; `--long` has the product.
 
-use sterna_codec::MethodChoice;
+use sterna_codec::{Encoding, Engine};
 use sterna_qemu_lab::corpus::Corpus;
 use sterna_simulator::path::Path;
 
@@ -51,7 +51,7 @@ impl Network {
 pub(super) enum Cpu {
     /// Each a core.
     Enough,
-    /// Each a core, and together so many CPUs that they may use (`--cpu`).
+    /// Each a core, and together so many CPUs that they may use (`--max-cpus`).
     Allowed(f64),
     /// One core, and the receivers another: so is the machine on which the real cells are measured.
     OneCore,
@@ -94,11 +94,11 @@ impl Accelerator {
     }
 
     /// Whether a way is possible with it.
-    pub(super) fn has(self, way: MethodChoice) -> bool {
-        match way.method().name() {
-            "iaa" => matches!(self, Self::Iaa(_)),
-            "qatzip" => self == Self::Qat,
-            _ => true,
+    pub(super) fn has(self, way: Encoding) -> bool {
+        match way.engine() {
+            Engine::Iaa => matches!(self, Self::Iaa(_)),
+            Engine::Qat => self == Self::Qat,
+            Engine::Cpu => true,
         }
     }
 }
@@ -212,6 +212,7 @@ pub(super) fn all() -> Vec<Plan> {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
+    use sterna_codec::MethodChoice;
 
     use super::*;
 
@@ -254,8 +255,10 @@ mod tests {
 
     #[test]
     fn ways_of_accelerators_need_them() {
-        let way = |name| MethodChoice::parse(name, None).unwrap();
-        let has = |accelerator: Accelerator| ["zstd", "iaa", "qatzip"].map(|name| accelerator.has(way(name)));
+        let way = |text: &str| text.parse::<MethodChoice>().unwrap().encodings().next().unwrap();
+        let has = |accelerator: Accelerator| {
+            ["zstd", "deflate by iaa", "deflate by qat"].map(|text| accelerator.has(way(text)))
+        };
         assert_eq!(has(Accelerator::None), [true, false, false]);
         assert_eq!(has(Accelerator::Iaa(1)), [true, true, false]);
         assert_eq!(has(Accelerator::Qat), [true, false, true]);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use sterna_codec::select::{Class, Interval, Knowledge, Selection};
-use sterna_codec::{Adaptive, CodecError, Encoder, MethodChoice};
+use sterna_codec::{Adaptive, CodecError, Encoder, Encoding};
 
 use super::{Choice, Encoded, Path, Took, run};
 
@@ -21,7 +21,7 @@ pub struct Batch {
 #[derive(Clone, Debug)]
 pub struct Trace {
     /// The first leaves it as it is.
-    pub ways: Vec<MethodChoice>,
+    pub ways: Vec<Encoding>,
     /// At least one.
     pub batches: Vec<Batch>,
     /// Nanoseconds that a sample takes.
@@ -35,7 +35,7 @@ impl Trace {
 
     /// The same without the ways that are not `kept`.
     #[must_use]
-    pub fn only(&self, kept: impl Fn(MethodChoice) -> bool) -> Self {
+    pub fn only(&self, kept: impl Fn(Encoding) -> bool) -> Self {
         let at: Vec<usize> = (0..self.ways.len()).filter(|at| kept(self.ways[*at])).collect();
         let batch = |batch: &Batch| Batch { ways: at.iter().map(|at| batch.ways[*at]).collect(), ..*batch };
         Self {
@@ -187,6 +187,8 @@ impl Choice for Known<'_> {
 
 #[cfg(test)]
 mod tests {
+    use sterna_codec::MethodChoice;
+
     use super::*;
 
     const SIZE: usize = 512 << 10;
@@ -198,7 +200,7 @@ mod tests {
             class: Some(Class::of(100, if *shrinks { 55 } else { 100 })),
             ways: vec![raw, Encoded { thread: SIZE as f64, bytes: if *shrinks { SIZE / 2 } else { SIZE }, ..raw }],
         };
-        let ways = [("none", None), ("zstd", Some("1"))].map(|(name, level)| MethodChoice::parse(name, level).unwrap());
+        let ways = ["none", "zstd 1"].map(|text| text.parse::<MethodChoice>().unwrap().by_cpu().unwrap());
         Trace { ways: ways.into(), batches: shrinks.iter().map(batch).collect(), sampling: 5000.0 }
     }
 

@@ -17,6 +17,21 @@ use std::time::Duration;
 use serde_json::Value;
 use sterna_qemu_lab::{Guest, LinuxGuest, QemuOptions, QemuVersion};
 
+/// The exit codes of docs/operating.md that tests of several subjects expect.
+pub(crate) const FAILED: Option<i32> = Some(1);
+pub(crate) const CANCELLED: Option<i32> = Some(3);
+pub(crate) const UNCONFIRMED: Option<i32> = Some(4);
+pub(crate) const LOST: Option<i32> = Some(5);
+pub(crate) const REFUSED: Option<i32> = Some(6);
+pub(crate) const UNREACHABLE: Option<i32> = Some(7);
+pub(crate) const PEER_REFUSED: Option<i32> = Some(8);
+pub(crate) const NOT_PERMITTED: Option<i32> = Some(9);
+
+/// Whether an exit code says that nothing was touched.
+pub(crate) fn nothing_was_touched(code: Option<i32>) -> bool {
+    [REFUSED, UNREACHABLE, PEER_REFUSED, NOT_PERMITTED].contains(&code)
+}
+
 /// Time limit of each step of a test, enough for a slow machine.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
 

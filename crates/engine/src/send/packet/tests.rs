@@ -3,7 +3,7 @@
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
-use sterna_codec::{Engines, MethodChoice};
+use sterna_codec::{Encoding, Engines};
 use sterna_wire::packet::PACKET_HEADER_LENGTH;
 
 use super::*;
@@ -22,7 +22,7 @@ fn writer() -> (PacketWriter, TcpStream) {
         Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO)),
         Arc::new(Pacer::new(None)),
         Arc::new(Abort::default()),
-        Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), 1, None),
+        Compression::new(Encoding::auto(), Engines::default(), 1, None),
         PacketRules { packet_size: PACKET, checksums: true },
     );
     let ledger = Arc::new(ChannelLedger::new(Arc::clone(&context.window), None));

@@ -83,11 +83,15 @@ pub(super) fn run(
         return Err(MigrationError::untouched(format!("post-copy is not possible at the source: {reason}")));
     }
     let engines = settings.engines(observer).map_err(MigrationError::untouched)?;
+    let weight = settings.accelerator_weight;
+    let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, &ram, weight));
+    let engines = match &accelerator {
+        Some(accelerator) => accelerator.engines(engines, settings.iaa_verify.verifies(settings.checksums)),
+        None => engines,
+    };
+    let encoding = engines.encoding(settings.method).map_err(MigrationError::untouched)?;
     // What was chosen is required, so that it is not left out silently.
-    let mut required = vec![GUEST_STATE];
-    required.extend(post_copy.then_some(POST_COPY));
-    required.extend((!settings.checksums).then_some(UNCHECKED));
-    required.extend((settings.delta_cache > 0).then_some(DELTA));
+    let mut required = required_features(post_copy, settings.checksums, settings.delta_cache > 0);
     required.extend((!known.is_empty()).then_some(DEVICE_STATE));
     let mut offered = required.clone();
     offered.push(RETRANSMIT);
@@ -99,7 +103,7 @@ pub(super) fn run(
         machine,
         mode: settings.monitor.mode,
         features: Features { offered: &offered, required: &required },
-        method: settings.method.method(),
+        encoding,
         patience: Duration::ZERO,
     };
     let occupied = Occupied::default();
@@ -120,12 +124,6 @@ pub(super) fn run(
 
     let monitor_call = occupied.clone();
     let _cancelling = events.on_cancel(cancel, move || monitor_call.raise(CANCELLED));
-    let weight = settings.accelerator_weight;
-    let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, &ram, weight));
-    let engines = match &accelerator {
-        Some(accelerator) => accelerator.engines(engines, settings.iaa_verify.verifies(session.rules().checksums)),
-        None => engines,
-    };
     let hash_key = HashKey::random()
         .map_err(|error| MigrationError::untouched(format!("no random numbers for hashes of pages: {error}")))?;
     let window = new_window(&session, &settings);
@@ -149,7 +147,7 @@ pub(super) fn run(
     let mut driver = Driver {
         kernel,
         accelerator,
-        compression: Compression::new(settings.method, engines, settings.channels, settings.cpu),
+        compression: Compression::new(encoding, engines, settings.channels, settings.max_cpus),
         vmm,
         cpu,
         security,
@@ -179,6 +177,12 @@ pub(super) fn run(
     };
     let end = run_source(&mut driver, &inbox, first);
     driver.finish(end)
+}
+
+/// Returns the capabilities that a source with these settings requires of its destination, besides that for devices.
+pub fn required_features(post_copy: bool, checksums: bool, deltas: bool) -> Vec<&'static str> {
+    let chosen = [(true, GUEST_STATE), (post_copy, POST_COPY), (!checksums, UNCHECKED), (deltas, DELTA)];
+    chosen.into_iter().filter(|(chosen, _)| *chosen).map(|(_, feature)| feature).collect()
 }
 
 /// Returns the error of a migration that was cancelled before anything was begun.

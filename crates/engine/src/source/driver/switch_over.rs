@@ -94,8 +94,9 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Makes the work of accelerators urgent while the guest is paused.
+    /// Makes the work of accelerators urgent while the guest is paused, and lifts the limit of CPU time.
     fn set_urgent(&self, urgent: bool) {
+        self.compression.set_urgent(urgent);
         if let Some(accelerator) = &self.accelerator {
             accelerator.set_urgent(urgent);
         }

@@ -25,18 +25,20 @@ impl Guest {
         Self { machine_type: qemu::machine(qmp, Duration::ZERO).machine_type, blocks: list(qmp).unwrap_or_default() }
     }
 
-    /// Returns why the source of `hello` cannot send its guest here; none if it can.
-    pub(super) fn refusal(&self, hello: &Hello) -> Option<String> {
+    /// Returns all reasons why the source of `hello` cannot send its guest here.
+    pub(super) fn refusals(&self, hello: &Hello) -> Vec<String> {
+        let mut reasons = Vec::new();
         // The text is shown in the log here and on the terminal there.
         let theirs = cleaned(&hello.machine.machine_type);
         if theirs != self.machine_type && !theirs.is_empty() && !self.machine_type.is_empty() {
             let ours = &self.machine_type;
-            return Some(format!(
+            reasons.push(format!(
                 "the source's machine type is {theirs}, the destination's {ours}: start it with -M {theirs}"
             ));
         }
         // Only a source that moves its guest directly names its blocks.
-        hello.machine.blocks.iter().find_map(|block| self.block_refusal(block))
+        reasons.extend(hello.machine.blocks.iter().filter_map(|block| self.block_refusal(block)));
+        reasons
     }
 
     /// Returns why QEMU would refuse a block of the source. QEMU itself only prints that, and ends.

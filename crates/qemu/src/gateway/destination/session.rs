@@ -39,7 +39,7 @@ pub(super) fn run(
     let refused = |writer: &mut _, error: String| {
         // Fails where the peer is gone, which needs no answer.
         let _ = send_message(writer, &ControlMessage::Refused { reason: error.clone() });
-        GatewayError(error)
+        GatewayError::refused(error)
     };
     let wanted = RequiredSettings {
         role: Role::Destination,

@@ -42,6 +42,26 @@ const DMA_DRIVERS: &[&str] =
 /// # Errors
 /// Why it cannot, and what would make it possible.
 pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
+    CHECKS.iter().try_for_each(|check| check(qmp))
+}
+
+/// Returns every reason why direct mode cannot move the guest of this QEMU.
+pub(super) fn obstacles(qmp: &Qmp) -> Vec<String> {
+    CHECKS.iter().filter_map(|check| check(qmp).err()).collect()
+}
+
+/// What [`check`] consists of. Each is independent of the others.
+const CHECKS: &[fn(&Qmp) -> Result<(), String>] = &[
+    check_release,
+    check_commands,
+    check_migration,
+    check_encryption,
+    |qmp| check_devices(&qmp.human("info qtree").map_err(|error| error.to_string())?),
+    |qmp| check_disks(&query(qmp, "query-named-block-nodes")?),
+    check_files,
+];
+
+fn check_release(qmp: &Qmp) -> Result<(), String> {
     if !cfg!(target_arch = "x86_64") {
         return Err("it works on x86-64 hosts so far".into());
     }
@@ -56,6 +76,10 @@ pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
             last.0, last.1
         ));
     }
+    Ok(())
+}
+
+fn check_commands(qmp: &Qmp) -> Result<(), String> {
     let commands = query(qmp, "query-commands")?;
     let has = |name: &str| commands.as_array().is_some_and(|all| all.iter().any(|one| one["name"] == name));
     for needed in ["xen-save-devices-state", "transaction", "add-fd", "remove-fd"] {
@@ -63,6 +87,10 @@ pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
             return Err(format!("this QEMU has no command {needed}"));
         }
     }
+    Ok(())
+}
+
+fn check_migration(qmp: &Qmp) -> Result<(), String> {
     let migration = query(qmp, "query-migrate")?;
     if let Some(reason) = migration["blocked-reasons"].as_array().and_then(|all| all.first()) {
         return Err(format!("QEMU says that the guest cannot be migrated: {}", reason.as_str().unwrap_or("no reason")));
@@ -72,11 +100,15 @@ pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
     if let Some(mode) = parameters["mode"].as_str().filter(|mode| *mode != "normal") {
         return Err(format!("QEMU's migration mode is {mode}: set it to normal"));
     }
+    Ok(())
+}
+
+fn check_encryption(qmp: &Qmp) -> Result<(), String> {
     let cgs = qmp.execute("qom-get", json!({ "path": "/machine", "property": "confidential-guest-support" }));
     if cgs.is_ok_and(|object| object.as_str().is_some_and(|path| !path.is_empty())) {
         return Err("guest RAM is encrypted (confidential-guest-support)".into());
     }
-    check_nothing_pins(qmp)
+    Ok(())
 }
 
 /// Checks that nothing pins guest RAM or writes it past QEMU's page tables. A destination that waits for missing pages

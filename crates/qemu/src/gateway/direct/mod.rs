@@ -37,20 +37,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_engine::cancel::Cancel;
-use sterna_engine::migration::{ErrorKind, MigrationError};
+use sterna_engine::migration::MigrationError;
 use sterna_engine::report::{Observer, Outcome, Report};
 use sterna_engine::source::{MonitorRecord, Source, TimeLimits};
 use sterna_engine::transport::Address;
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::dirty::write_protect::WriteProtectLog;
+use sterna_memory::ram::GuestRam;
 use sterna_offload::{Accelerators, LEDGERS, Offload, Settings, Shares, StartError};
-use sterna_wire::control::Mode;
+use sterna_wire::control::{Hello, Mode};
 use sterna_wire::switchover::SourceAfter;
 
 pub(super) use self::destination::{NotTaken, Ready as ReadyDestination, prepare as prepare_destination, receive};
 pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory};
-use self::ram::DirectRam;
+use self::ram::{DirectRam, Survey};
 use self::source::QemuSource;
 use super::fault::WithFaultPoints;
-use super::{DirectOptions, SendOptions, qemu};
+use super::{DirectOptions, ErrorKind, SendOptions, qemu};
 use crate::qmp::Qmp;
 
 /// A source QEMU whose guest can be moved in direct mode. Only the tracking of its writes has been prepared so far.
@@ -78,6 +81,53 @@ pub(super) fn prepare(qmp: &Qmp) -> Result<Ready, String> {
     Ok(Ready { ram, machine_type })
 }
 
+/// Returns the kind of a refusal to move a guest directly: whether this process may read QEMU's memory at all.
+pub(super) fn refusal_kind(qmp: &Qmp) -> ErrorKind {
+    let memory = qmp.peer_pid().map(|pid| std::fs::File::open(format!("/proc/{pid}/mem")));
+    memory.and_then(Result::err).map_or(ErrorKind::Refused, |error| ErrorKind::of_io(&error))
+}
+
+/// What a dry run finds out about direct mode. Nothing of QEMU is touched.
+pub(super) struct Inspected {
+    /// Why the guest cannot be moved directly; none if it can, as far as is known without touching QEMU's process.
+    pub(super) obstacles: Vec<String>,
+    /// The guest's RAM, where it was found.
+    pub(super) ram: Option<GuestRam>,
+    /// Bytes of RAM that are populated, where that is known.
+    pub(super) populated: Option<u64>,
+}
+
+/// Finds out whether the guest of this QEMU can be moved directly, without touching its process.
+pub(super) fn inspect(qmp: &Qmp) -> Inspected {
+    let mut obstacles = eligible::obstacles(qmp);
+    obstacles.extend(kernel_refusal());
+    let survey = match Survey::of(qmp) {
+        Ok(survey) => Some(survey),
+        Err(reason) => {
+            obstacles.push(reason);
+            None
+        }
+    };
+    let populated = survey.as_ref().and_then(|survey| survey.populated().ok());
+    Inspected { obstacles, ram: survey.map(|survey| survey.guest().clone()), populated }
+}
+
+/// Returns why this kernel cannot track writes: tried with a page of this process.
+fn kernel_refusal() -> Option<String> {
+    let room = vec![1u8; 2 * PAGE_SIZE];
+    let page = room.as_ptr().addr().next_multiple_of(PAGE_SIZE);
+    let log = WriteProtectLog::new(vec![page..page + PAGE_SIZE]);
+    log.and_then(|log| log.check()).err().map(|error| error.to_string())
+}
+
+/// Returns why the destination's QEMU cannot take a guest directly, as far as is known before a stream is begun.
+pub(super) fn destination_refusal(qmp: &Qmp, hello: &Hello) -> Option<String> {
+    if hello.mode != Mode::Direct {
+        return None;
+    }
+    ram::of_destination(qmp, &hello.machine.blocks).err()
+}
+
 /// Opens the accelerators that the user chose; `None` if the user chose none.
 ///
 /// # Errors
@@ -94,8 +144,8 @@ pub(super) fn offload(options: &DirectOptions) -> Result<Option<Arc<Offload>>, S
 
 /// Why the guest was not sent. The guest was not touched.
 pub(super) struct NotSent {
-    /// Whether the destination was reached and refused this migration; it may accept another one.
-    pub(super) refused: bool,
+    /// [`ErrorKind::PeerRefused`]: the destination may accept another migration.
+    pub(super) kind: ErrorKind,
     pub(super) reason: String,
 }
 
@@ -131,7 +181,7 @@ pub(super) fn send(
         .channels(options.channels)
         .method(options.method)
         .qatzip(options.qatzip.clone())
-        .cpu(options.cpu)
+        .max_cpus(options.max_cpus)
         .bandwidth(options.bandwidth)
         .downtime(options.downtime)
         .packet_size(options.packet_size)
@@ -152,7 +202,7 @@ pub(super) fn send(
     let mut report = match moved {
         Ok(report) => report,
         Err(MigrationError { report: Some(report), .. }) => *report,
-        Err(error) => return Err(NotSent { refused: error.kind == ErrorKind::Refused, reason: error.to_string() }),
+        Err(error) => return Err(NotSent { kind: ErrorKind::of_migration(&error), reason: error.to_string() }),
     };
     settle_source(&mut report, &record);
     report.mode = Some("direct".into());

@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -84,19 +85,42 @@ impl DirectRam {
     /// # Errors
     /// Why the memory cannot be read or tracked.
     pub(super) fn of_source(qmp: &Qmp) -> Result<Self, String> {
+        Survey::of(qmp)?.track()
+    }
+
+    /// Returns the longest time that a thread was stopped to set up the tracking.
+    pub(super) fn stopped(&self) -> Duration {
+        self.stopped
+    }
+
+    /// Returns how writes are tracked, for notes and the report.
+    pub(super) fn tracking(&self) -> String {
+        self.tracking.clone()
+    }
+
+    pub(super) fn into_parts(self) -> (GuestRam, Box<dyn DirtyLog>, Watched) {
+        (self.guest, self.log, self.watched)
+    }
+}
+
+/// The memory of a source, found and checked. Nothing of its processes was touched.
+pub(super) struct Survey {
+    guest: GuestRam,
+    mapped: MappedRam,
+    watched: Watched,
+    /// Whether the guest can give memory back to the host while it runs.
+    gives_back: bool,
+}
+
+impl Survey {
+    /// Finds the memory of the QEMU behind `qmp`, and the other processes that write it.
+    ///
+    /// # Errors
+    /// Why the memory cannot be read or tracked.
+    pub(super) fn of(qmp: &Qmp) -> Result<Self, String> {
         let listed = list(qmp).map_err(|error| error.to_string())?;
         let mapped = MappedRam::find(qmp, &listed)?;
         let guest = guest_ram(&mapped)?;
-        let blocks: Vec<_> = guest
-            .blocks()
-            .iter()
-            .zip(mapped.blocks())
-            .map(|(block, mapped)| {
-                let start = mapped.address as usize;
-                let addresses = start..start + block.bytes() as usize;
-                MappedBlock { pages: block.pages(), parts: vec![MappedPart { addresses, first_page: 0 }] }
-            })
-            .collect();
         let files = files_of(&guest, &mapped);
         let mappers = other_mappers(&files, &guest, mapped.process().pid())?;
         mappers.iter().try_for_each(refuse_unknown)?;
@@ -112,11 +136,51 @@ impl DirectRam {
                 block.name()
             ));
         }
+        Ok(Self { guest, mapped, watched: Watched { listed, devices, files, mappers }, gives_back })
+    }
+
+    /// Returns the guest's RAM.
+    pub(super) fn guest(&self) -> &GuestRam {
+        &self.guest
+    }
+
+    /// Returns how many bytes of the guest's RAM are populated: what the guest, or somebody for it, has ever written.
+    ///
+    /// # Errors
+    /// The system does not tell.
+    pub(super) fn populated(&self) -> io::Result<u64> {
+        let smaps = fs::read_to_string(format!("/proc/{}/smaps", self.mapped.process().pid()))?;
+        let blocks = self.mapped.blocks().iter().zip(self.guest.blocks());
+        let of_block = |(mapped, block): (&discover::MappedBlock, &memory::RamBlock)| match &mapped.backing {
+            // What others have populated counts too, so the file is asked, of which the block may be a part.
+            Backing::Shared { file, .. } => Ok((file.metadata()?.blocks() * BLOCK_OF_STAT).min(block.bytes())),
+            _ => Ok(resident(&smaps, mapped.address, block.bytes()).min(block.bytes())),
+        };
+        blocks.map(of_block).sum()
+    }
+
+    /// Prepares the tracking of the writes: has QEMU, and each other process that writes the memory, make a userfaultfd.
+    ///
+    /// # Errors
+    /// Why the memory cannot be tracked.
+    pub(super) fn track(self) -> Result<DirectRam, String> {
+        let Self { guest, mapped, watched, gives_back } = self;
+        let blocks: Vec<_> = guest
+            .blocks()
+            .iter()
+            .zip(mapped.blocks())
+            .map(|(block, mapped)| {
+                let start = mapped.address as usize;
+                let addresses = start..start + block.bytes() as usize;
+                MappedBlock { pages: block.pages(), parts: vec![MappedPart { addresses, first_page: 0 }] }
+            })
+            .collect();
+        let mappers = &watched.mappers;
         let (mut logs, mut stopped) = (Vec::new(), Duration::ZERO);
         let (log, thread_stopped) = track(mapped.process(), blocks)?;
         logs.push(log);
         stopped = stopped.max(thread_stopped);
-        for mapper in &mappers {
+        for mapper in mappers {
             let failed =
                 |why: String| format!("process {} ({}), which writes guest RAM too: {why}", mapper.pid, mapper.program);
             let process = TargetProcess::open(mapper.pid).map_err(|error| failed(error.to_string()))?;
@@ -135,22 +199,28 @@ impl DirectRam {
             log = Box::new(PunchedLog::new(log, guest.blocks().iter().map(shared_file).collect()));
             tracking += "; memory that is given back is looked for";
         }
-        Ok(Self { guest, log, watched: Watched { listed, devices, files, mappers }, stopped, tracking })
+        Ok(DirectRam { guest, log, watched, stopped, tracking })
     }
+}
 
-    /// Returns the longest time that a thread was stopped to set up the tracking.
-    pub(super) fn stopped(&self) -> Duration {
-        self.stopped
-    }
+/// Bytes of a block in the figures of stat(2).
+const BLOCK_OF_STAT: u64 = 512;
 
-    /// Returns how writes are tracked, for notes and the report.
-    pub(super) fn tracking(&self) -> String {
-        self.tracking.clone()
+/// Returns how many bytes from `start` on, `bytes` at most, are in memory or swapped out: the sum over the mappings that begin there
+/// (`/proc/PID/smaps`, proc_pid_smaps(5)).
+fn resident(smaps: &str, start: u64, bytes: u64) -> u64 {
+    let (mut inside, mut kib) = (false, 0);
+    for line in smaps.lines() {
+        let first = line.split_ascii_whitespace().next().unwrap_or_default();
+        if let Some((from, _)) = first.split_once('-')
+            && let Ok(from) = u64::from_str_radix(from, 16)
+        {
+            inside = (start..start + bytes).contains(&from);
+        } else if inside && ["Rss:", "Swap:", "Private_Hugetlb:"].contains(&first) {
+            kib += line.split_ascii_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0);
+        }
     }
-
-    pub(super) fn into_parts(self) -> (GuestRam, Box<dyn DirtyLog>, Watched) {
-        (self.guest, self.log, self.watched)
-    }
+    kib << 10
 }
 
 impl Watched {
@@ -433,6 +503,16 @@ mod tests {
     fn file() -> FileOfBlock {
         let (offset, bytes) = (0x2000, 0x4000);
         FileOfBlock { block: 0, inode: 7, device: (0, 1), offset, bytes }
+    }
+
+    #[test]
+    fn what_is_resident_or_swapped_of_the_mappings_of_a_block_counts() {
+        let smaps = "7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize:  1024 kB\nRss:   512 kB\nSwap:   4 kB\n\
+                     7f0000100000-7f0000200000 rw-p 00000000 00:00 0 \nRss:    16 kB\nVmFlags: rd wr\n\
+                     7f0000300000-7f0000400000 rw-p 00000000 00:00 0 \nRss:   999 kB\n";
+        assert_eq!(resident(smaps, 0x7f00_0000_0000, 2 << 20), (512 + 4 + 16) << 10);
+        assert_eq!(resident(smaps, 0x7f00_0030_0000, 1 << 20), 999 << 10);
+        assert_eq!(resident("", 0, 1), 0);
     }
 
     #[test]

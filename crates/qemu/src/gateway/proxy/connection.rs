@@ -168,7 +168,7 @@ impl Ending {
             None => Ok(events.recv().expect("the caller holds a sender")),
             Some((since, reason)) => events
                 .recv_timeout(ENDING_TIME.saturating_sub(since.elapsed()))
-                .map_err(|_| GatewayError(format!("the other proxy was lost: {reason}"))),
+                .map_err(|_| GatewayError::new(format!("the other proxy was lost: {reason}"))),
         }
     }
 }

@@ -101,8 +101,9 @@ impl Accepted {
 impl Endpoint {
     /// Listens on `path`. A socket that a killed process has left there is replaced.
     pub(super) fn listen(name: &str, path: &Path, expected: Expected) -> Result<Self, GatewayError> {
-        let failed =
-            |error: &dyn std::fmt::Display| GatewayError(format!("cannot listen on {}: {error}", path.display()));
+        let failed = |error: &dyn std::fmt::Display| {
+            GatewayError::refused(format!("cannot listen on {}: {error}", path.display()))
+        };
         let (listener, file) = unix::listen(path).map_err(|error| failed(&error))?;
         // The one thread that accepts waits in poll.
         listener.set_nonblocking(true).map_err(|error| failed(&error))?;

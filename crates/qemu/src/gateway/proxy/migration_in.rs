@@ -73,7 +73,7 @@ impl<'a> Migration<'a> {
                 (Ok(event), _) => event,
                 // Everything has been delivered; only the end of the session is missing.
                 (Err(_), Stage::EndedSince(_)) => break Ok(()),
-                (Err(_), _) => break Err(GatewayError("the destination QEMU closed its migration socket".into())),
+                (Err(_), _) => break Err(GatewayError::new("the destination QEMU closed its migration socket")),
             };
             match self.handle(event) {
                 Ok(false) => {}
@@ -99,7 +99,7 @@ impl<'a> Migration<'a> {
             }
             Event::Control(ControlEvent::Lost(_)) if matches!(self.stage, Stage::EndedSince(_)) => return Ok(true),
             Event::Control(ControlEvent::Lost(reason)) => {
-                return Err(GatewayError(format!("the source's proxy was lost: {reason}")));
+                return Err(GatewayError::new(format!("the source's proxy was lost: {reason}")));
             }
             Event::Control(ControlEvent::Message(message, _)) => {
                 tracing::warn!(?message, "unexpected message from a source's proxy");
@@ -122,10 +122,10 @@ impl<'a> Migration<'a> {
             Event::Broken if self.abort.was_lost() && matches!(self.stage, Stage::EndedSince(_)) => return Ok(true),
             Event::Broken => {
                 if let Some(reason) = self.abort.reason() {
-                    return Err(GatewayError(reason));
+                    return Err(GatewayError::new(reason));
                 }
             }
-            Event::Cancelled => return Err(GatewayError("the proxy was told to close its connections".into())),
+            Event::Cancelled => return Err(GatewayError::new("the proxy was told to close its connections")),
             Event::Channel(..) | Event::DirectionEnded => {}
         }
         Ok(false)
@@ -166,7 +166,7 @@ impl<'a> Migration<'a> {
 }
 
 fn source_error(reason: &str) -> GatewayError {
-    GatewayError(format!("the source's proxy: {}", cleaned(reason)))
+    GatewayError::new(format!("the source's proxy: {}", cleaned(reason)))
 }
 
 /// Waits for the source's reason for a broken channel, which comes on the control channel.

@@ -87,7 +87,7 @@ pub(super) fn carry(
         multifd_channels: figures.multifd_channels,
         channels: figures.channels,
         encrypted: matches!(proxy.options.security, Security::Tls(_)),
-        method: proxy.options.method.to_string(),
+        method: proxy.encoding.to_string(),
         wire_bytes: figures.sent.wire_bytes,
         content_bytes: figures.sent.content_bytes,
         normal_pages: figures.sent.normal_pages,
@@ -168,7 +168,7 @@ fn run(
 }
 
 fn refused(reason: &dyn std::fmt::Display) -> GatewayError {
-    GatewayError(format!("refused at its beginning, and its sockets closed: {reason}"))
+    GatewayError::new(format!("refused at its beginning, and its sockets closed: {reason}"))
 }
 
 /// The source QEMU's connections. Dropping this ends them in the order that is safe for QEMU: see [`WhenAborted::CloseMain`].
@@ -252,7 +252,7 @@ impl Migration {
         match event {
             Event::Control(ControlEvent::Message(message, _share)) => self.handle_message(message, figures)?,
             Event::Control(ControlEvent::Lost(reason)) => {
-                return Err(GatewayError(format!("the destination's proxy was lost: {reason}")));
+                return Err(GatewayError::new(format!("the destination's proxy was lost: {reason}")));
             }
             Event::Stream(StreamNews::Started { .. }) => {}
             Event::Stream(StreamNews::RamEnd { last_round }) => figures.last_round = Some(last_round),
@@ -260,20 +260,20 @@ impl Migration {
             Event::Delivered => {
                 return match self.shut {
                     None if self.return_path_opened => {
-                        Err(GatewayError("the source QEMU ended the migration before it was complete".into()))
+                        Err(GatewayError::new("the source QEMU ended the migration before it was complete"))
                     }
                     Some(status) if status != 0 => {
-                        Err(GatewayError("the destination QEMU could not load the guest (its log says why)".into()))
+                        Err(GatewayError::new("the destination QEMU could not load the guest (its log says why)"))
                     }
                     _ => Ok(true),
                 };
             }
             Event::Broken => {
                 if let Some(reason) = self.abort.reason() {
-                    return Err(GatewayError(reason));
+                    return Err(GatewayError::new(reason));
                 }
             }
-            Event::Cancelled => return Err(GatewayError("the proxy was told to close its connections".into())),
+            Event::Cancelled => return Err(GatewayError::new("the proxy was told to close its connections")),
             // Only connections that are carried unchanged have directions.
             Event::DirectionEnded => {}
         }
@@ -299,7 +299,7 @@ impl Migration {
                 }
             }
             ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
-                return Err(GatewayError(format!("the destination's proxy: {}", cleaned(&reason))));
+                return Err(GatewayError::new(format!("the destination's proxy: {}", cleaned(&reason))));
             }
             unexpected => tracing::warn!(?unexpected, "unexpected message from a destination's proxy"),
         }

@@ -75,7 +75,7 @@ pub fn proxy_receive(
     };
     let _obeying = under_way::obey(stop, &proxy.under_way, drain, || ());
     let refused = |reason: &str| observer.note(&format!("refused: {reason}"));
-    let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusal: &|_| None };
+    let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusals: &|_| Vec::new() };
     sessions.serve(&incoming, &greeting, refused, |greeted| proxy.serve(greeted));
     Ok(!proxy.under_way.was_cut())
 }
@@ -143,23 +143,23 @@ impl Serving<'_> {
     /// Receives what the session carries, and the name of its socket.
     fn relay(&self) -> Result<(RelayContent, String), GatewayError> {
         let event = self.events.recv_timeout(HANDSHAKE_TIME);
-        let event = event.map_err(|_| GatewayError("it has not sent in time what it carries".into()))?;
+        let event = event.map_err(|_| GatewayError::new("it has not sent in time what it carries"))?;
         match event {
             Event::Control(ControlEvent::Message(ControlMessage::Relay { content, socket }, _)) => {
                 Ok((content, socket))
             }
             Event::Control(ControlEvent::Message(..)) => {
-                Err(GatewayError("its first message does not state what it carries".into()))
+                Err(GatewayError::new("its first message does not state what it carries"))
             }
-            Event::Control(ControlEvent::Lost(reason)) => Err(GatewayError(reason)),
-            Event::Cancelled => Err(GatewayError("the proxy was told to close its connections".into())),
-            _ => Err(GatewayError("it sends before it has stated what it carries".into())),
+            Event::Control(ControlEvent::Lost(reason)) => Err(GatewayError::new(reason)),
+            Event::Cancelled => Err(GatewayError::new("the proxy was told to close its connections")),
+            _ => Err(GatewayError::new("it sends before it has stated what it carries")),
         }
     }
 
     fn answer(&self, refusal: Option<String>) -> Result<(), GatewayError> {
         let answer = ControlMessage::RelayAnswer { refusal };
-        self.link.send(&answer).map_err(|error| GatewayError(format!("the source's proxy was lost: {error}")))
+        self.link.send(&answer).map_err(|error| GatewayError::new(format!("the source's proxy was lost: {error}")))
     }
 
     /// Returns the path of a socket. An unknown name is refused to the source's proxy.
@@ -171,7 +171,7 @@ impl Serving<'_> {
                 let name = sterna_wire::text::cleaned(name);
                 let refusal = format!("no socket is known here by the name \"{name}\"");
                 self.answer(Some(refusal.clone()))?;
-                Err(GatewayError(refusal))
+                Err(GatewayError::new(refusal))
             }
         }
     }
@@ -241,7 +241,7 @@ impl Serving<'_> {
             Err(error) => {
                 let refusal = format!("{}: {error}", path.display());
                 self.answer(Some(refusal.clone()))?;
-                return Err(GatewayError(refusal));
+                return Err(GatewayError::new(refusal));
             }
         };
         let mut local = LocalEnd::new(stream, self.session.packet_size).map_err(failed)?;
@@ -296,7 +296,7 @@ impl Serving<'_> {
                 }
                 Event::DirectionEnded => ending.direction_ended(),
                 Event::Control(ControlEvent::Lost(reason)) => ending.session_ended(reason),
-                Event::Cancelled => return Err(GatewayError("the proxy was told to close its connections".into())),
+                Event::Cancelled => return Err(GatewayError::new("the proxy was told to close its connections")),
                 Event::Control(ControlEvent::Message(message, _)) => {
                     tracing::debug!(?message, "unexpected message on a connection that is carried unchanged");
                 }

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
+use sterna_codec::Encoding;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::{ControlEvent, ControlLink};
 use sterna_engine::report::Observer;
@@ -42,6 +43,7 @@ pub(super) enum Event {
 /// The state that all sessions share.
 pub(super) struct Proxy<'a> {
     pub(super) options: &'a ProxySendOptions,
+    pub(super) encoding: Encoding,
     pub(super) compression: Compression,
     pub(super) observer: &'a dyn Observer,
     report: &'a (dyn Fn(&ProxyReport) + Sync),
@@ -60,8 +62,9 @@ pub fn proxy_send(
     report: &(dyn Fn(&ProxyReport) + Sync),
 ) -> Result<bool, GatewayError> {
     let engines = options.qatzip.engines(options.method, options.channels);
-    let (engines, line) = engines.map_err(|refused| GatewayError(refused.to_string()))?;
+    let (engines, line) = engines.map_err(GatewayError::refused)?;
     line.iter().for_each(|line| observer.note(line));
+    let encoding = engines.encoding(options.method).map_err(GatewayError::refused)?;
     let migrations = options.unix.iter().map(|(name, path)| Endpoint::listen(name, path, Expected::Migrations));
     let others = options.opaque.iter().map(|(name, path)| Endpoint::listen(name, path, Expected::Connections));
     let endpoints = migrations.chain(others).collect::<Result<Vec<_>, _>>()?;
@@ -71,7 +74,8 @@ pub fn proxy_send(
 
     let proxy = Proxy {
         options,
-        compression: Compression::new(options.method, engines, options.channels, options.cpu),
+        encoding,
+        compression: Compression::new(encoding, engines, options.channels, options.max_cpus),
         observer,
         report,
         under_way: UnderWay::default(),
@@ -143,7 +147,7 @@ impl<'a> Proxy<'a> {
             machine: Machine::default(),
             mode: Mode::Proxy,
             features: FEATURES,
-            method: options.method.method(),
+            encoding: self.encoding,
             patience: options.patience,
         };
         let news = events_in.clone();
@@ -154,19 +158,19 @@ impl<'a> Proxy<'a> {
         });
         let (link, session) = session::dial(&offer, cancel, &tell)?;
         let relay = ControlMessage::Relay { content, socket: socket.to_owned() };
-        link.send(&relay).map_err(|error| GatewayError(format!("the destination's proxy was lost: {error}")))?;
+        link.send(&relay).map_err(|error| GatewayError::new(format!("the destination's proxy was lost: {error}")))?;
         let deadline = Instant::now() + options.patience + 2 * HANDSHAKE_TIME;
         loop {
             let left: Duration = deadline.saturating_duration_since(Instant::now());
             let event = events.recv_timeout(left).map_err(|_| {
-                GatewayError("the destination's proxy does not say whether it takes the connection".into())
+                GatewayError::new("the destination's proxy does not say whether it takes the connection")
             })?;
             match event {
                 Event::Control(ControlEvent::Message(ControlMessage::RelayAnswer { refusal }, _)) => {
                     return match refusal {
                         None => Ok((link, session)),
                         Some(reason) => {
-                            Err(GatewayError(format!("the destination's proxy refuses: {}", cleaned(&reason))))
+                            Err(GatewayError::new(format!("the destination's proxy refuses: {}", cleaned(&reason))))
                         }
                     };
                 }
@@ -174,9 +178,9 @@ impl<'a> Proxy<'a> {
                     tracing::warn!(?message, "unexpected message from a destination's proxy before its answer");
                 }
                 Event::Control(ControlEvent::Lost(reason)) => {
-                    return Err(GatewayError(format!("the destination's proxy was lost: {reason}")));
+                    return Err(GatewayError::new(format!("the destination's proxy was lost: {reason}")));
                 }
-                Event::Cancelled => return Err(GatewayError("the proxy was told to close its connections".into())),
+                Event::Cancelled => return Err(GatewayError::new("the proxy was told to close its connections")),
                 Event::Stream(_) | Event::Delivered | Event::DirectionEnded | Event::Broken => {}
             }
         }
@@ -206,7 +210,7 @@ impl<'a> Proxy<'a> {
                 match ending.next(&events)? {
                     Event::DirectionEnded => ending.direction_ended(),
                     Event::Control(ControlEvent::Lost(reason)) => ending.session_ended(reason),
-                    Event::Cancelled => return Err(GatewayError("the proxy was told to close its connections".into())),
+                    Event::Cancelled => return Err(GatewayError::new("the proxy was told to close its connections")),
                     Event::Control(ControlEvent::Message(message, _)) => {
                         tracing::debug!(?message, "unexpected message on a connection that is carried unchanged");
                     }

@@ -21,7 +21,7 @@ use sterna_wire::switchover::{
 use super::{CANCELLED, Recovery, TELL_TIME, durable, restore_settings, security, unconnected_peer};
 use crate::gateway::destination::LINGER;
 use crate::gateway::qemu::{self, QUIT_TIME};
-use crate::gateway::{GatewayError, RecoverOptions};
+use crate::gateway::{ErrorKind, GatewayError, RecoverOptions};
 use crate::qmp::Qmp;
 
 /// Settles the migration from a record in `state`.
@@ -42,15 +42,24 @@ pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result
     });
     let until = options.wait.map(after);
     let needs_source = !state.lacks_memory();
-    let mut driver = Driver { kernel, options, qmp, on_connection, listening: None, needs_source, until };
+    let mut driver = Driver {
+        kernel,
+        options,
+        qmp,
+        on_connection,
+        listening: None,
+        needs_source,
+        until,
+        given_up: ErrorKind::Failed,
+    };
     let outcome = run_destination(&mut driver, &inbox, first);
     driver.kernel.hang_up();
     match outcome {
         DestinationOutcome::Machine(end) => {
             let ledger = &driver.kernel.ledger;
-            sentence(&end, ledger.record()).map_err(GatewayError).and_then(|text| durable(ledger, text))
+            sentence(&end, ledger.record()).and_then(|text| durable(ledger, text))
         }
-        DestinationOutcome::GivenUp(reason) => Err(GatewayError(reason)),
+        DestinationOutcome::GivenUp(reason) => Err(GatewayError::new(reason).of(driver.given_up)),
     }
 }
 
@@ -72,7 +81,7 @@ fn guest_state(recovery: &Recovery<'_>, state: DestinationState) -> Result<Desti
         "inmigrate" => Ok(DestinationGuest::Incoming),
         "running" => Ok(DestinationGuest::Running),
         "paused" => Ok(DestinationGuest::Paused),
-        other => Err(GatewayError(format!(
+        other => Err(GatewayError::new(format!(
             "QEMU is in the state {other}, which no migration of Sterna leaves behind: somebody else has been at it, and nothing is \
              touched"
         ))),
@@ -89,6 +98,8 @@ struct Driver<'a> {
     needs_source: bool,
     /// When the source must have sent its decision.
     until: Option<Instant>,
+    /// The kind of the failure, once this side gives up.
+    given_up: ErrorKind,
 }
 
 impl<'a> DestinationDriver<'a> for Driver<'a> {
@@ -136,7 +147,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         }
         match self.listen() {
             Ok(listening) => self.listening = Some(listening),
-            Err(error) if self.needs_source => return self.kernel.give_up(error.0),
+            Err(error) if self.needs_source => return self.give_up(error.kind, &error.text),
             Err(_) => return,
         }
         if !self.needs_source {
@@ -182,22 +193,31 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
 
     fn idle(&mut self) -> Option<DestinationEvent> {
         if self.kernel.end().is_none() && self.until.is_some_and(|until| Instant::now() >= until) {
-            self.kernel.give_up("no source has sent its decision in time (--wait): nothing is settled yet");
+            self.give_up(
+                ErrorKind::Unreachable,
+                "no source has sent its decision in time (--wait): nothing is settled yet",
+            );
         }
         None
     }
 
     fn too_late_to_cancel(&mut self) {
-        self.kernel.give_up(CANCELLED);
+        self.give_up(ErrorKind::Cancelled, CANCELLED);
     }
 }
 
 impl Driver<'_> {
+    /// Ends this run without a settled migration.
+    fn give_up(&mut self, kind: ErrorKind, reason: &str) {
+        self.given_up = kind;
+        self.kernel.give_up(reason);
+    }
+
     /// Listens at the migration's address, for control channels of this migration only.
     fn listen(&self) -> Result<Listening, GatewayError> {
         let record = self.kernel.ledger.record();
         let listener = Listener::bind(&record.peer).map_err(GatewayError::new)?;
-        let security = security(self.options).map_err(GatewayError)?;
+        let security = security(self.options).map_err(GatewayError::new)?;
         let incoming = listener.start(security, Limits::default()).map_err(GatewayError::new)?;
         let listening = Listening(incoming.stop_handle());
         let (id, key) = (record.migration, record.key.clone());
@@ -245,20 +265,26 @@ impl Drop for Listening {
 ///
 /// # Errors
 /// Why the migration is not settled, or the guest is lost.
-fn sentence(end: &DestinationEnd, record: &Record) -> Result<String, String> {
+fn sentence(end: &DestinationEnd, record: &Record) -> Result<String, GatewayError> {
+    let failed = |kind, text: String| Err(GatewayError::new(text).of(kind));
     match end {
         DestinationEnd::Running => Ok("the guest runs here, at the destination".into()),
         DestinationEnd::Discarded { reason } => Ok(format!("the copy here was discarded ({reason})")),
-        DestinationEnd::Lost { reason } => Err(format!(
-            "the guest was given to this host, but its QEMU is gone ({reason}): `sterna recover --fenced-peer` at the source lets it go \
-             on from where it stopped there"
-        )),
-        DestinationEnd::MemoryLost { .. } => Err(memory_lost(record)),
-        DestinationEnd::Stuck { reason } => Err(format!("{reason}; put that right and run this again")),
-        DestinationEnd::Conflict => {
-            Err("the record and QEMU contradict each other: somebody else has started or restarted the guest here"
-                .into())
+        DestinationEnd::Lost { reason } => failed(
+            ErrorKind::Lost,
+            format!(
+                "the guest was given to this host, but its QEMU is gone ({reason}): `sterna recover --fenced-peer` at the source lets it \
+                 go on from where it stopped there"
+            ),
+        ),
+        DestinationEnd::MemoryLost { .. } => failed(ErrorKind::Lost, memory_lost(record)),
+        DestinationEnd::Stuck { reason } => {
+            failed(ErrorKind::Failed, format!("{reason}; put that right and run this again"))
         }
+        DestinationEnd::Conflict => failed(
+            ErrorKind::Failed,
+            "the record and QEMU contradict each other: somebody else has started or restarted the guest here".into(),
+        ),
     }
 }
 

@@ -19,7 +19,7 @@ use super::{
     CANCELLED, MAX_DIAL_PAUSE, Recovery, TELL_TIME, durable, restore_settings, security, unconnected_peer,
     unreachable_monitor,
 };
-use crate::gateway::{GatewayError, qemu};
+use crate::gateway::{ErrorKind, GatewayError, qemu};
 use crate::qmp::{Qmp, QmpError};
 
 /// How long to dial the destination: `recover` may have to be started there first.
@@ -79,7 +79,7 @@ fn refuse_if_not_ours(qmp: &Qmp, record: &Record, guest: SourceGuest) -> Result<
         }
         _ => return Ok(()),
     };
-    Err(GatewayError(format!("the guest {whose}. Nothing was touched")))
+    Err(GatewayError::new(format!("the guest {whose}. Nothing was touched")))
 }
 
 /// Returns the record's migration as far as a control channel needs it.
@@ -175,7 +175,7 @@ fn failed<E: Display>(what: &str) -> impl Fn(E) -> String {
 impl Driver<'_> {
     /// Returns the sentence about how the migration is settled.
     fn settled(&self, end: &SourceEnd) -> Result<String, GatewayError> {
-        let mut text = self.sentence(end).map_err(GatewayError)?;
+        let mut text = self.sentence(end)?;
         text += &self.warning(end).map(|warning| format!("; WARNING: {warning}")).unwrap_or_default();
         durable(&self.kernel.ledger, text)
     }
@@ -206,7 +206,8 @@ impl Driver<'_> {
     ///
     /// # Errors
     /// Why the migration is not settled, or the guest is lost.
-    fn sentence(&self, end: &SourceEnd) -> Result<String, String> {
+    fn sentence(&self, end: &SourceEnd) -> Result<String, GatewayError> {
+        let failed = |kind, text: String| Err(GatewayError::new(text).of(kind));
         match end {
             SourceEnd::Finished => Ok("the guest runs at the destination".into()),
             SourceEnd::Aborted { .. } => Ok("the guest runs here, at the source".into()),
@@ -216,33 +217,48 @@ impl Driver<'_> {
                     `sterna recover --fenced-peer` there starts the guest from its copy"
                     .into())
             }
-            SourceEnd::DestinationLost { never_ran, reason } => Err(format!(
-                "the guest was given to the destination, whose QEMU is gone ({reason}); it {} there. \
-                 `sterna recover --fenced-peer` here lets it go on from where it stopped",
-                if *never_ran { "never ran" } else { "may have run, and written to shared disks," }
-            )),
-            SourceEnd::MemoryLost { reason } => Err(format!(
-                "the guest was given to the destination, where it can never have all of its memory ({reason}): it is lost there. End \
-                 its QEMUs on both hosts and start it anew from its disks. The copy here is older than what the guest did there; once \
-                 the QEMU there was ended, `sterna recover --fenced-peer` here lets that copy go on"
-            )),
-            SourceEnd::Undelivered { reason } => Err(format!(
-                "the guest belongs to the destination, but {} was not informed: {reason}; run `sterna recover {}` there at the same \
-                 time; only if that host is gone for good, add --fenced-peer here",
-                self.kernel.to(),
-                self.kernel.session.id
-            )),
-            SourceEnd::Unserved { reason } => Err(format!(
-                "the guest was given to the destination, and part of its memory is only in its QEMU here, which no process can send any \
-                 more ({reason}): it waits there wherever it touches that part, and is lost. End its QEMUs on both hosts and start it \
-                 anew from its disks; never resume the QEMU here while the one there lives"
-            )),
-            SourceEnd::Stuck { reason } => Err(format!("{reason}; put that right and run this again")),
-            SourceEnd::Conflict => {
-                Err("the guest runs here although it was given to the destination: somebody started it by hand. If it runs there \
-                     too, stop one of the two"
-                    .into())
+            SourceEnd::DestinationLost { never_ran, reason } => failed(
+                ErrorKind::Lost,
+                format!(
+                    "the guest was given to the destination, whose QEMU is gone ({reason}); it {} there. \
+                     `sterna recover --fenced-peer` here lets it go on from where it stopped",
+                    if *never_ran { "never ran" } else { "may have run, and written to shared disks," }
+                ),
+            ),
+            SourceEnd::MemoryLost { reason } => failed(
+                ErrorKind::Lost,
+                format!(
+                    "the guest was given to the destination, where it can never have all of its memory ({reason}): it is lost there. End \
+                     its QEMUs on both hosts and start it anew from its disks. The copy here is older than what the guest did there; once \
+                     the QEMU there was ended, `sterna recover --fenced-peer` here lets that copy go on"
+                ),
+            ),
+            SourceEnd::Undelivered { reason } => failed(
+                if reason == CANCELLED { ErrorKind::Cancelled } else { ErrorKind::Unreachable },
+                format!(
+                    "the guest belongs to the destination, but {} was not informed: {reason}; run `sterna recover {}` there at the same \
+                     time; only if that host is gone for good, add --fenced-peer here",
+                    self.kernel.to(),
+                    self.kernel.session.id
+                ),
+            ),
+            SourceEnd::Unserved { reason } => failed(
+                ErrorKind::Lost,
+                format!(
+                    "the guest was given to the destination, and part of its memory is only in its QEMU here, which no process can send any \
+                     more ({reason}): it waits there wherever it touches that part, and is lost. End its QEMUs on both hosts and start it \
+                     anew from its disks; never resume the QEMU here while the one there lives"
+                ),
+            ),
+            SourceEnd::Stuck { reason } => {
+                failed(ErrorKind::Failed, format!("{reason}; put that right and run this again"))
             }
+            SourceEnd::Conflict => failed(
+                ErrorKind::Failed,
+                "the guest runs here although it was given to the destination: somebody started it by hand. If it runs there \
+                 too, stop one of the two"
+                    .into(),
+            ),
         }
     }
 }

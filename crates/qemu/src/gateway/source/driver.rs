@@ -204,6 +204,7 @@ impl Driver<'_> {
     fn handle_qemu(&mut self, event: QemuEvent) -> Option<SourceEvent> {
         match event {
             QemuEvent::Stopped => {
+                self.compression.set_urgent(true);
                 self.kernel.moments.stopped();
                 if self.kernel.moments.drained.is_none() && self.stage.accepted() {
                     self.kernel.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
@@ -211,6 +212,7 @@ impl Driver<'_> {
                 self.stopped_by_another()
             }
             QemuEvent::Resumed => {
+                self.compression.set_urgent(false);
                 self.kernel.moments.runs_on();
                 self.kernel.due = None;
                 self.await_progress();

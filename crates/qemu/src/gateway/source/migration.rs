@@ -85,7 +85,7 @@ impl Driver<'_> {
     pub(super) fn begin_migration(&mut self) -> Result<(), GatewayError> {
         let (sockets, listener) = SocketPlace::find(&self.options.socket_dir, self.qmp.peer_pid())
             .and_then(|place| SocketDir::listening(&place, self.kernel.session.id))
-            .map_err(|error| GatewayError(format!("cannot make the private socket for QEMU: {error}")))?;
+            .map_err(|error| GatewayError::new(format!("cannot make the private socket for QEMU: {error}")))?;
         let context = SendContext {
             refusals: self.refusals.clone(),
             // The channels get their caches once the blocks are known (`settle_deltas`).
@@ -104,18 +104,19 @@ impl Driver<'_> {
         let mut plane =
             Plane::open(&self.kernel.session, security, to, &context, readers, self.kernel.cancel, WhenAborted::Drain)?;
 
-        let failed = |error: io::Error| GatewayError(format!("the private sockets for QEMU failed: {error}"));
+        let failed = |error: io::Error| GatewayError::new(format!("the private sockets for QEMU failed: {error}"));
         if self.kernel.cancel.is_cancelled() {
-            return Err(GatewayError("cancelled".into()));
+            return Err(GatewayError::new("cancelled"));
         }
         if let Stage::Planned(plan) = std::mem::replace(&mut self.stage, Stage::Untouched) {
-            let failed = |error| GatewayError(format!("the source QEMU does not take the settings: {error}"));
+            let failed = |error| GatewayError::new(format!("the source QEMU does not take the settings: {error}"));
             let restore = Some(plan.carry_out().map_err(failed)?);
             self.stage = Stage::Begun(Begun { restore, accepted: false, moving: None });
         }
         let uri = format!("unix:{}", sockets.path_for_qemu().display());
-        let failed_to_start =
-            |why: &dyn std::fmt::Display| GatewayError(format!("the source QEMU does not start the migration: {why}"));
+        let failed_to_start = |why: &dyn std::fmt::Display| {
+            GatewayError::new(format!("the source QEMU does not start the migration: {why}"))
+        };
         match self.qmp.status() {
             Ok(status) if status != "running" => return Err(failed_to_start(&format_args!("its guest is {status}"))),
             Ok(_) => {}
@@ -191,5 +192,5 @@ impl Driver<'_> {
 /// Returns why QEMU did not connect: its own error for the migration, if it has one, tells more than `error`.
 fn not_connected(qmp: &Qmp, socket: &Path, error: &io::Error) -> GatewayError {
     let why = qemu::failure(qmp).unwrap_or_else(|| error.to_string());
-    GatewayError(format!("the source QEMU did not connect to {}: {why}", socket.display()))
+    GatewayError::new(format!("the source QEMU did not connect to {}: {why}", socket.display()))
 }
