@@ -6,11 +6,13 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use sterna_wire::reason::{ErrorKind, Reason};
+
 use crate::wakers::{HasWakers, Registration, Wakers};
 
 #[derive(Default)]
 struct State {
-    reason: Option<String>,
+    reason: Option<Reason>,
     lost: bool,
     over: bool,
     wakers: Wakers,
@@ -43,17 +45,17 @@ impl fmt::Debug for Abort {
 impl Abort {
     /// Takes the migration down because of `reason`. Only the first reason counts: those that follow are echoes.
     /// Returns whether this was the first.
-    pub fn raise(&self, reason: impl fmt::Display) -> bool {
-        self.take_down(reason.to_string(), false)
+    pub fn raise(&self, reason: Reason) -> bool {
+        self.take_down(reason, false)
     }
 
     /// As [`Abort::raise`], where all that is known is that a connection broke: the peer's message with the reason may be under way
     /// on another connection.
-    pub fn lost(&self, reason: impl fmt::Display) -> bool {
-        self.take_down(reason.to_string(), true)
+    pub fn lost(&self, text: impl fmt::Display) -> bool {
+        self.take_down(Reason::new(ErrorKind::ConnectionLost, text), true)
     }
 
-    fn take_down(&self, reason: String, lost: bool) -> bool {
+    fn take_down(&self, reason: Reason, lost: bool) -> bool {
         let mut state = self.state();
         if state.has_ended() {
             return false;
@@ -82,7 +84,7 @@ impl Abort {
     }
 
     /// Returns the first reason, once there is one.
-    pub fn reason(&self) -> Option<String> {
+    pub fn reason(&self) -> Option<Reason> {
         self.state().reason.clone()
     }
 
@@ -134,17 +136,17 @@ mod tests {
             counter.fetch_add(1, Ordering::Relaxed);
         });
 
-        assert!(abort.raise("first"));
+        assert!(abort.raise(Reason::new(ErrorKind::Record, "first")));
         assert!(!abort.lost("second") && !abort.was_lost());
 
-        assert_eq!(abort.reason().as_deref(), Some("first"));
+        assert_eq!(abort.reason(), Some(Reason::new(ErrorKind::Record, "first")));
         assert_eq!(woken.load(Ordering::Relaxed), 1);
     }
 
     #[test]
     fn a_closure_that_is_registered_late_is_called_at_once() {
         let abort = Abort::default();
-        abort.raise("over");
+        abort.raise(Reason::other("over"));
         let woken = Arc::new(AtomicU32::new(0));
         let counter = Arc::clone(&woken);
         abort.on_end(move || {
@@ -157,7 +159,7 @@ mod tests {
     fn after_the_end_nothing_counts_as_a_failure() {
         let abort = Abort::default();
         abort.finish();
-        assert!(!abort.raise("connection closed"));
+        assert!(!abort.raise(Reason::other("connection closed")));
         assert_eq!(abort.reason(), None);
         assert!(abort.is_over());
     }
@@ -175,7 +177,7 @@ mod tests {
         }
         assert_eq!(Arc::strong_count(&held), 2);
         let last = abort.on_end_while_held(holding());
-        abort.raise("over");
+        abort.raise(Reason::other("over"));
         abort.on_end(holding());
         assert_eq!(Arc::strong_count(&held), 1, "no closure is kept");
         drop(last);

@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::limits::{HEARTBEAT_INTERVAL, MAX_CONTROL_MESSAGE, SILENCE_LIMIT};
-use sterna_wire::text::cleaned;
 
 use crate::cpu_time;
 use crate::transport::{Closer, Reader, Writer};
@@ -281,7 +280,7 @@ impl Heartbeat {
 }
 
 fn send(writer: &Mutex<Writer>, message: &ControlMessage) -> io::Result<()> {
-    writer.lock().expect("writers do not panic").write_all(&encoded(message))
+    writer.lock().expect("writers do not panic").write_all(&message.encode())
 }
 
 /// Holds back the events of a link until it is dropped.
@@ -303,16 +302,7 @@ pub fn held_back(
 
 /// Sends a message on a connection that has no link yet.
 pub fn send_message(writer: &mut Writer, message: &ControlMessage) -> io::Result<()> {
-    writer.write_all(&encoded(message))
-}
-
-/// Encodes a message. A reason may quote text from the peer or from QEMU: it is cut, so that the peer accepts it.
-fn encoded(message: &ControlMessage) -> Vec<u8> {
-    match message {
-        ControlMessage::Refused { reason } => ControlMessage::Refused { reason: cleaned(reason) }.encode(),
-        ControlMessage::Failed { reason } => ControlMessage::Failed { reason: cleaned(reason) }.encode(),
-        other => other.encode(),
-    }
+    writer.write_all(&message.encode())
 }
 
 /// Reads the next message from a connection that has no link yet. Fails at `deadline`, however slowly bytes trickle in.
@@ -388,6 +378,8 @@ mod tests {
     use std::time::Duration;
 
     use sterna_wire::limits::MAX_TEXT;
+    use sterna_wire::reason::Reason;
+    use sterna_wire::switchover::SwitchoverMessage;
 
     use super::*;
     use crate::transport::{Connection, Security};
@@ -520,18 +512,23 @@ mod tests {
     #[test]
     fn a_long_reason_is_cut_before_it_is_sent() {
         let (link, _events, mut peer) = link();
-        let reason = "\u{1b}".repeat(2 * MAX_CONTROL_MESSAGE);
-        for message in [ControlMessage::Failed { reason: reason.clone() }, ControlMessage::Refused { reason }] {
+        let reason = Reason::other("\u{1b}".repeat(2 * MAX_CONTROL_MESSAGE));
+        let abort = ControlMessage::Switchover(SwitchoverMessage::Abort(reason.clone()));
+        for message in [ControlMessage::Failed(reason.clone()), ControlMessage::Refused(reason), abort] {
             link.send(&message).unwrap();
         }
         let mut received = ControlReader::default();
         let mut bytes = [0; 4096];
         let mut reasons = Vec::new();
-        while reasons.len() < 2 {
+        while reasons.len() < 3 {
             let length = peer.read(&mut bytes).unwrap();
             received.push(&bytes[..length]);
             match received.next_message().unwrap() {
-                Some(ControlMessage::Failed { reason } | ControlMessage::Refused { reason }) => reasons.push(reason),
+                Some(
+                    ControlMessage::Failed(reason)
+                    | ControlMessage::Refused(reason)
+                    | ControlMessage::Switchover(SwitchoverMessage::Abort(reason)),
+                ) => reasons.push(reason.text),
                 Some(ControlMessage::Heartbeat) | None => {}
                 other => panic!("{other:?}"),
             }

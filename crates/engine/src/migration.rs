@@ -12,6 +12,8 @@ use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_wire::control::{Block, DeviceChannels, Machine};
 use sterna_wire::handshake::Refusal;
 use sterna_wire::packet::BlockShape;
+pub use sterna_wire::reason::ErrorKind;
+use sterna_wire::reason::Reason;
 
 use crate::monitor::MonitorError;
 use crate::record_file::RecordFileError;
@@ -119,78 +121,53 @@ impl fmt::Display for GuestState {
     }
 }
 
-/// The kind of a failure: what a program branches on. For people there is [`MigrationError::reason`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ErrorKind {
-    /// The migration was cancelled.
-    Cancelled,
-    /// A setting is out of its range, does not fit the others, or asks for what this host does not have. Nothing was begun.
-    Settings,
-    /// Guest RAM or its dirty log cannot be used.
-    Memory,
-    /// A method of the monitor has failed; the error's source is the method's error. Or a device whose state is sent separately.
-    Monitor,
-    /// The migration's record could not be read or written.
-    Record,
-    /// No connection could be made, or the address cannot be listened on.
-    Network,
-    /// At the source: the destination was reached and has refused the migration, before anything was done. It may take another one.
-    Refused,
-    /// The connection was lost, and the sides did not find each other again in time.
-    ConnectionLost,
-    /// A time limit has passed.
-    TimeLimit,
-    /// The rounds did not converge, and the settings end the migration then.
-    NotConverging,
-    /// The other side has failed, and has sent the reason.
-    OtherSide,
-    /// None of these.
-    Other,
-}
-
-/// A reason, its kind, and the error behind it where there is one.
+/// A reason, and the error behind it where there is one.
 #[derive(Debug)]
 pub(crate) struct Cause {
-    pub(crate) kind: ErrorKind,
-    pub(crate) reason: String,
+    pub(crate) reason: Reason,
     pub(crate) source: Option<Arc<dyn Error + Send + Sync>>,
 }
 
 impl Cause {
     /// Makes a cause of a kind, without an error behind it.
-    pub(crate) fn new(kind: ErrorKind, reason: impl fmt::Display) -> Self {
-        Self { kind, reason: reason.to_string(), source: None }
+    pub(crate) fn new(kind: ErrorKind, text: impl fmt::Display) -> Self {
+        Self { reason: Reason::new(kind, text), source: None }
     }
 
     /// Makes a cause of an error.
     pub(crate) fn of(kind: ErrorKind, error: impl Error + Send + Sync + 'static) -> Self {
-        Self { kind, reason: error.to_string(), source: Some(Arc::new(error)) }
+        Self { reason: Reason::new(kind, &error), source: Some(Arc::new(error)) }
+    }
+}
+
+impl From<Reason> for Cause {
+    fn from(reason: Reason) -> Self {
+        Self { reason, source: None }
     }
 }
 
 impl From<String> for Cause {
     /// Before a migration has begun, what is wrong in words is wrong with the settings of the two sides.
-    fn from(reason: String) -> Self {
-        Self::new(ErrorKind::Settings, reason)
+    fn from(text: String) -> Self {
+        Self::new(ErrorKind::Settings, text)
     }
 }
 
 impl From<VmmError> for Cause {
     fn from(error: VmmError) -> Self {
-        Self { kind: ErrorKind::Monitor, reason: error.to_string(), source: Some(error.into()) }
+        Self { reason: Reason::new(ErrorKind::Monitor, &error), source: Some(error.into()) }
     }
 }
 
 impl From<TransportError> for Cause {
     fn from(error: TransportError) -> Self {
-        Self::of(ErrorKind::Network, error)
+        Self::of(error.kind(), error)
     }
 }
 
 impl From<RecordFileError> for Cause {
     fn from(error: RecordFileError) -> Self {
-        Self::of(ErrorKind::Record, error)
+        Self::of(error.kind(), error)
     }
 }
 
@@ -228,9 +205,11 @@ pub struct MigrationError {
     pub phase: Phase,
     /// Where the guest is.
     pub guest: GuestState,
-    /// The kind of the failure.
+    /// The kind of the failure: what a program branches on.
     pub kind: ErrorKind,
-    /// What happened.
+    /// Where the kind is [`ErrorKind::OtherSide`]: the kind that the other side sent. An older version sends none.
+    pub other_side: Option<ErrorKind>,
+    /// What happened, for people.
     pub reason: String,
     /// At the source: the report of what was done until then, if anything was.
     pub report: Option<Box<Report>>,
@@ -243,8 +222,7 @@ pub struct MigrationError {
 impl MigrationError {
     /// Makes an error without a report, for an embedder's own tests of how its program answers failures.
     pub fn new(side: Side, phase: Phase, guest: GuestState, kind: ErrorKind, reason: impl Into<String>) -> Self {
-        let reason = reason.into();
-        Self { side, phase, guest, kind, reason, report: None, received: None, source: None }
+        Self::of((side, phase, guest), Reason::new(kind, reason.into()))
     }
 
     /// Makes an error of the source, before anything was done.
@@ -257,47 +235,31 @@ impl MigrationError {
         Self::before(Side::Destination, cause.into())
     }
 
-    fn before(side: Side, Cause { kind, reason, source }: Cause) -> Self {
-        Self { source, ..Self::new(side, Phase::SettingUp, GuestState::Untouched, kind, reason) }
+    fn before(side: Side, Cause { reason, source }: Cause) -> Self {
+        Self { source, ..Self::of((side, Phase::SettingUp, GuestState::Untouched), reason) }
     }
 
-    /// Makes the error of a migration that was begun, for `reason`. The monitor's `failures` are errors of its methods.
+    fn of((side, phase, guest): (Side, Phase, GuestState), reason: Reason) -> Self {
+        let Reason { text, kind, other_side } = reason;
+        Self { side, phase, guest, kind, other_side, reason: text, report: None, received: None, source: None }
+    }
+
+    /// Makes the error of a migration that was begun, for `reason`. The monitor's `failures` are errors of its methods; the one that
+    /// `reason` quotes is the error behind it.
     pub(crate) fn ended(
-        (side, phase, guest): (Side, Phase, GuestState),
+        place: (Side, Phase, GuestState),
         outcome: Outcome,
-        reason: String,
+        mut reason: Reason,
         failures: &[MonitorError],
     ) -> Self {
-        let behind = failures.iter().find(|failure| reason.contains(&failure.to_string()));
-        let kind = match outcome {
-            Outcome::Cancelled => ErrorKind::Cancelled,
-            _ if behind.is_some() => ErrorKind::Monitor,
-            _ => kind_of(&reason),
-        };
-        let source = behind.filter(|_| kind == ErrorKind::Monitor).map(|failure| Arc::clone(&failure.0));
-        Self { source, ..Self::new(side, phase, guest, kind, reason) }
+        if outcome == Outcome::Cancelled {
+            reason = Reason::new(ErrorKind::Cancelled, reason.text);
+        }
+        let quoted = |failure: &&MonitorError| reason.text.contains(&failure.to_string());
+        let behind = failures.iter().find(quoted).filter(|_| reason.kind == ErrorKind::Monitor);
+        let source = behind.map(|failure| Arc::clone(&failure.0));
+        Self { source, ..Self::of(place, reason) }
     }
-}
-
-/// Words by which the kind of a reason is known. Reasons travel through the switchover's state machines, and from host to host, as text;
-/// only Sterna's own part of a reason has these words.
-const WORDS: [(&str, ErrorKind); 11] = [
-    ("the destination failed: ", ErrorKind::OtherSide),
-    ("the source failed: ", ErrorKind::OtherSide),
-    ("record could not be written", ErrorKind::Record),
-    ("saving the state of device ", ErrorKind::Monitor),
-    ("loading the state of device ", ErrorKind::Monitor),
-    ("the dirty log ", ErrorKind::Memory),
-    ("given up after ", ErrorKind::NotConverging),
-    ("was lost: ", ErrorKind::ConnectionLost),
-    ("did not confirm it in time", ErrorKind::ConnectionLost),
-    ("took too long", ErrorKind::TimeLimit),
-    ("for too long", ErrorKind::TimeLimit),
-];
-
-/// Returns the kind of a reason that has passed through a state machine.
-fn kind_of(reason: &str) -> ErrorKind {
-    WORDS.iter().find(|(words, _)| reason.contains(words)).map_or(ErrorKind::Other, |(_, kind)| *kind)
 }
 
 impl fmt::Display for MigrationError {
@@ -397,28 +359,21 @@ mod tests {
     #[test]
     fn an_error_of_the_monitor_is_the_source_of_the_migrations_error() {
         let disk = || MonitorError::from(VmmError::from("the disk is full"));
-        let ended = |outcome, reason: &str| {
+        let ended = |outcome, reason: Reason| {
             let place = (Side::Source, Phase::SwitchingOver, GuestState::RunsAtSource);
-            MigrationError::ended(place, outcome, reason.to_owned(), &[disk()])
+            MigrationError::ended(place, outcome, reason, &[disk()])
         };
-        let monitor = ended(Outcome::Failed, "the state could not be saved: the disk is full");
+        let text = "the state could not be saved: the disk is full";
+        let monitor = ended(Outcome::Failed, Reason::new(ErrorKind::Monitor, text));
         assert_eq!(
             (monitor.kind, monitor.source().unwrap().to_string()),
             (ErrorKind::Monitor, "the disk is full".into())
         );
-        for (outcome, reason, kind) in [
-            (Outcome::Cancelled, "cancelled", ErrorKind::Cancelled),
-            (Outcome::Failed, "the destination failed: its disk took too long", ErrorKind::OtherSide),
-            (Outcome::Failed, "loading took too long; waiting for gpu/0", ErrorKind::TimeLimit),
-            (Outcome::Failed, "channel ram-0: the destination was lost: reset by peer", ErrorKind::ConnectionLost),
-            (Outcome::Failed, "given up after 4 rounds: the guest writes faster", ErrorKind::NotConverging),
-            (Outcome::Failed, "the dirty log failed: no memory", ErrorKind::Memory),
-            (Outcome::Failed, "saving the state of device gpu/0 failed: it hangs", ErrorKind::Monitor),
-            (Outcome::Unconfirmed, "the guest runs here, but the record could not be written: full", ErrorKind::Record),
-            (Outcome::Failed, "something else", ErrorKind::Other),
-        ] {
-            let error = ended(outcome, reason);
-            assert_eq!((error.kind, error.source().is_some()), (kind, false), "{reason}");
-        }
+        // The other side may send the same words.
+        let theirs = ended(Outcome::Failed, Reason::new(ErrorKind::Monitor, text).from_peer());
+        assert_eq!((theirs.kind, theirs.other_side), (ErrorKind::OtherSide, Some(ErrorKind::Monitor)));
+        assert!(theirs.source().is_none());
+        let cancelled = ended(Outcome::Cancelled, Reason::new(ErrorKind::ConnectionLost, "cancelled"));
+        assert_eq!((cancelled.kind, cancelled.source().is_some()), (ErrorKind::Cancelled, false));
     }
 }

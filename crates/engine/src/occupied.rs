@@ -10,10 +10,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use sterna_wire::reason::Reason;
+
 use crate::abort::Abort;
 
 /// The time by which a call must have ended, and the reason of the alarm if it has not.
-pub(crate) type Deadline = (Instant, Box<dyn FnOnce() -> String + Send>);
+pub(crate) type Deadline = (Instant, Box<dyn FnOnce() -> Reason + Send>);
 
 /// Records whether a driver is inside a call of its monitor. Clones belong to the same driver.
 #[derive(Clone, Debug, Default)]
@@ -23,8 +25,25 @@ pub(crate) struct Occupied(Arc<Mutex<State>>);
 struct State {
     /// The alarm that ends the current call.
     inside: Option<Arc<Abort>>,
-    /// Why every later call fails at once, and whether the reason is the loss of the peer.
-    reason: Option<(String, bool)>,
+    /// Why every later call fails at once.
+    end: Option<End>,
+}
+
+/// Why calls of the monitor end.
+#[derive(Clone, Debug)]
+enum End {
+    /// The peer was lost, with this text.
+    Lost(String),
+    Failed(Reason),
+}
+
+impl End {
+    fn raise(&self, abort: &Abort) {
+        match self.clone() {
+            Self::Lost(text) => abort.lost(text),
+            Self::Failed(reason) => abort.raise(reason),
+        };
+    }
 }
 
 impl Occupied {
@@ -33,8 +52,8 @@ impl Occupied {
     pub(crate) fn enter(&self, abort: &Arc<Abort>, deadline: Option<Deadline>) -> Inside<'_> {
         let mut state = self.state();
         // The driver has not handled the event yet.
-        if let Some((reason, lost)) = &state.reason {
-            raise(abort, reason, *lost);
+        if let Some(end) = &state.end {
+            end.raise(abort);
         }
         state.inside = Some(Arc::clone(abort));
         drop(state);
@@ -53,34 +72,26 @@ impl Occupied {
     }
 
     /// Ends the current call, and every later one, for `reason`.
-    pub(crate) fn raise(&self, reason: impl Display) {
-        self.end(&reason.to_string(), false);
+    pub(crate) fn raise(&self, reason: Reason) {
+        self.end(End::Failed(reason));
     }
 
     /// Ends the current call, and every later one, because the peer was lost.
-    pub(crate) fn lost(&self, reason: impl Display) {
-        self.end(&reason.to_string(), true);
+    pub(crate) fn lost(&self, text: impl Display) {
+        self.end(End::Lost(text.to_string()));
     }
 
-    fn end(&self, reason: &str, lost: bool) {
+    fn end(&self, end: End) {
         let mut state = self.state();
         if let Some(abort) = &state.inside {
-            raise(abort, reason, lost);
+            end.raise(abort);
         }
-        state.reason.get_or_insert_with(|| (reason.to_owned(), lost));
+        state.end.get_or_insert(end);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().expect("wakers do not panic")
     }
-}
-
-fn raise(abort: &Abort, reason: &str, lost: bool) {
-    if lost {
-        abort.lost(reason)
-    } else {
-        abort.raise(reason)
-    };
 }
 
 /// A call of the monitor by the driver; dropping this ends it.
@@ -105,10 +116,12 @@ impl Drop for Inside<'_> {
 mod tests {
     use std::time::Duration;
 
+    use sterna_wire::reason::ErrorKind;
+
     use super::*;
 
     fn within(time: Duration) -> Option<Deadline> {
-        Some((Instant::now() + time, Box::new(|| "it took too long".to_owned())))
+        Some((Instant::now() + time, Box::new(|| Reason::new(ErrorKind::TimeLimit, "it took too long"))))
     }
 
     #[test]
@@ -118,11 +131,12 @@ mod tests {
         assert!(!abort.is_over());
         occupied.clone().lost("amid");
         drop(inside);
-        assert_eq!((abort.reason().as_deref(), abort.was_lost()), (Some("amid"), true));
-        occupied.raise("after");
+        let amid = Reason::new(ErrorKind::ConnectionLost, "amid");
+        assert_eq!((abort.reason().as_ref(), abort.was_lost()), (Some(&amid), true));
+        occupied.raise(Reason::other("after"));
         let later = Arc::new(Abort::default());
         drop(occupied.enter(&later, None));
-        assert_eq!((later.reason().as_deref(), later.was_lost()), (Some("amid"), true));
+        assert_eq!((later.reason(), later.was_lost()), (Some(amid), true));
     }
 
     #[test]
@@ -135,6 +149,6 @@ mod tests {
         let inside = occupied.enter(&abort, within(Duration::ZERO));
         end.recv().unwrap();
         drop(inside);
-        assert_eq!(abort.reason().as_deref(), Some("it took too long"));
+        assert_eq!(abort.reason(), Some(Reason::new(ErrorKind::TimeLimit, "it took too long")));
     }
 }

@@ -16,6 +16,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{FlockOperation, flock};
 use sterna_wire::identity::MigrationId;
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordError, RecordState};
 
 use crate::directory::{Directory, open_without_link};
@@ -97,6 +98,21 @@ pub enum RecordFileError {
         /// What is wrong with it.
         source: RecordError,
     },
+}
+
+impl RecordFileError {
+    /// Returns the kind of the failure.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Io { source, .. } => ErrorKind::of_io(source, ErrorKind::Record),
+            _ => ErrorKind::Record,
+        }
+    }
+
+    /// Returns the error as a reason.
+    pub(crate) fn into_reason(self) -> Reason {
+        Reason::new(self.kind(), self)
+    }
 }
 
 /// One side's record of one migration, locked.

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::limits::MAX_CONTROL_MESSAGE;
 #[cfg(doc)]
 use crate::limits::MAX_DEVICE_CHANNELS;
+use crate::reason::Reason;
 use crate::switchover::SwitchoverMessage;
 
 /// How the virtual machine monitors are driven.
@@ -214,10 +215,7 @@ pub enum ControlMessage {
     /// Destination: accepts the migration, with the chosen capabilities.
     Welcome(Welcome),
     /// Either: the migration is not possible, with the reason. The connection is closed after it.
-    Refused {
-        /// The reason, for a person.
-        reason: String,
-    },
+    Refused(Reason),
     /// Destination, to a source that requires the capability `dry-run-1`: what a migration would be refused for, as far as that is
     /// known without beginning one. Nothing was begun, and the connection is closed after it.
     Checked {
@@ -276,11 +274,8 @@ pub enum ControlMessage {
     PostCopyFigures(PostCopyFigures),
     /// Destination: figures for the report.
     Figures(DestinationFigures),
-    /// Either: a failure, with its description. The switchover messages determine the guest's fate.
-    Failed {
-        /// What failed, for a person.
-        reason: String,
-    },
+    /// Either: a failure, with the reason. The switchover messages determine the guest's fate.
+    Failed(Reason),
     /// Either: a sign of life, sent when there is no other message.
     Heartbeat,
 }

@@ -10,7 +10,7 @@
 //! * [`control`]: the small messages; [`switchover`]: which host may run the guest, and which decides.
 //! * [`packet`]: pages, device state and all other bulk data, [`delta`]: pages as changes; [`device`]: the state of one
 //!   device, in any order; [`sequence`]: that no packet is missing.
-//! * [`limits`]: every limit that is enforced on a peer.
+//! * [`reason`]: why a migration failed; [`limits`]: every limit that is enforced on a peer.
 
 pub mod checksum;
 pub mod control;
@@ -21,6 +21,7 @@ pub mod header;
 pub mod identity;
 pub mod limits;
 pub mod packet;
+pub mod reason;
 pub mod sequence;
 pub mod switchover;
 pub mod text;

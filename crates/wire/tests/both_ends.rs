@@ -16,6 +16,7 @@ use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 use sterna_wire::packet::{
     ACK_LENGTH, Ack, BlockShape, PACKET_HEADER_LENGTH, PacketHeader, PacketKind, PageTable, Run, RunKind,
 };
+use sterna_wire::reason::Reason;
 use sterna_wire::sequence::{ReceiveSequence, SendSequence};
 use sterna_wire::switchover::{
     DestinationAction, DestinationEvent, DestinationGuest, DestinationSwitchover, SourceAction, SourceEnd, SourceEvent,
@@ -238,7 +239,7 @@ fn switch_over(memory: Memory) -> (bool, bool) {
                 DestinationAction::Quit => Some(DestinationEvent::Guest(DestinationGuest::Gone)),
                 DestinationAction::AcceptStream => match memory {
                     Memory::Arrives => Some(DestinationEvent::AllPlacedAndLoaded),
-                    Memory::Lacks => Some(DestinationEvent::Failed { reason: "pages are missing".into() }),
+                    Memory::Lacks => Some(DestinationEvent::Failed { reason: Reason::other("pages are missing") }),
                     Memory::Follows => None,
                 },
                 DestinationAction::WatchMissingPages => Some(DestinationEvent::MissingPagesWatched),

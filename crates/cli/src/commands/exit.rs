@@ -5,7 +5,8 @@ use std::process::ExitCode;
 use std::sync::LazyLock;
 
 use sterna_engine::report::Outcome;
-use sterna_qemu::gateway::ErrorKind;
+use sterna_qemu::gateway::GatewayError;
+use sterna_wire::reason::ErrorKind;
 
 /// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,17 +76,26 @@ impl From<Outcome> for Exit {
     }
 }
 
+/// The exit codes of failures before anything was touched. With every other kind this host refuses.
+const UNTOUCHED: &[(ErrorKind, Exit)] = &[
+    (ErrorKind::Cancelled, Exit::Cancelled),
+    (ErrorKind::NotPermitted, Exit::NotPermitted),
+    (ErrorKind::Network, Exit::Unreachable),
+    (ErrorKind::ConnectionLost, Exit::Unreachable),
+    (ErrorKind::Refused, Exit::PeerRefused),
+    (ErrorKind::OtherSide, Exit::PeerRefused),
+];
+
 impl From<ErrorKind> for Exit {
+    /// Of a failure before anything was touched.
     fn from(kind: ErrorKind) -> Self {
-        match kind {
-            ErrorKind::Refused => Self::Refused,
-            ErrorKind::NotPermitted => Self::NotPermitted,
-            ErrorKind::Unreachable => Self::Unreachable,
-            ErrorKind::PeerRefused => Self::PeerRefused,
-            ErrorKind::Cancelled => Self::Cancelled,
-            ErrorKind::Lost => Self::Lost,
-            _ => Self::Failed,
-        }
+        UNTOUCHED.iter().find(|(of, _)| *of == kind).map_or(Self::Refused, |(_, exit)| *exit)
+    }
+}
+
+impl From<&GatewayError> for Exit {
+    fn from(error: &GatewayError) -> Self {
+        error.outcome.map_or_else(|| error.kind.into(), Self::from)
     }
 }
 
@@ -97,6 +107,14 @@ mod tests {
     fn the_table_has_every_code_once_in_order() {
         let codes: Vec<u8> = EXITS.iter().map(|(exit, _)| *exit as u8).collect();
         assert_eq!(codes, (0..=9).collect::<Vec<u8>>());
+    }
+
+    #[test]
+    fn each_kind_before_anything_was_touched_has_a_code_that_says_so() {
+        let untouched = [Exit::Cancelled, Exit::Refused, Exit::Unreachable, Exit::PeerRefused, Exit::NotPermitted];
+        for kind in ErrorKind::ALL {
+            assert!(untouched.contains(&kind.into()), "{kind:?}");
+        }
     }
 
     #[test]

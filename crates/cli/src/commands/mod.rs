@@ -20,6 +20,7 @@ use sterna_codec::{ChoiceError, MethodChoice};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::report::Outcome;
 use sterna_qemu::gateway::GatewayError;
+use sterna_wire::reason::ErrorKind;
 
 use crate::args::{Cli, Command, LinkArgs, ProxyCommand, ReportArgs, ScreenArgs};
 use crate::progress::Screen;
@@ -107,7 +108,7 @@ impl Session {
 
 /// Returns the failure for a gateway's error. After the decision the gateway returns a report instead, so the guest is at the source.
 fn gateway_failure(error: &GatewayError, cancelled: bool) -> Failure {
-    Failure { exit: if cancelled { Exit::Cancelled } else { error.kind.into() }, text: error.to_string() }
+    Failure { exit: if cancelled { Exit::Cancelled } else { error.into() }, text: error.to_string() }
 }
 
 fn method_choice(link: &LinkArgs) -> Result<MethodChoice, Failure> {
@@ -132,6 +133,7 @@ trait Summary: Serialize {
 #[derive(Serialize)]
 struct NoReport<'a> {
     outcome: Outcome,
+    kind: ErrorKind,
     reason: &'a str,
     exit_code: u8,
 }
@@ -162,7 +164,10 @@ fn migration<R: Summary>(
         Err(error) => {
             let failure = gateway_failure(&error, cancelled);
             let outcome = if cancelled { Outcome::Cancelled } else { Outcome::Failed };
-            write_json(file, &NoReport { outcome, reason: &failure.text, exit_code: failure.exit as u8 });
+            write_json(
+                file,
+                &NoReport { outcome, kind: error.kind, reason: &failure.text, exit_code: failure.exit as u8 },
+            );
             Err(failure)
         }
     }

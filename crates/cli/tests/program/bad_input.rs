@@ -19,6 +19,7 @@ use sterna_wire::control::{Capabilities, ControlMessage, Hello, Machine, Mode};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
 use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 use sterna_wire::limits::HEARTBEAT_INTERVAL;
+use sterna_wire::reason::Reason;
 
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);
@@ -279,7 +280,7 @@ fn whatever_is_thrown_at_a_waiting_receiver_it_answers_in_words_and_then_takes_a
         ("an oversized message", with(&u32::MAX.to_le_bytes()), ""),
         ("no JSON", with(&[4, 0, 0, 0, b'{', b'{', b'{', b'{']), ""),
         ("JSON of great depth", with(&[&(1u32 << 19).to_le_bytes()[..], &[b'['; 1 << 19]].concat()), ""),
-        ("no hello", with(&ControlMessage::Failed { reason: "x".into() }.encode()), ""),
+        ("no hello", with(&ControlMessage::Failed(Reason::other("x")).encode()), ""),
         ("65535 channels", with(&fake.hello(|hello| hello.channels = u16::MAX)), "channels"),
         ("no channels", with(&fake.hello(|hello| hello.channels = 0)), "channels"),
         ("tiny packets", with(&fake.hello(|hello| hello.capabilities.packet_size = 1)), "packet"),
@@ -346,7 +347,7 @@ fn a_source_that_floods_a_receiver_busy_with_its_qemu_has_to_wait() {
     let qemu = rustix::process::Pid::from_raw(pair.destination.qemu.pid() as i32).unwrap();
     rustix::process::kill_process(qemu, rustix::process::Signal::STOP).unwrap();
     // The receiver sends QEMU `quit`, and waits for its end.
-    source.write_all(&ControlMessage::Failed { reason: "over".into() }.encode()).unwrap();
+    source.write_all(&ControlMessage::Failed(Reason::other("over")).encode()).unwrap();
     let message = ControlMessage::Ready { placement: vec!["x".repeat(1_000_000)], deltas: Vec::new() }.encode();
     source.set_write_timeout(Some(Duration::from_millis(500))).unwrap();
     let mut pushed_back = false;
@@ -381,7 +382,7 @@ fn beating_source(address: &str, more: &[u8]) -> std::thread::JoinHandle<()> {
 
 #[test]
 fn a_receiver_ends_although_its_source_never_lets_go() {
-    let failed = ControlMessage::Failed { reason: "over".into() }.encode();
+    let failed = ControlMessage::Failed(Reason::other("over")).encode();
     for (name, more, options, word) in [
         ("after a failure", &failed[..], &[][..], "the source failed: over"),
         ("with nothing of a guest", &[], &["--stall-limit", "1s"], "the destination's stall limit"),

@@ -1,15 +1,19 @@
 //! The destination until its migration begins: waits for a source, agrees with it, and makes the driver.
 
+use std::panic::resume_unwind;
 use std::sync::{Arc, Mutex};
+use std::thread::Builder;
 
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, Hello, Mode};
+use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{DestinationState, DestinationSwitchover, RecordState};
 
 use super::channels::PostCopyChannels;
 use super::devices::Devices;
 use super::driver::{Driver, Event};
 use super::loading::Loading;
+use super::monitor_calls::monitor_calls;
 use super::target::{RamSink, Target};
 use super::{Destination, Listening, ReadyDestination, post_copy};
 use crate::abort::Abort;
@@ -28,7 +32,7 @@ use crate::session::{
     AcceptedSource, ChannelAcceptor, ConnectionEvent, Features, Handshake, OnConnectionEvent, Peer, Sinks, link_events,
 };
 use crate::state::{Part, StateSink, state_sink};
-use crate::switchover::{CANCELLED, DestinationKernel, DestinationSetup, Events, Ledger, Receiving, run_destination};
+use crate::switchover::{DestinationKernel, DestinationSetup, Events, Ledger, Receiving, cancelled, run_destination};
 use crate::transport::{Address, Incoming, Stop, Writer};
 use crate::vmm::DestinationVmm;
 
@@ -109,20 +113,20 @@ pub(super) fn run_accepted(
 /// Refuses a source with the reason, and returns the error.
 fn refuse(writer: &mut Writer, reason: String) -> MigrationError {
     // Fails where the peer is gone, which needs no answer.
-    let _ = send_message(writer, &ControlMessage::Refused { reason: reason.clone() });
+    let _ = send_message(writer, &ControlMessage::Refused(Reason::new(ErrorKind::Settings, &reason)));
     MigrationError::not_accepted(reason)
 }
 
 #[allow(clippy::too_many_arguments)]
-fn take<'a>(
+fn take(
     ready: ReadyDestination,
     address: &Address,
     source: AcceptedSource,
     incoming: Incoming,
-    vmm: DestinationMonitor<'a>,
+    mut vmm: DestinationMonitor<'_>,
     cpu: CpuTime,
-    cancel: &'a Cancel,
-    observer: &'a dyn Observer,
+    cancel: &Cancel,
+    observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
     let ReadyDestination { target, devices, device_share, state_dir, linger, stall, give_up_after, monitor, fence } =
         ready;
@@ -140,7 +144,7 @@ fn take<'a>(
     let link = link.map_err(MigrationError::not_accepted)?;
     let abort = Arc::new(Abort::default());
     let monitor_call = occupied.clone();
-    let _cancelling = events.on_cancel(cancel, move || monitor_call.raise(CANCELLED));
+    let _cancelling = events.on_cancel(cancel, move || monitor_call.raise(cancelled()));
     let fenced = events.clone();
     let _fencing = fence.0.on_cancel(move || {
         fenced.send(Event::Fenced);
@@ -179,10 +183,12 @@ fn take<'a>(
         cancel,
         observer,
     });
+    let (calls, calls_in) = monitor_calls();
+    let counted = cpu.clone();
     let mut driver = Driver {
         kernel,
         receiving,
-        vmm,
+        vmm: calls,
         cpu,
         channels,
         faults: None,
@@ -193,8 +199,18 @@ fn take<'a>(
         faults_before: process::faults(std::process::id()),
         linger,
     };
-    let outcome = run_destination(&mut driver, &inbox, first);
-    driver.finish(outcome, peer)
+    std::thread::scope(|scope| {
+        let run = move || {
+            let _counted = counted.count();
+            let outcome = run_destination(&mut driver, &inbox, first);
+            driver.finish(outcome, peer)
+        };
+        // The loop has a thread of its own: what starts the guest in post-copy may wait for memory that only the loop can have sent.
+        let running = Builder::new().name("destination".into()).spawn_scoped(scope, run);
+        let running = running.map_err(MigrationError::not_accepted)?;
+        calls_in.serve(&mut vmm);
+        running.join().unwrap_or_else(|panic| resume_unwind(panic))
+    })
 }
 
 /// Returns a closure that passes on the events of the control channels, and ends a call of the monitor where the source is lost.

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 
 use sterna_wire::header::ChannelKind;
+use sterna_wire::reason::Reason;
 
 use super::target::{RamSink, Target};
 use crate::cpu_time;
@@ -67,7 +68,9 @@ impl PostCopyChannels {
             };
             match cpu_time::spawn(Builder::new().name("post-copy".into()), thread) {
                 Ok(thread) => channels.threads.push(thread),
-                Err(error) => drop(failed.raise(format_args!("no thread for the post-copy channel: {error}"))),
+                Err(error) => {
+                    failed.raise(Reason::other(format_args!("no thread for the post-copy channel: {error}")));
+                }
             }
             Ok(())
         })

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use sterna_wire::control::{ControlMessage, DeviceChannels, Machine};
+use sterna_wire::reason::Reason;
 use sterna_wire::switchover::DestinationEvent;
 
 use super::driver::{Driver, Event};
@@ -58,7 +59,7 @@ impl Devices {
 
 impl Driver<'_> {
     /// Starts the devices' threads, and sends the source their credits.
-    pub(super) fn start_devices(&mut self) -> Result<(), String> {
+    pub(super) fn start_devices(&mut self) -> Result<(), Reason> {
         let (events, occupied, abort) =
             (self.kernel.events.clone(), self.occupied.clone(), Arc::clone(&self.kernel.abort));
         let news = move |news| {
@@ -85,7 +86,7 @@ impl Driver<'_> {
         }
         let devices = std::mem::take(&mut self.devices.waiting);
         let started = self.devices.known.start(devices, &mut self.devices.threads, send, news);
-        started.map_err(|error| format!("no thread for a device: {error}"))
+        started.map_err(|error| Reason::other(format_args!("no thread for a device: {error}")))
     }
 
     pub(super) fn handle_device(&mut self, news: LoadEvent) -> Option<DestinationEvent> {
@@ -95,7 +96,7 @@ impl Driver<'_> {
                 self.kernel.peer.send(&ControlMessage::DeviceLoaded { device });
                 self.all_loaded()
             }
-            LoadEvent::Failed(reason) => Some(self.failed_to_load(&reason)),
+            LoadEvent::Failed(reason) => Some(self.failed_to_load(reason)),
         }
     }
 }

@@ -7,11 +7,13 @@ use std::time::{Duration, Instant};
 use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::{ControlMessage, DestinationFigures, PostCopyFigures};
 use sterna_wire::limits::SILENCE_LIMIT;
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest};
 
 use super::channels::PostCopyChannels;
 use super::devices::Devices;
 use super::loading::Loading;
+use super::monitor_calls::MonitorCalls;
 use super::post_copy::PostCopyEvent;
 use super::target::Target;
 use crate::cpu_time::CpuTime;
@@ -33,12 +35,14 @@ pub(super) enum Event {
     Device(LoadEvent),
     Fenced,
     PostCopy(PostCopyEvent),
+    /// The monitor's answer to starting the guest.
+    Started(Result<DestinationGuest, Reason>),
 }
 
 pub(super) struct Driver<'a> {
     pub(super) kernel: DestinationKernel<'a, Event>,
     pub(super) receiving: Receiving,
-    pub(super) vmm: DestinationMonitor<'a>,
+    pub(super) vmm: MonitorCalls,
     /// CPU time of the migration's threads at this side.
     pub(super) cpu: CpuTime,
     pub(super) channels: PostCopyChannels,
@@ -66,17 +70,17 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     }
 
     /// There is no autostart here: only this driver starts the guest.
-    fn clear_autostart(&mut self) -> Result<(), String> {
+    fn clear_autostart(&mut self) -> Result<(), Reason> {
         Ok(())
     }
 
-    fn accept_stream(&mut self) -> Result<(), String> {
+    fn accept_stream(&mut self) -> Result<(), Reason> {
         let placement = self.receiving.placement.clone();
         self.kernel.peer.send(&ControlMessage::Ready { placement, deltas: Vec::new() });
         self.start_devices()
     }
 
-    fn watch_missing_pages(&mut self) -> Result<(), String> {
+    fn watch_missing_pages(&mut self) -> Result<(), Reason> {
         self.begin_post_copy()
     }
 
@@ -88,32 +92,38 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         self.target.post_copy().iter().for_each(|post_copy| post_copy.arm());
     }
 
-    fn start_guest(&mut self) -> Result<DestinationGuest, String> {
+    fn start_guest(&mut self) -> Result<Option<DestinationGuest>, Reason> {
         if self.faults.is_none() {
             // All memory is in place. The channels are ended, so that no thread writes the memory of a running guest, whatever a source
             // sends.
             self.kernel.abort.finish();
             self.receiving.acceptor.join();
         }
-        match self.vmm.resume() {
+        let events = self.kernel.events.clone();
+        let start = |vmm: &mut DestinationMonitor<'_>| match vmm.resume() {
             Ok(()) => Ok(DestinationGuest::Running),
-            Err(_) if self.vmm.has_ended() => Ok(DestinationGuest::Gone),
-            Err(error) => Err(format!("the monitor does not start the guest: {error}")),
-        }
+            Err(_) if vmm.has_ended() => Ok(DestinationGuest::Gone),
+            Err(error) => Err(Reason::new(ErrorKind::Monitor, error).within("the monitor does not start the guest")),
+        };
+        self.vmm.begin(start, move |started| {
+            events.send(Event::Started(started));
+        });
+        Ok(None)
     }
 
     fn arrived(&mut self) {
-        if let Err(error) = self.vmm.arrived() {
+        if let Err(error) = self.vmm.call(|vmm| vmm.arrived()) {
             self.kernel.observer.note(&error.to_string());
         }
     }
 
-    fn discard(&mut self) -> Result<(), String> {
+    fn discard(&mut self) -> Result<(), Reason> {
         // Dropped, because the channel of the state may be waiting for its readers.
         self.loading = Loading::Over;
         // So that no channel's thread writes the memory of a monitor that is being ended.
         self.receiving.acceptor.join();
-        self.vmm.discard().map_err(|error| format!("the copy of the guest stays here: {error}"))
+        let discarded = self.vmm.call(|vmm| vmm.discard());
+        discarded.map_err(|error| Reason::new(ErrorKind::Monitor, error).within("the copy of the guest stays here"))
     }
 
     fn ended(&mut self, _end: &DestinationEnd) {}
@@ -144,6 +154,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
             Event::Device(news) => self.handle_device(news),
             Event::State(part) => self.handle_state(part),
             Event::PostCopy(news) => self.handle_post_copy(news),
+            Event::Started(Ok(state)) => Some(DestinationEvent::Guest(state)),
+            Event::Started(Err(reason)) => Some(DestinationEvent::ActionFailed { reason }),
             Event::Fenced => {
                 self.kernel.observer.note("an operator has confirmed that the source is gone for good");
                 self.kernel.peer.hang_up();
@@ -204,7 +216,7 @@ impl Driver<'_> {
             None => Ok(report),
             Some(reason) => {
                 let place = (Side::Destination, self.kernel.phase, guest);
-                let mut error = MigrationError::ended(place, outcome, reason, self.vmm.failures());
+                let mut error = MigrationError::ended(place, outcome, reason, &self.vmm.failures());
                 error.received = Some(Box::new(report));
                 Err(error)
             }

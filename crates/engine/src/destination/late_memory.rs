@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::DestinationEvent;
 
 use super::driver::{Driver, Event};
@@ -11,12 +12,12 @@ use crate::migration::{POST_COPY, Phase};
 
 impl Driver<'_> {
     /// Prepares for post-copy: the guest will go on before all of its RAM is here.
-    pub(super) fn begin_post_copy(&mut self) -> Result<(), String> {
+    pub(super) fn begin_post_copy(&mut self) -> Result<(), Reason> {
         if !self.receiving.acceptor.session().has(POST_COPY) {
-            return Err("it was not agreed on".into());
+            return Err(Reason::other("it was not agreed on"));
         }
         if self.kernel.phase != Phase::Rounds || self.faults.is_some() {
-            return Err("it was begun already, or the guest is being switched over".into());
+            return Err(Reason::other("it was begun already, or the guest is being switched over"));
         }
         let (events, monitor_call) = (self.kernel.events.clone(), self.occupied.clone());
         let news = Box::new(move |news| {
@@ -27,12 +28,15 @@ impl Driver<'_> {
                 monitor_call.raise(reason);
             }
         });
-        let post_copy = PostCopy::begin(self.target.ram(), news)?;
-        let faults = post_copy.handle_faults().map_err(|error| format!("no thread for page faults: {error}"))?;
+        let memory = |text| Reason::new(ErrorKind::Memory, text);
+        let post_copy = PostCopy::begin(self.target.ram(), news).map_err(memory)?;
+        let faults = post_copy
+            .handle_faults()
+            .map_err(|error| Reason::other(format_args!("no thread for page faults: {error}")))?;
         self.faults = Some(faults);
         let released = Arc::clone(&post_copy);
         self.kernel.abort.on_end(move || released.release_if_not_loaded());
-        self.target.begin_post_copy(post_copy)
+        self.target.begin_post_copy(post_copy).map_err(memory)
     }
 
     /// Ends the data channels that there were, and admits new ones: the source has reconnected.
@@ -64,7 +68,7 @@ impl Driver<'_> {
                 if self.kernel.may_give_up() {
                     return Some(self.kernel.fail(reason));
                 }
-                self.kernel.abort.raise(&reason);
+                self.kernel.abort.raise(reason.clone());
                 Some(DestinationEvent::MemoryFailed { reason })
             }
         }

@@ -3,11 +3,13 @@
 use std::time::Instant;
 
 use sterna_wire::control::{ControlMessage, Totals};
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::DestinationEvent;
 
 use super::driver::Driver;
 use crate::migration::Phase;
 use crate::state::{Part, StateReader};
+use crate::vmm::VmmError;
 
 /// How far loading the guest is.
 pub(super) enum Loading {
@@ -34,13 +36,19 @@ impl Loading {
     }
 }
 
+/// Reads what the monitor has left of `state` once it has loaded.
+fn finished(loaded: Result<(), VmmError>, state: &mut StateReader) -> Result<u64, Reason> {
+    loaded.map_err(|error| Reason::new(ErrorKind::Monitor, error))?;
+    state.finish().map_err(Reason::other)
+}
+
 impl Driver<'_> {
     /// Handles the beginning of a part of the state.
     pub(super) fn handle_state(&mut self, part: Part) -> Option<DestinationEvent> {
         let Loading::Arriving { begun, .. } = &mut self.loading else { return None };
         match part {
             Part::Ahead if *begun => {
-                Some(self.failed_to_load("the source sends state ahead of what it has sent already"))
+                Some(self.failed_to_load(Reason::other("the source sends state ahead of what it has sent already")))
             }
             Part::Ahead => self.load_ahead(),
             Part::Final => {
@@ -58,8 +66,8 @@ impl Driver<'_> {
         }
         let refused = self.target.refused();
         if refused > 0 {
-            let reason = format!("{refused} pages arrived damaged, and the source has not sent them again");
-            return Some(DestinationEvent::Failed { reason });
+            let text = format_args!("{refused} pages arrived damaged, and the source has not sent them again");
+            return Some(DestinationEvent::Failed { reason: Reason::other(text) });
         }
         self.target.seal();
         if let Loading::Arriving { complete, .. } = &mut self.loading {
@@ -72,8 +80,11 @@ impl Driver<'_> {
         let Loading::Arriving { ahead, .. } = &mut self.loading else { return None };
         let mut reader = ahead.take()?;
         let inside = self.occupied.enter(&self.kernel.abort, None);
-        let loaded = self.vmm.load_ahead(&mut reader).map_err(|error| error.to_string());
-        let loaded = loaded.and_then(|()| reader.finish().map_err(|error| error.to_string()));
+        let (mut reader, loaded) = self.vmm.call(move |vmm| {
+            let loaded = vmm.load_ahead(&mut reader);
+            (reader, loaded)
+        });
+        let loaded = finished(loaded, &mut reader);
         drop(inside);
         match loaded {
             Ok(_) => {
@@ -81,7 +92,7 @@ impl Driver<'_> {
                 None
             }
             Err(_) if reader.was_lost() => self.state_incomplete(),
-            Err(error) => Some(self.failed_to_load(&format!("loading state ahead failed: {error}"))),
+            Err(reason) => Some(self.failed_to_load(reason.within("loading state ahead failed"))),
         }
     }
 
@@ -93,19 +104,23 @@ impl Driver<'_> {
         };
         let since = Instant::now();
         let inside = self.occupied.enter(&self.kernel.abort, None);
-        let loaded = self.vmm.load(&mut last).map_err(|error| error.to_string());
-        let loaded = loaded.and_then(|()| last.finish().map_err(|error| error.to_string()));
+        let (mut last, loaded) = self.vmm.call(move |vmm| {
+            let loaded = vmm.load(&mut last);
+            (last, loaded)
+        });
+        let loaded = finished(loaded, &mut last);
         drop(inside);
         match loaded {
             Ok(_) if self.target.post_copy().is_some_and(|post_copy| !post_copy.loaded()) => {
-                Some(self.failed_to_load("loading the guest's state failed: pages that it needs did not arrive"))
+                let text = "loading the guest's state failed: pages that it needs did not arrive";
+                Some(self.failed_to_load(Reason::new(ErrorKind::Memory, text)))
             }
             Ok(_) => {
                 self.loading = Loading::Monitor { since };
                 self.all_loaded()
             }
             Err(_) if last.was_lost() => self.state_incomplete(),
-            Err(error) => Some(self.failed_to_load(&format!("loading the guest's state failed: {error}"))),
+            Err(reason) => Some(self.failed_to_load(reason.within("loading the guest's state failed"))),
         }
     }
 
@@ -127,8 +142,8 @@ impl Driver<'_> {
     }
 
     /// Sends the source why the guest cannot be loaded and returns the event of it.
-    pub(super) fn failed_to_load(&self, reason: &str) -> DestinationEvent {
+    pub(super) fn failed_to_load(&self, reason: Reason) -> DestinationEvent {
         // Where the migration is being taken down already, the alarm's reason explains more.
-        self.kernel.fail(self.kernel.abort.reason().unwrap_or_else(|| reason.to_owned()))
+        self.kernel.fail(self.kernel.abort.reason().unwrap_or(reason))
     }
 }

@@ -18,6 +18,7 @@ mod devices;
 mod driver;
 mod late_memory;
 mod loading;
+mod monitor_calls;
 mod post_copy;
 mod target;
 

@@ -8,6 +8,7 @@
 //! (`memory::guest_process`): then a userfaultfd of that process reports its faults and fills its pages.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -23,6 +24,7 @@ use sterna_memory::userfault::Userfault;
 use sterna_memory::userfault::wait::{FaultBuffer, Stop};
 use sterna_wire::control::PostCopyFigures;
 use sterna_wire::packet::{PageRequest, Run, RunKind};
+use sterna_wire::reason::{ErrorKind, Reason};
 
 use crate::cpu_time;
 use crate::receive::SinkError;
@@ -41,7 +43,7 @@ pub(super) enum PostCopyEvent {
     /// No page is missing any more.
     Complete,
     /// Missing memory cannot be placed, with the reason.
-    Failed(String),
+    Failed(Reason),
     /// The guest waits for memory of this host, with the reason. Sent once.
     NoMemory(String),
     /// A line for people.
@@ -86,6 +88,10 @@ pub(super) struct PostCopy {
     no_memory: AtomicBool,
     load: Mutex<Load>,
     news: Box<dyn Fn(PostCopyEvent) + Send + Sync>,
+}
+
+fn failed(text: impl Display) -> PostCopyEvent {
+    PostCopyEvent::Failed(Reason::new(ErrorKind::Memory, text))
 }
 
 /// Returns why `ram` cannot be filled after the guest has started; none if it can. Does nothing in another process that runs the guest:
@@ -168,14 +174,12 @@ impl PostCopy {
                     Ok(Some(faults)) => {
                         let outcome = faults.iter().try_for_each(|fault| post_copy.answer(fault.address()));
                         if let Err(error) = outcome {
-                            (post_copy.news)(PostCopyEvent::Failed(format!(
-                                "a page fault could not be answered: {error}"
-                            )));
+                            (post_copy.news)(failed(format_args!("a page fault could not be answered: {error}")));
                             return;
                         }
                     }
                     Err(error) => {
-                        (post_copy.news)(PostCopyEvent::Failed(error.to_string()));
+                        (post_copy.news)(failed(error));
                         return;
                     }
                 }
@@ -272,7 +276,7 @@ impl PostCopy {
     pub(super) fn place(&self, block: u16, runs: &[Run], content: &[u8], huge: &mut HugePage) -> Result<(), SinkError> {
         let placed = self.place_runs(block, runs, content, huge);
         if let Err(PlaceError::Missing(error @ MissingError::NotMissing { .. })) = &placed {
-            (self.news)(PostCopyEvent::Failed(error.to_string()));
+            (self.news)(failed(error));
         }
         self.if_complete();
         Ok(placed?)
@@ -335,7 +339,7 @@ impl PostCopy {
                     self.leave();
                     PostCopyEvent::Complete
                 }
-                Err(error) => PostCopyEvent::Failed(error.to_string()),
+                Err(error) => failed(error),
             });
         }
     }

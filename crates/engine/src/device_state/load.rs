@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use sterna_wire::control::ControlMessage;
 use sterna_wire::device::{DeviceReceiver, MIN_CREDIT, Piece};
+use sterna_wire::reason::{ErrorKind, Reason};
 
 use super::{DeviceId, LoadDevice, Threads, unless_it_panics};
 use crate::device_bytes::{Buffers, DeviceBytes};
@@ -22,7 +23,7 @@ pub(crate) enum LoadEvent {
     /// The device has loaded all of its state.
     Loaded(u16),
     /// Loading has failed, with the reason.
-    Failed(String),
+    Failed(Reason),
 }
 
 /// The pieces that have arrived for one device.
@@ -187,7 +188,8 @@ impl LoadingDevices {
                     Ok(()) => news(LoadEvent::Loaded(number as u16)),
                     Err(error) => {
                         let id = &devices.queues[number].id;
-                        news(LoadEvent::Failed(format!("loading the state of device {id} failed: {error}")));
+                        let text = format_args!("loading the state of device {id} failed: {error}");
+                        news(LoadEvent::Failed(Reason::new(ErrorKind::Monitor, text)));
                     }
                 }
             })?;

@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use sterna_wire::device::{DeviceError, DeviceSender, Piece};
+use sterna_wire::reason::{ErrorKind, Reason};
 
 use super::{Ahead, DeviceId, DevicePhase, SaveDevice, Threads, unless_it_panics};
 use crate::device_bytes::{Buffers, DeviceBytes};
@@ -38,7 +39,7 @@ pub(crate) enum SaveEvent {
     /// All of the device's state is handed over.
     Saved,
     /// Saving has failed, with the reason.
-    Failed(String),
+    Failed(Reason),
 }
 
 /// The state of one device.
@@ -499,7 +500,8 @@ struct Saving {
 impl Saving {
     fn run(mut self, news: &impl Fn(SaveEvent)) {
         if let Err(error) = unless_it_panics(|| self.serve(news)) {
-            news(SaveEvent::Failed(format!("saving the state of device {} failed: {error}", self.id)));
+            let text = format_args!("saving the state of device {} failed: {error}", self.id);
+            news(SaveEvent::Failed(Reason::new(ErrorKind::Monitor, text)));
         }
     }
 

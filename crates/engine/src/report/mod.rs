@@ -7,6 +7,7 @@ mod devices;
 mod downtime;
 
 use serde::{Deserialize, Serialize};
+use sterna_wire::reason::ErrorKind;
 use sterna_wire::switchover::{Moment, SourceAfter, Step};
 use sterna_wire::text::cleaned;
 
@@ -60,6 +61,9 @@ pub struct Report {
     pub outcome: Outcome,
     /// Why, where it did not complete.
     pub reason: Option<String>,
+    /// The kind of the reason.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<ErrorKind>,
     /// What was moved: monitor, machine type.
     pub machine: String,
     /// Where to.
@@ -328,6 +332,9 @@ pub struct ReceiveReport {
     pub outcome: Outcome,
     /// Why, where it did not complete.
     pub reason: Option<String>,
+    /// The kind of the reason.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<ErrorKind>,
     /// Who sent.
     pub source: String,
     /// How each RAM block was placed, and why.
@@ -498,6 +505,7 @@ mod tests {
             id: "0".repeat(32),
             outcome,
             reason: None,
+            kind: None,
             machine: "pc-q35-10.0".into(),
             destination: "dst-host:4920".into(),
             total_ms: 1000.0,
@@ -582,6 +590,7 @@ mod tests {
         let evil = "x\x1b[2J\r\nmigration completed\u{9b}31m\u{7f}";
         let forged = Report {
             reason: Some(evil.into()),
+            kind: None,
             machine: evil.into(),
             destination: evil.into(),
             method: evil.into(),

@@ -39,6 +39,7 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
 use sterna_memory::normal_page_ratio::NormalPageRatio;
+use sterna_wire::reason::Reason;
 
 use self::acknowledge::AcknowledgingThread;
 pub use self::blocks::DeltaBlocks;
@@ -156,7 +157,7 @@ impl SendChannel {
                 let reason = format!("channel {channel}: sending failed: {error}");
                 match error {
                     SendError::Connection(_) => drop(abort.lost(reason)),
-                    _ => drop(abort.raise(reason)),
+                    _ => drop(abort.raise(Reason::other(reason))),
                 }
             }
         })?;
@@ -167,7 +168,9 @@ impl SendChannel {
         let acknowledging = cpu_time::spawn(Builder::new().name(format!("ack-{name}")), move || {
             if let Err(error) = acknowledging.run() {
                 match error {
-                    AnswerError::TooManyRefused(error) => drop(abort.raise(format_args!("channel {channel}: {error}"))),
+                    AnswerError::TooManyRefused(error) => {
+                        abort.raise(Reason::other(format_args!("channel {channel}: {error}")));
+                    }
                     error => drop(abort.lost(format_args!("channel {channel}: the destination was lost: {error}"))),
                 }
             }

@@ -7,6 +7,7 @@ use std::thread::{Builder, JoinHandle};
 
 use sterna_wire::control::ControlReader;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
+use sterna_wire::reason::Reason;
 
 use super::peer::link_events;
 use super::{ConnectionEvent, OnConnectionEvent, Session};
@@ -240,7 +241,7 @@ impl ChannelAcceptor {
         state.counters.push(Arc::clone(&counters));
         match receive_thread(connection, name, sink, self.session.rules(), &state.abort, Arc::clone(&counters)) {
             Ok(thread) => state.threads.push(thread),
-            Err(error) => drop(state.abort.raise(format_args!("no thread for a channel: {error}"))),
+            Err(error) => drop(state.abort.raise(Reason::other(format_args!("no thread for a channel: {error}")))),
         }
         counters
     }
@@ -284,7 +285,7 @@ pub fn receive_thread(
                     Err(error @ ReceiveError::Connection(_)) => {
                         abort.lost(format_args!("channel {name}: {error}"));
                     }
-                    Err(error) => drop(abort.raise(format_args!("channel {name}: {error}"))),
+                    Err(error) => drop(abort.raise(Reason::other(format_args!("channel {name}: {error}")))),
                 }
             }
             Err(error) => drop(abort.lost(format_args!("channel {name}: {error}"))),

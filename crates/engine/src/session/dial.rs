@@ -139,12 +139,8 @@ fn greet(offer: &Offer<'_>, cancel: &Cancel) -> Result<Greeted, SessionError> {
     // Also where sending failed: a destination may send its refusal and close the connection before the offer arrives.
     let lost = |error| SessionError::new(format_args!("{} was lost during the handshake: {error}", offer.to));
     let answer = received.map_err(|error| lost(sent.err().unwrap_or(error)))?;
-    if let ControlMessage::Refused { reason } | ControlMessage::Failed { reason } = &answer {
-        return Err(SessionError::refused(format_args!(
-            "{} refuses: {}",
-            offer.to,
-            sterna_wire::text::cleaned(reason)
-        )));
+    if let ControlMessage::Refused(reason) | ControlMessage::Failed(reason) = &answer {
+        return Err(SessionError::refused(format_args!("{} refuses: {reason}", offer.to)));
     }
     Ok(Greeted { id, key, opened, messages, offered, answer, interrupting })
 }

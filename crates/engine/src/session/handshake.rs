@@ -13,6 +13,7 @@ use sterna_wire::control::{ControlMessage, ControlReader, Hello, Machine, Mode, 
 use sterna_wire::handshake::{Refusal, choose};
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_CONTENT};
+use sterna_wire::reason::Reason;
 
 use super::acceptor::UNDER_WAY;
 use super::{DRY_RUN, Features, Session, program};
@@ -269,7 +270,7 @@ impl Handshake<'_> {
                 let reason = objections.swap_remove(0);
                 let declined = refused(&reason);
                 // Fails where the peer is gone, which needs no answer.
-                let _ = send_message(&mut writer, &ControlMessage::Refused { reason });
+                let _ = send_message(&mut writer, &ControlMessage::Refused(Reason::other(reason)));
                 return Err(declined);
             }
         };
@@ -302,9 +303,8 @@ impl Handshake<'_> {
 impl AcceptedSource {
     /// Refuses this source, because another one was faster.
     fn too_late(mut self) {
-        let reason = UNDER_WAY.to_owned();
         // Fails where the source is gone, which needs no answer.
-        let _ = send_message(&mut self.writer, &ControlMessage::Refused { reason });
+        let _ = send_message(&mut self.writer, &ControlMessage::Refused(Reason::other(UNDER_WAY)));
     }
 }
 

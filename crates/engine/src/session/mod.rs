@@ -23,8 +23,9 @@ use std::time::Duration;
 use sterna_codec::Format;
 use sterna_wire::control::Capabilities;
 use sterna_wire::identity::{MigrationId, MigrationKey};
+use sterna_wire::reason::{ErrorKind, Reason};
 
-use crate::migration::{Cause, ErrorKind};
+use crate::migration::Cause;
 use crate::receive::PacketRules;
 use crate::transport::TransportError;
 
@@ -66,13 +67,26 @@ impl From<TransportError> for SessionError {
 
 impl From<SessionError> for Cause {
     fn from(error: SessionError) -> Self {
-        let kind = if error.refused { ErrorKind::Refused } else { ErrorKind::Network };
-        let source = error.source.map(|source| Arc::new(source) as _);
-        Self { kind, reason: error.reason, source }
+        let reason = Reason::new(error.kind(), error.reason);
+        Self { reason, source: error.source.map(|source| Arc::new(source) as _) }
     }
 }
 
 impl SessionError {
+    /// Returns the kind of the failure.
+    pub fn kind(&self) -> ErrorKind {
+        match &self.source {
+            _ if self.refused => ErrorKind::Refused,
+            Some(error) => error.kind(),
+            None => ErrorKind::Network,
+        }
+    }
+
+    /// Returns the error as a reason.
+    pub(crate) fn into_reason(self) -> Reason {
+        Reason::new(self.kind(), self.reason)
+    }
+
     fn new(what: impl std::fmt::Display) -> Self {
         Self { reason: what.to_string(), refused: false, source: None }
     }

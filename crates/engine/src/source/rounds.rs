@@ -15,6 +15,7 @@ use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::holes::PageMap;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, Totals};
+use sterna_wire::reason::{ErrorKind, Reason};
 
 use super::convergence::{Arrived, Convergence, Decision, Measure};
 use super::unsent::Unsent;
@@ -74,7 +75,7 @@ pub(super) enum RoundEvent {
     /// stop the guest.
     PostCopy,
     /// The rounds cannot go on, or are given up, with the reason.
-    Failed(String),
+    Failed(Reason),
     /// A line for people.
     Note(String),
     /// All of RAM, or in post-copy the list of missing pages, was acknowledged at this moment; the totals were sent to the destination.
@@ -109,7 +110,7 @@ enum Ended {
     /// The migration is being taken down; the alarm has the reason.
     TakenDown,
     /// The rounds have failed, with the reason.
-    Failed(String),
+    Failed(Reason),
 }
 
 impl From<WindowClosed> for Ended {
@@ -119,13 +120,13 @@ impl From<WindowClosed> for Ended {
 }
 
 impl Ended {
-    fn failed(error: impl std::fmt::Display) -> Self {
-        Self::Failed(error.to_string())
+    fn memory(error: impl std::fmt::Display) -> Self {
+        Self::Failed(Reason::new(ErrorKind::Memory, error))
     }
 }
 
 fn log_failed(error: &DirtyLogError) -> Ended {
-    Ended::Failed(format!("the dirty log failed: {error}"))
+    Ended::memory(format_args!("the dirty log failed: {error}"))
 }
 
 /// Returns an empty bitmap for each block of `ram`.
@@ -228,7 +229,7 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
 
     fn rounds(&mut self) -> Result<(), Ended> {
         let mut pending = no_pages(&self.ram);
-        self.log.start().map_err(|error| Ended::Failed(format!("the dirty log cannot be started: {error}")))?;
+        self.log.start().map_err(|error| Ended::memory(format_args!("the dirty log cannot be started: {error}")))?;
         self.stats.lock().expect("no thread panics with the lock held").to_deliver =
             self.ram.bytes() / PAGE_SIZE as u64;
         self.settle()?;
@@ -262,7 +263,8 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
                 Decision::PostCopy => return self.post_copy(pending),
                 Decision::GiveUp => {
                     let verdict = self.verdict().unwrap_or_default();
-                    return Err(Ended::Failed(format!("given up after {round} rounds: {verdict}")));
+                    let text = format_args!("given up after {round} rounds: {verdict}");
+                    return Err(Ended::Failed(Reason::new(ErrorKind::NotConverging, text)));
                 }
                 Decision::SwitchOver => {
                     (self.news)(RoundEvent::SwitchOver);
@@ -352,9 +354,9 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
 
     /// Finds the pages of the first round: all that were ever populated.
     fn find_populated(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
-        let mut map = PageMap::own().map_err(Ended::failed)?;
+        let mut map = PageMap::own().map_err(Ended::memory)?;
         for (number, (block, pending)) in self.ram.blocks().iter().zip(pending).enumerate() {
-            block.populated(&mut map, |run| pending.set(run)).map_err(Ended::failed)?;
+            block.populated(&mut map, |run| pending.set(run)).map_err(Ended::memory)?;
             // From here on the log knows that memory which the guest releases was populated.
             self.log.found_populated(number, pending).map_err(|error| log_failed(&error))?;
         }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use sterna_wire::control::ControlMessage;
+use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationSwitchover};
 
 pub use self::driver::DestinationDriver;
@@ -24,7 +25,7 @@ pub enum DestinationOutcome {
     /// The state machine reached this end, and the source needs no more answers.
     Machine(DestinationEnd),
     /// The driver ended the loop before, for this reason.
-    GivenUp(String),
+    GivenUp(Reason),
 }
 
 /// The source's control channel, once the migration has ended here.
@@ -84,7 +85,7 @@ pub struct DestinationKernel<'a, E> {
     /// Whether the source needs no more answers once the migration has ended.
     settled: bool,
     lingering: Option<Lingering>,
-    given_up: Option<String>,
+    given_up: Option<Reason>,
 }
 
 /// A migration that has ended here, whose source may still need answers.
@@ -142,18 +143,17 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
     }
 
     /// Ends the loop: nothing is settled, for `reason`.
-    pub fn give_up(&mut self, reason: impl Into<String>) {
-        self.given_up.get_or_insert(reason.into());
+    pub fn give_up(&mut self, reason: Reason) {
+        self.given_up.get_or_insert(reason);
     }
 
     /// Sends the source the reason of a failure.
-    pub fn send_failure(&self, reason: &str) {
-        self.peer.send(&ControlMessage::Failed { reason: reason.to_owned() });
+    pub fn send_failure(&self, reason: &Reason) {
+        self.peer.send(&ControlMessage::Failed(reason.clone()));
     }
 
     /// Sends the source the reason of a failure and returns the event of it.
-    pub fn fail(&self, reason: impl Into<String>) -> DestinationEvent {
-        let reason = reason.into();
+    pub fn fail(&self, reason: Reason) -> DestinationEvent {
         self.send_failure(&reason);
         DestinationEvent::Failed { reason }
     }

@@ -1,8 +1,9 @@
 //! What an end of the state machine means: the outcome for the report, where the guest is, and the reason.
 
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, SourceEnd};
 
-use super::{CANCELLED, DestinationKernel, DestinationOutcome, SourceKernel};
+use super::{DestinationKernel, DestinationOutcome, SourceKernel};
 use crate::migration::GuestState;
 use crate::report::Outcome;
 
@@ -14,13 +15,22 @@ pub struct Ending {
     /// Where the guest is.
     pub guest: GuestState,
     /// Why the migration did not complete; none if it did.
-    pub reason: Option<String>,
+    pub reason: Option<Reason>,
 }
 
 impl Ending {
     /// Makes the ending of a migration that did not complete.
-    pub fn failed(outcome: Outcome, guest: GuestState, reason: impl Into<String>) -> Self {
-        Self { outcome, guest, reason: Some(reason.into()) }
+    pub fn failed(outcome: Outcome, guest: GuestState, reason: Reason) -> Self {
+        Self { outcome, guest, reason: Some(reason) }
+    }
+
+    /// Returns the reason, and its kind, for the report.
+    pub fn for_report(&self) -> (Option<String>, Option<ErrorKind>) {
+        let kind = self.reason.as_ref().map(|reason| match self.outcome {
+            Outcome::Cancelled => ErrorKind::Cancelled,
+            _ => reason.kind,
+        });
+        (self.reason.as_ref().map(Reason::to_string), kind)
     }
 
     /// Makes the ending of a migration that completed, unless its record is `unsettled` on the disk: that has to be durable before the
@@ -30,8 +40,8 @@ impl Ending {
         match unsettled {
             None => Self { outcome: Outcome::Completed, guest, reason: None },
             Some(why) => {
-                let reason = format!("{runs}, but the record could not be written: {why}");
-                Self::failed(Outcome::Unconfirmed, guest, reason)
+                let text = format_args!("{runs}, but the record could not be written: {why}");
+                Self::failed(Outcome::Unconfirmed, guest, Reason::new(ErrorKind::Record, text))
             }
         }
     }
@@ -48,15 +58,16 @@ impl<E: Send + 'static> SourceKernel<'_, E> {
             SourceEnd::Aborted { reason } => Ending::failed(not_moved, GuestState::RunsAtSource, reason),
             SourceEnd::NotStarted => {
                 let why = self.ledger.unwritten().unwrap_or_default();
-                let reason = format!("the migration's record could not be written: {why}");
-                Ending::failed(Outcome::Failed, GuestState::Untouched, reason)
+                let text = format_args!("the migration's record could not be written: {why}");
+                Ending::failed(Outcome::Failed, GuestState::Untouched, Reason::new(ErrorKind::Record, text))
             }
             SourceEnd::GuestGone if self.post_copy_begun() && self.moments.decided.is_some() => {
-                let reason = "the source's monitor has ended, and part of the guest's memory with it";
-                Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason)
+                let text = "the source's monitor has ended, and part of the guest's memory with it";
+                Ending::failed(Outcome::Lost, GuestState::LacksMemory, Reason::new(ErrorKind::Monitor, text))
             }
             SourceEnd::GuestGone => {
-                Ending::failed(Outcome::Lost, GuestState::PausedAtSource, "the source's monitor has ended")
+                let reason = Reason::new(ErrorKind::Monitor, "the source's monitor has ended");
+                Ending::failed(Outcome::Lost, GuestState::PausedAtSource, reason)
             }
             SourceEnd::MemoryLost { reason } | SourceEnd::Unserved { reason } => {
                 Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason)
@@ -66,14 +77,15 @@ impl<E: Send + 'static> SourceKernel<'_, E> {
             }
             SourceEnd::DestinationLost { never_ran, reason } => {
                 let ran = if never_ran { "it never ran there" } else { "it may have run there" };
-                let reason = format!("the destination has lost the guest that was given to it ({ran}): {reason}");
+                let reason =
+                    reason.within(format_args!("the destination has lost the guest that was given to it ({ran})"));
                 Ending::failed(Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
             }
             SourceEnd::Stuck { reason } => Ending::failed(Outcome::Stuck, GuestState::PausedAtSource, reason),
             SourceEnd::Conflict => {
-                let reason = "the guest runs on a side that it does not belong to, because somebody else started it: if it runs on both \
-                              sides, stop one of them at once";
-                Ending::failed(Outcome::Stuck, GuestState::RunsTwice, reason)
+                let text = "the guest runs on a side that it does not belong to, because somebody else started it: if it runs on both \
+                            sides, stop one of them at once";
+                Ending::failed(Outcome::Stuck, GuestState::RunsTwice, Reason::other(text))
             }
         }
     }
@@ -104,7 +116,7 @@ impl<E: Send + 'static> DestinationKernel<'_, E> {
         match end {
             DestinationEnd::Running => Ending::completed(self.ledger.unsettled(), "the guest runs here"),
             // The first failure is the reason, and the source may have cancelled too.
-            DestinationEnd::Discarded { reason } if self.cancelled() && reason == CANCELLED => {
+            DestinationEnd::Discarded { reason } if self.cancelled() && reason.kind == ErrorKind::Cancelled => {
                 Ending::failed(Outcome::Cancelled, GuestState::NotHere, reason)
             }
             DestinationEnd::Discarded { reason } => Ending::failed(Outcome::Failed, GuestState::NotHere, reason),
@@ -118,7 +130,7 @@ impl<E: Send + 'static> DestinationKernel<'_, E> {
                 Ending::failed(Outcome::Unconfirmed, GuestState::PausedAtDestination, reason)
             }
             DestinationEnd::Conflict => {
-                let reason = "the guest was started here by somebody else: stop one of the two";
+                let reason = Reason::other("the guest was started here by somebody else: stop one of the two");
                 Ending::failed(Outcome::Unconfirmed, GuestState::RunsTwice, reason)
             }
         }

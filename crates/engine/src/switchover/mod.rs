@@ -21,6 +21,8 @@ mod source;
 
 use std::time::{Duration, Instant};
 
+use sterna_wire::reason::{ErrorKind, Reason};
+
 pub use self::destination::{
     DestinationDriver, DestinationKernel, DestinationOutcome, DestinationSetup, SourceLink, run_destination,
 };
@@ -34,8 +36,10 @@ pub use self::source::{DeliveryLimits, Reconnection, SourceDriver, SourceKernel,
 /// How often a loop reports progress and looks at its time limits.
 const TICK: Duration = Duration::from_millis(250);
 
-/// The reason of a migration that was cancelled on this side.
-pub const CANCELLED: &str = "cancelled";
+/// Returns the reason of a migration that was cancelled on this side.
+pub fn cancelled() -> Reason {
+    Reason::new(ErrorKind::Cancelled, "cancelled")
+}
 
 /// The longest wait. A setting may be longer, and then means for ever; an [`Instant`] cannot hold every duration.
 const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);

@@ -7,6 +7,7 @@ use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use sterna_wire::control::{DestinationFigures, Totals, Welcome};
+use sterna_wire::reason::{ErrorKind, Reason};
 
 use super::ends::Ending;
 use super::placing::Placing;
@@ -76,21 +77,23 @@ impl Receiving {
     ///
     /// # Errors
     /// Pages are missing.
-    pub fn check(&self, totals: &Totals) -> Result<(), String> {
+    pub fn check(&self, totals: &Totals) -> Result<(), Reason> {
         let placed = self.acceptor.placed();
         let complete =
             totals.ram.len() == placed.len() && placed.iter().zip(&totals.ram).all(|(placed, last)| placed >= last);
         complete
             .then_some(())
-            .ok_or_else(|| "pages are missing: the totals of the source are not what was placed".into())
+            .ok_or_else(|| Reason::other("pages are missing: the totals of the source are not what was placed"))
     }
 
     /// Returns the report of a migration that has ended.
     pub fn report(&self, ending: &Ending, source: String) -> ReceiveReport {
+        let (reason, kind) = ending.for_report();
         ReceiveReport {
             id: self.acceptor.session().id.to_string(),
             outcome: ending.outcome,
-            reason: ending.reason.clone(),
+            reason,
+            kind,
             source,
             placement: self.placement.clone(),
             load_ms: self.figures.load_ms,
@@ -117,15 +120,16 @@ impl Receiving {
     }
 
     /// Returns the time limit that has passed, if one has.
-    pub(super) fn overdue(&mut self) -> Option<String> {
+    pub(super) fn overdue(&mut self) -> Option<Reason> {
+        let late = |text| Reason::new(ErrorKind::TimeLimit, text);
         let received = self.acceptor.received();
         if received != self.received {
             (self.received, self.stalled_at) = (received, self.stall.map(after));
         }
         if self.until.is_some_and(passed) {
-            return Some("the guest was not here in time (the destination's time limit)".into());
+            return Some(late("the guest was not here in time (the destination's time limit)"));
         }
         let stalled = self.stalled_at.is_some_and(passed);
-        stalled.then(|| "nothing of the guest arrived for too long (the destination's stall limit)".into())
+        stalled.then(|| late("nothing of the guest arrived for too long (the destination's stall limit)"))
     }
 }

@@ -6,13 +6,13 @@ mod run;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{SourceEvent, SourceSwitchover};
-use sterna_wire::text::cleaned;
 
 pub use self::driver::{SourceDriver, Unserved};
 pub use self::run::run_source;
 pub(crate) use self::run::too_long;
-use super::{CANCELLED, Events, Ledger, after, passed};
+use super::{Events, Ledger, after, passed};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::report::{Moments, Observer};
@@ -95,7 +95,7 @@ pub struct SourceKernel<'a, E> {
     /// Deadline for the destination's message about a broken channel.
     last_words: Option<Instant>,
     /// Why the decision cannot be delivered, where that is known.
-    undelivered: Option<String>,
+    undelivered: Option<Reason>,
     /// Why the monitor could not be ended after its guest was moved.
     left: Option<String>,
 }
@@ -156,13 +156,13 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
     }
 
     /// Returns why the migration was aborted; empty before that.
-    pub fn reason(&self) -> &str {
+    pub fn reason(&self) -> &Reason {
         self.machine.reason()
     }
 
     /// Returns whether the migration was cancelled. The event of the cancellation may still be queued.
     pub fn cancelled(&self) -> bool {
-        self.cancelled || self.cancel.is_cancelled() && self.reason() == CANCELLED
+        self.cancelled || self.cancel.is_cancelled() && self.reason().kind == ErrorKind::Cancelled
     }
 
     /// Returns whether the driver waits for the destination's reason for a broken channel.
@@ -181,8 +181,8 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
     }
 
     /// Stops trying to reach the destination, for `reason`.
-    pub fn give_up(&mut self, reason: impl Into<String>) {
-        self.undelivered.get_or_insert(reason.into());
+    pub fn give_up(&mut self, reason: Reason) {
+        self.undelivered.get_or_insert(reason);
         self.give_up = Some(Instant::now());
     }
 
@@ -213,19 +213,19 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
                 redial.dial(to.clone(), security.clone(), self.session.clone(), on_connection);
             }
             Err(reason) => {
-                let reason = reason.clone();
+                let reason = Reason::new(ErrorKind::Settings, reason);
                 self.give_up(reason);
             }
         }
     }
 
     /// Handles the destination's message that it has failed.
-    fn destination_failed(&mut self, reason: &str) -> Option<SourceEvent> {
-        let reason = format!("the destination failed: {}", cleaned(reason));
+    fn destination_failed(&mut self, reason: Reason) -> Option<SourceEvent> {
+        let reason = reason.from_peer().within("the destination failed");
         if !self.decided() {
             return Some(SourceEvent::Failed { reason });
         }
-        self.observer.note(&reason);
+        self.observer.note(&reason.text);
         Some(SourceEvent::GaveUp { reason })
     }
 
@@ -243,13 +243,13 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
         }
         self.give_up.take_if(|deadline| passed(*deadline))?;
         let reason = self.undelivered.take().unwrap_or_else(|| {
-            match self.post_copy_begun() {
+            let text = match self.post_copy_begun() {
                 true => {
                     "the rest of the guest's memory was not sent: the destination was lost, and the migration cancelled"
                 }
                 false => "the destination did not confirm it in time",
-            }
-            .to_owned()
+            };
+            Reason::new(ErrorKind::ConnectionLost, text)
         });
         Some(SourceEvent::GaveUp { reason })
     }

@@ -35,6 +35,7 @@ use std::time::Duration;
 
 use sterna_wire::header::{BadReply, HeaderError};
 use sterna_wire::limits::{HANDSHAKE_TIME, SILENCE_LIMIT};
+use sterna_wire::reason::ErrorKind;
 
 pub use self::address::Address;
 pub use self::channel::{accept_channel, open_channel, postpone_channel, read_header, refuse_channel};
@@ -184,6 +185,16 @@ pub enum TransportError {
 }
 
 impl TransportError {
+    /// Returns the kind of the failure.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Address { .. } | Self::WrongSide(_) => ErrorKind::Settings,
+            Self::Listen { source, .. } => ErrorKind::of_io(source, ErrorKind::Settings),
+            Self::Refused { .. } | Self::Busy { .. } | Self::NotAllowed { .. } => ErrorKind::Refused,
+            _ => ErrorKind::Network,
+        }
+    }
+
     /// Returns whether the peer has answered that it has no room at the moment.
     pub fn is_busy(&self) -> bool {
         matches!(self, Self::Busy { .. })

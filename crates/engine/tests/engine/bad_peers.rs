@@ -92,7 +92,7 @@ impl Source {
     /// Waits for the alarm and gives its reason.
     fn reason(&self) -> String {
         self.alarm.recv_timeout(HANG_LIMIT).expect("the alarm is raised");
-        self.abort.reason().unwrap()
+        self.abort.reason().unwrap().text
     }
 }
 

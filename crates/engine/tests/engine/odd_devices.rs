@@ -109,8 +109,7 @@ fn refusal(channels: DeviceChannels, odd: impl FnOnce(&mut OddSource) + Send) ->
         odd(&mut OddSource { address: address.clone(), session, sequence: 0 });
         // Until the destination has disconnected or reported a failure; then this source disconnects.
         for event in news {
-            if let Some(PeerEvent::Lost(_) | PeerEvent::Message(ControlMessage::Failed { .. }, _)) = peer.handle(event)
-            {
+            if let Some(PeerEvent::Lost(_) | PeerEvent::Message(ControlMessage::Failed(_), _)) = peer.handle(event) {
                 break;
             }
         }
@@ -248,7 +247,7 @@ fn a_destination_that_names_devices_that_do_not_exist_is_refused_and_the_guest_c
                     peer.send(&ControlMessage::DeviceLoaded { device: 99 });
                     peer.send(&odd);
                     for event in news {
-                        if let Some(PeerEvent::Lost(_) | PeerEvent::Message(ControlMessage::Failed { .. }, _)) =
+                        if let Some(PeerEvent::Lost(_) | PeerEvent::Message(ControlMessage::Failed(_), _)) =
                             peer.handle(event)
                         {
                             break;

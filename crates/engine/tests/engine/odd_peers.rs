@@ -35,6 +35,7 @@ use sterna_wire::header::ChannelKind;
 use sterna_wire::packet::{
     BlockShape, DeviceLabel, PAGE_REQUEST_LENGTH, PacketHeader, PacketKind, PageRequest, Run, RunKind,
 };
+use sterna_wire::reason::Reason;
 use sterna_wire::switchover::SwitchoverMessage;
 
 const PAGES: [usize; 2] = [500, 100];
@@ -279,7 +280,7 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
 fn failures(said: &[ControlMessage]) -> Vec<&str> {
     said.iter()
         .filter_map(|message| match message {
-            ControlMessage::Failed { reason } => Some(reason.as_str()),
+            ControlMessage::Failed(reason) => Some(reason.text.as_str()),
             _ => None,
         })
         .collect()
@@ -321,7 +322,7 @@ fn a_destination_whose_memory_fails_in_post_copy_is_not_waited_for() {
             println!("skipped: {error}");
             return;
         }
-        let lost = SwitchoverMessage::MemoryLost { reason: "a page fault could not be answered".into() };
+        let lost = SwitchoverMessage::MemoryLost(Reason::new(ErrorKind::Memory, "a page fault could not be answered"));
         let (error, _, runs) = source_against(NotConverging::PostCopyAfter(1), |message| match message {
             ControlMessage::Switchover(SwitchoverMessage::PostCopy) => {
                 vec![ControlMessage::Switchover(SwitchoverMessage::PostCopyReady)]
@@ -552,7 +553,7 @@ fn a_source_that_claims_pages_that_it_did_not_send_is_refused() {
             let error = received.unwrap_err();
             assert!(error.reason.contains("pages are missing"), "{error}");
             let told = said.iter().any(|message| {
-                matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort { reason }) if *reason == error.reason)
+                matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort(reason)) if reason.text == error.reason)
             });
             assert!(told, "{said:?}");
         }
@@ -633,7 +634,7 @@ fn a_source_that_comes_back_before_anything_was_loaded_in_post_copy_hears_that_n
             send_state(&stream, &state(), true);
             source.comes_back();
             let told =
-                source.hears(|message| matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort { .. })));
+                source.hears(|message| matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort(_))));
             source.abort.finish();
             told
         });
@@ -674,7 +675,7 @@ fn a_second_post_copy_channel_is_refused() {
         let (received, refused) = destination_against(POST_COPY, |mut source, _| {
             let _channels = source.prepares_without(0, 7);
             let second = source.session.open_post_copy(&Security::Insecure, &source.address, &source.abort);
-            source.say_of_the_switchover(SwitchoverMessage::Abort { reason: "seen enough".into() });
+            source.say_of_the_switchover(SwitchoverMessage::Abort(Reason::other("seen enough")));
             let refused = second.unwrap_err().to_string();
             source.until_it_hangs_up();
             refused
@@ -720,7 +721,7 @@ fn memory_that_somebody_else_touched_in_post_copy_is_told_and_not_tried_again() 
             file.write_all_at(&[1], 7 * 4096).unwrap();
             answer(&mut writer, &PageRequest { block: 1, first: 7, count: 1 });
             let lost = |message: &ControlMessage| {
-                matches!(message, ControlMessage::Switchover(SwitchoverMessage::MemoryLost { .. }))
+                matches!(message, ControlMessage::Switchover(SwitchoverMessage::MemoryLost(_)))
             };
             assert!(source.hears(lost), "{:?}", source.said);
             source.said
@@ -728,7 +729,7 @@ fn memory_that_somebody_else_touched_in_post_copy_is_told_and_not_tried_again() 
         let error = received.unwrap_err();
         assert_eq!((error.guest, error.phase), (GuestState::LacksMemory, Phase::PostCopy), "{error}");
         assert!(error.reason.contains("another mapping"), "{error}");
-        let told = SwitchoverMessage::MemoryLost { reason: error.reason.clone() };
+        let told = SwitchoverMessage::MemoryLost(Reason::new(ErrorKind::OtherSide, &error.reason));
         assert!(said.iter().any(is_switchover(&told)), "{said:?}");
     });
 }

@@ -302,7 +302,7 @@ fn after(answer: &[u8]) -> String {
     // Where it has to send something again it fails, and the channel ends.
     let drained = source.channel().drained();
     assert!(drained.is_err(), "it gives up");
-    source.abort.reason().unwrap()
+    source.abort.reason().unwrap().text
 }
 
 #[test]
@@ -352,7 +352,7 @@ fn refused_for_ever(cache: u64) {
         far
     });
     assert!(source.channel().drained().is_err());
-    assert!(source.abort.reason().unwrap().contains("has refused more than 64 packets"));
+    assert!(source.abort.reason().unwrap().text.contains("has refused more than 64 packets"));
     refusing.join().unwrap();
     let _ = source.channel().send(Item::Retransmit);
 }

@@ -11,9 +11,10 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, flock};
 use sterna_engine::directory::Directory;
 use sterna_engine::process;
+use sterna_wire::reason::ErrorKind;
 use sterna_wire::switchover::ProcessIdentity;
 
-use super::{ErrorKind, GatewayError, qemu};
+use super::{GatewayError, qemu};
 use crate::qmp::Qmp;
 
 /// Keeps every other sterna of this user from the QEMU as long as it lives.
@@ -35,7 +36,7 @@ impl Claim {
         let failed = |error: io::Error, directory: &Path| {
             let (pid, directory) = (identity.pid, directory.display());
             let text = format!("QEMU (process {pid}) cannot be claimed by a lock in {directory}: {error}");
-            GatewayError::new(text).of(ErrorKind::of_io(&error))
+            GatewayError::new(text).of(ErrorKind::of_io(&error, ErrorKind::Settings))
         };
         let path = place()?;
         let directory = Directory::private(&path).map_err(|error| failed(error, &path))?;

@@ -24,9 +24,10 @@ use super::claim::Claim;
 use super::features::{DESTINATION, DESTINATION_WITH_DELTAS};
 use super::qemu::{self, QUIT_TIME};
 use super::sockets::Listens;
-use super::{ErrorKind, GatewayError, Placement, ReceiveOptions, direct};
+use super::{GatewayError, Placement, ReceiveOptions, direct};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
+use sterna_wire::reason::{ErrorKind, Reason};
 
 /// How long the source may stay connected after the end here, except where the guest runs here.
 pub(super) const LINGER: Duration = SILENCE_LIMIT;
@@ -106,16 +107,20 @@ fn accept_source(
         Some(wait) if !cancel.is_cancelled() => {
             let seconds = wait.as_secs_f64();
             let text = format!("no source has begun a migration within {seconds} s (--wait); QEMU was not touched");
-            GatewayError::new(text).of(ErrorKind::Unreachable)
+            GatewayError::of_kind(ErrorKind::Network, text)
         }
-        _ => GatewayError::new("cancelled before a migration began; QEMU was not touched").of(ErrorKind::Cancelled),
+        _ => {
+            let text = "cancelled before a migration began; QEMU was not touched";
+            GatewayError::of_kind(ErrorKind::Cancelled, text)
+        }
     };
     let identity = qemu::identity(qmp);
     let note_declined = |source: &Declined| observer.note(&source.to_string());
     loop {
         let mut source = handshake.first(incoming, &waiting.cancel, note_declined).ok_or_else(no_source)?;
         // Fails where the source is gone, which needs no answer.
-        let mut refuse = |reason: String| drop(send_message(&mut source.writer, &ControlMessage::Refused { reason }));
+        let mut refuse =
+            |reason: String| drop(send_message(&mut source.writer, &ControlMessage::Refused(Reason::other(reason))));
         if waiting.cancel.is_cancelled() {
             // The listener has ended with the wait: a source that is lost could not reconnect.
             let error = no_source();

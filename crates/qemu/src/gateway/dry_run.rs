@@ -22,9 +22,10 @@ use super::claim::Claim;
 use super::direct::{self, Inspected};
 use super::error::Cause;
 use super::features::DRY;
-use super::{ErrorKind, GatewayError, SendMode, SendOptions, qemu};
+use super::{GatewayError, SendMode, SendOptions, qemu};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
+use sterna_wire::reason::ErrorKind;
 
 /// The links for which a time is estimated where no limit is given, in bits per second.
 const LINKS: [u64; 3] = [1_000_000_000, 10_000_000_000, 25_000_000_000];
@@ -136,7 +137,7 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     match answer {
         Ok(DryRunAnswer { refusals, round_trip: measured }) => {
             round_trip = Some(measured);
-            refusals.into_iter().for_each(|reason| found.add("destination", ErrorKind::PeerRefused, reason));
+            refusals.into_iter().for_each(|reason| found.add("destination", ErrorKind::Refused, reason));
         }
         Err(error) => {
             let side = if error.refused { "destination" } else { "connection" };
@@ -343,7 +344,7 @@ mod tests {
 
     #[test]
     fn the_text_names_every_refusal_and_its_side() {
-        let refusal = |side, reason: &str| Refusal { side, kind: ErrorKind::Refused, reason: reason.into() };
+        let refusal = |side, reason: &str| Refusal { side, kind: ErrorKind::Settings, reason: reason.into() };
         let run = DryRun {
             would_begin: false,
             refusals: vec![refusal("source", "it is paused"), refusal("destination", "another machine type")],

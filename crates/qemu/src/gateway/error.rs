@@ -1,60 +1,18 @@
-//! Why a command of the gateway failed: a text for people, and a kind on which a program can branch.
+//! Why a command of the gateway failed: a text for people, a kind on which a program can branch, and whether anything was begun.
 
 use std::fmt::{Arguments, Display};
 use std::io;
 
 use sterna_codec::{EngineMissing, QatzipRefused};
-use sterna_engine::migration::{self, MigrationError};
+use sterna_engine::migration::{ErrorKind, MigrationError};
 use sterna_engine::record_file::RecordFileError;
+use sterna_engine::report::Outcome;
 use sterna_engine::session::SessionError;
 use sterna_engine::transport::TransportError;
 use sterna_offload::StartError;
 
 use crate::qmp::QmpError;
 use crate::settings::SettingsError;
-
-/// The kind of a failure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ErrorKind {
-    /// It failed after it had begun. A guest continues at the source; a recovery has settled nothing.
-    Failed,
-    /// This side refuses, before anything was touched: QEMU, its guest, the options or this host do not permit it.
-    Refused,
-    /// As `Refused`: the system does not permit this process what it needs.
-    NotPermitted,
-    /// There is no connection with the other side, which was not reached, did not come, or does not prove who it is.
-    Unreachable,
-    /// The other side was reached, and refuses. Nothing was touched.
-    PeerRefused,
-    /// It was cancelled before anything was touched.
-    Cancelled,
-    /// The guest runs nowhere, and its memory is lost on this side.
-    Lost,
-}
-
-impl ErrorKind {
-    /// Returns the kind of an operation of the system that failed before anything was touched.
-    pub(super) fn of_io(error: &io::Error) -> Self {
-        if error.kind() == io::ErrorKind::PermissionDenied { Self::NotPermitted } else { Self::Refused }
-    }
-
-    /// Returns the kind of a migration by the library that failed before anything was touched.
-    pub(super) fn of_migration(error: &MigrationError) -> Self {
-        let source = std::error::Error::source(error);
-        match error.kind {
-            migration::ErrorKind::Cancelled => Self::Cancelled,
-            migration::ErrorKind::Refused => Self::PeerRefused,
-            migration::ErrorKind::Network => {
-                source.and_then(|source| source.downcast_ref::<TransportError>()).map_or(Self::Unreachable, Cause::kind)
-            }
-            migration::ErrorKind::Record => {
-                source.and_then(|source| source.downcast_ref::<RecordFileError>()).map_or(Self::Refused, Cause::kind)
-            }
-            _ => Self::Refused,
-        }
-    }
-}
 
 /// Why a migration could not begin, or how it ended if there is no report. The text includes the guest's state.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +21,8 @@ impl ErrorKind {
 pub struct GatewayError {
     /// The kind of the failure.
     pub kind: ErrorKind,
+    /// The outcome of a migration that was begun, or that a recovery has not settled; none if nothing was touched.
+    pub outcome: Option<Outcome>,
     /// The text, for people.
     pub text: String,
 }
@@ -70,17 +30,27 @@ pub struct GatewayError {
 impl GatewayError {
     /// Makes an error after something has begun.
     pub(super) fn new(what: impl Display) -> Self {
-        Self { kind: ErrorKind::Failed, text: what.to_string() }
+        Self { kind: ErrorKind::Other, outcome: Some(Outcome::Failed), text: what.to_string() }
     }
 
     /// Makes an error from before anything was begun.
     pub(super) fn refused(cause: impl Cause) -> Self {
-        Self { kind: cause.kind(), text: cause.to_string() }
+        Self { kind: cause.kind(), outcome: None, text: cause.to_string() }
     }
 
     /// Makes an error from before anything was done to the guest, and says so.
     pub(super) fn untouched(cause: impl Cause) -> Self {
-        Self { kind: cause.kind(), text: format!("{cause} (the guest was not touched)") }
+        Self { text: format!("{cause} (the guest was not touched)"), ..Self::refused(cause) }
+    }
+
+    /// Makes an error of a kind, from before anything was begun.
+    pub(super) fn of_kind(kind: ErrorKind, text: impl Display) -> Self {
+        Self { kind, outcome: None, text: text.to_string() }
+    }
+
+    /// Makes an error of a guest that runs nowhere, and whose memory is lost on this side.
+    pub(super) fn lost(text: impl Display) -> Self {
+        Self { outcome: Some(Outcome::Lost), ..Self::new(text) }
     }
 
     /// Returns this error as one of another kind.
@@ -91,7 +61,7 @@ impl GatewayError {
 
 impl From<SessionError> for GatewayError {
     fn from(error: SessionError) -> Self {
-        Self::new(error)
+        Self::new(&error).of(error.kind())
     }
 }
 
@@ -99,7 +69,7 @@ impl From<SessionError> for GatewayError {
 pub(super) trait Cause: Display {
     /// Returns its kind.
     fn kind(&self) -> ErrorKind {
-        ErrorKind::Refused
+        ErrorKind::Settings
     }
 }
 
@@ -110,7 +80,7 @@ impl Cause for SettingsError {
     fn kind(&self) -> ErrorKind {
         match self {
             Self::Qmp(error) => error.kind(),
-            _ => ErrorKind::Refused,
+            _ => ErrorKind::Settings,
         }
     }
 }
@@ -120,7 +90,13 @@ impl Cause for EngineMissing {}
 
 impl Cause for GatewayError {
     fn kind(&self) -> ErrorKind {
-        if self.kind == ErrorKind::Failed { ErrorKind::Refused } else { self.kind }
+        self.kind
+    }
+}
+
+impl Cause for MigrationError {
+    fn kind(&self) -> ErrorKind {
+        self.kind
     }
 }
 
@@ -128,37 +104,25 @@ impl Cause for QmpError {
     fn kind(&self) -> ErrorKind {
         match self {
             Self::Connect { kind: io::ErrorKind::PermissionDenied, .. } => ErrorKind::NotPermitted,
-            _ => ErrorKind::Refused,
+            _ => ErrorKind::Monitor,
         }
     }
 }
 
 impl Cause for RecordFileError {
     fn kind(&self) -> ErrorKind {
-        match self {
-            Self::Io { source, .. } => ErrorKind::of_io(source),
-            _ => ErrorKind::Refused,
-        }
+        self.kind()
     }
 }
 
 impl Cause for TransportError {
     fn kind(&self) -> ErrorKind {
-        match self {
-            Self::Address { .. } | Self::WrongSide(_) => ErrorKind::Refused,
-            Self::Listen { source, .. } => ErrorKind::of_io(source),
-            Self::Refused { .. } | Self::Busy { .. } | Self::NotAllowed { .. } => ErrorKind::PeerRefused,
-            _ => ErrorKind::Unreachable,
-        }
+        self.kind()
     }
 }
 
 impl Cause for SessionError {
     fn kind(&self) -> ErrorKind {
-        match &self.source {
-            _ if self.refused => ErrorKind::PeerRefused,
-            Some(error) => error.kind(),
-            None => ErrorKind::Unreachable,
-        }
+        self.kind()
     }
 }

@@ -674,7 +674,7 @@ mod tests {
         assert_eq!(ended.recv_timeout(Duration::from_secs(30)), Ok(Ok(0)));
         // The wait ends when the migration is taken down.
         assert!(sink.refuse(1, &PAGE).unwrap());
-        abort.raise("enough");
+        abort.raise(Reason::other("enough"));
         assert!(feeder.end_ram(0).unwrap_err().to_string().contains("taken down"));
     }
 

@@ -41,7 +41,7 @@ mod source_stream;
 
 pub use destination::receive;
 pub use dry_run::{DryRun, Estimate, Refusal, dry_run};
-pub use error::{ErrorKind, GatewayError};
+pub use error::GatewayError;
 pub use proxy::{ProxyReport, ProxySide, ProxyStop, proxy_receive, proxy_send};
 pub use recovery::recover;
 pub use source::send;

@@ -22,6 +22,7 @@ use super::layout::Start;
 use super::qemu::PAGE_SIZE;
 use super::source_stream::{MainContext, StreamNews, SyncPoints, read_main, read_multifd};
 use crate::stream::{MainReader, MultifdInit};
+use sterna_wire::reason::Reason;
 
 /// How QEMU's connections are treated when the migration is taken down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,7 +157,7 @@ impl Plane {
         let abort = Arc::clone(&self.abort);
         self.threads.push(std::thread::Builder::new().name(name.to_owned()).spawn(move || {
             if let Err(reason) = run() {
-                abort.raise(reason);
+                abort.raise(Reason::other(reason));
                 if let Some(rest) = rest {
                     drain(&rest);
                 }

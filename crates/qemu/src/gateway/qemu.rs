@@ -1,5 +1,6 @@
 //! QMP commands and queries that both drivers need, besides settings.
 
+use std::fmt::Display;
 use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -10,6 +11,7 @@ use sterna_engine::process;
 use sterna_engine::record_file::{now_ms, prepare, unsettled};
 use sterna_engine::session::Session;
 use sterna_wire::control::{Machine, Mode};
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter, SourceGuest};
 
 use super::backlog::BacklogEntry;
@@ -90,6 +92,11 @@ pub(super) fn machine(qmp: &Qmp, downtime: Duration) -> Machine {
         downtime_ms: downtime.as_millis() as u64,
         ..Machine::default()
     }
+}
+
+/// Returns a closure that makes the reason of an error of QEMU, with `what` before its text.
+pub(super) fn failed<E: Display>(what: &'static str) -> impl Fn(E) -> Reason {
+    move |error| Reason::new(ErrorKind::Monitor, error).within(what)
 }
 
 /// Fails if an earlier migration of this QEMU is not settled: its `recover` would act on the guest of the new migration.

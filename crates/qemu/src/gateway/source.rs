@@ -23,6 +23,7 @@ use sterna_engine::transport::Address;
 use sterna_engine::window::Window;
 use sterna_offload::Operation;
 use sterna_wire::control::DestinationFigures;
+use sterna_wire::reason::ErrorKind;
 use sterna_wire::switchover::{RecordState, SourceState, SourceSwitchover};
 
 use self::driver::{Driver, Event};
@@ -35,7 +36,7 @@ use super::features::{FEATURES, WITH_DELTAS};
 use super::qemu;
 use super::recovery::MAX_DIAL_PAUSE;
 use super::sockets::Listens;
-use super::{ErrorKind, GatewayError, SendMode, SendOptions, direct};
+use super::{GatewayError, SendMode, SendOptions, direct};
 use crate::qmp::Qmp;
 use crate::settings::{RequiredSettings, Role, Settings};
 
@@ -240,7 +241,7 @@ fn try_direct(
     match direct::send(ready, qmp, options, offload, cancel, observer) {
         Ok(report) => Ok(Direct::Done(Box::new(report))),
         // Only the destination could know this reason. The guest was not touched.
-        Err(direct::NotSent { kind: ErrorKind::PeerRefused, reason }) if !must => stream(reason),
-        Err(direct::NotSent { kind, reason }) => Err(GatewayError::new(reason).of(kind)),
+        Err(error) if error.kind == ErrorKind::Refused && !must => stream(error.to_string()),
+        Err(error) => Err(GatewayError::refused(error)),
     }
 }

@@ -1,7 +1,7 @@
 //! The destination's half of the switchover: the side that waits for the decision.
 
 use super::{DestinationState, Outcome, SwitchoverMessage};
-use crate::text::cleaned;
+use crate::reason::{ErrorKind, Reason};
 
 /// The state of the destination's guest, as its monitor (VMM) reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,8 +32,8 @@ pub enum DestinationEvent {
     /// The data channels of the current incarnation have failed, while the control connection is still there. Before this
     /// side is prepared this ends the migration; afterwards only post-copy still needs them.
     ChannelsLost {
-        /// The reason, as text for people.
-        reason: String,
+        /// The reason.
+        reason: Reason,
     },
     /// The source sent a message.
     Message(SwitchoverMessage),
@@ -56,18 +56,23 @@ pub enum DestinationEvent {
     MemoryComplete,
     /// Post-copy: part of the guest's missing memory can never be placed. Whatever touches it waits for good.
     MemoryFailed {
-        /// The reason, as text for people.
-        reason: String,
+        /// The reason.
+        reason: Reason,
     },
     /// An operator asserts that the source is gone for good and its guest cannot run. Without the source's process
     /// there is no record to recover from, so a prepared destination commits by itself; one that lacks memory can never
     /// have it.
     SourceFenced,
-    /// The migration must end: cancelled, a time limit, an error of the data plane; or the current action failed. A
-    /// prepared destination may not abort by itself, and ignores this.
+    /// The migration must end: cancelled, a time limit, an error of the data plane, a failure of the source. A prepared
+    /// destination may not abort by itself, and ignores this.
     Failed {
-        /// The reason, as text for people.
-        reason: String,
+        /// The reason.
+        reason: Reason,
+    },
+    /// The action under way has failed.
+    ActionFailed {
+        /// The reason.
+        reason: Reason,
     },
 }
 
@@ -82,8 +87,8 @@ pub enum DestinationAction {
     ClearAutostart,
     /// Let the guest's memory and state through to the monitor.
     AcceptStream,
-    /// Post-copy: have all missing pages of guest RAM watched, and report `MissingPagesWatched`; or `Failed`, where that is
-    /// not possible.
+    /// Post-copy: have all missing pages of guest RAM watched, and report `MissingPagesWatched`; or `ActionFailed`, where that
+    /// is not possible.
     WatchMissingPages,
     /// Post-copy: close the data channels of older incarnations, wait for their threads, and admit those of the current
     /// one. On its post-copy channel the list of missing pages is sent first.
@@ -92,12 +97,12 @@ pub enum DestinationAction {
     AwaitMemory,
     /// Send on the control channel; without a connection, drop the message.
     Send(SwitchoverMessage),
-    /// Start the guest; report `Guest(Running)`, or `Failed`. In post-copy the monitor may touch a missing page on the way,
-    /// and so wait for the data channels, which work as far as the machine knows.
+    /// Start the guest; report `Guest(Running)`, or `ActionFailed`. In post-copy the monitor may touch a missing page on the way,
+    /// and wait until it has arrived, or for good. So other events are reported meanwhile: data channels may break, and be made anew.
     Cont,
     /// Announce the guest's network addresses from here.
     AnnounceSelf,
-    /// End the monitor of this record, if it is still alive; report `Guest(Gone)`, or `Failed`.
+    /// End the monitor of this record, if it is still alive; report `Guest(Gone)`, or `ActionFailed`.
     Quit,
     /// Close the control connection, so that the source connects anew.
     HangUp,
@@ -118,23 +123,23 @@ pub enum DestinationEnd {
     /// Discarded; the guest never ran here.
     Discarded {
         /// Why.
-        reason: String,
+        reason: Reason,
     },
     /// It was committed here, and its monitor ended before the guest was seen running with all of its memory.
     Lost {
         /// What happened.
-        reason: String,
+        reason: Reason,
     },
     /// Post-copy: the guest has run here, or may have, and part of its memory will never arrive. Whatever touches that part
     /// waits for good. Nothing is changed: an operator ends the monitor.
     MemoryLost {
         /// What happened.
-        reason: String,
+        reason: Reason,
     },
     /// An action of the monitor failed; remedy the reason, then run `recover`.
     Stuck {
         /// What failed.
-        reason: String,
+        reason: Reason,
     },
     /// The record and the monitor contradict each other (a guest runs without a commit, or a monitor is empty): another
     /// program has interfered. Nothing is changed.
@@ -235,7 +240,7 @@ pub struct DestinationSwitchover {
     /// The source knows the result.
     source_left: bool,
     write_leases: u32,
-    reason: String,
+    reason: Reason,
     /// Events that came while a record was being written.
     waiting: Vec<DestinationEvent>,
 }
@@ -267,12 +272,13 @@ impl DestinationSwitchover {
         use DestinationState as S;
         let mut machine = Self::at(Phase::Conflict);
         machine.fenced_peer = fenced_peer;
-        machine.reason = "the destination was restarted before it was prepared".into();
+        machine.reason = Reason::other("the destination was restarted before it was prepared");
         let mut actions = Vec::new();
         if record.lacks_memory() {
             // Only the process that died could place it.
             machine.memory = Memory::Lost;
-            machine.reason = "the process that received the guest ended before all of its memory was here".into();
+            let text = "the process that received the guest ended before all of its memory was here";
+            machine.reason = Reason::new(ErrorKind::Memory, text);
         }
         match (record, guest) {
             (S::Running, _) => machine.running(&mut actions),
@@ -286,7 +292,7 @@ impl DestinationSwitchover {
             // It never ran, and never can.
             (S::PreparedIncomplete, G::Paused) => machine.abort_now(&mut actions),
             (S::Prepared | S::PreparedIncomplete, G::Gone) => {
-                machine.abort("the destination's monitor is gone", &mut actions);
+                machine.abort(monitor("is gone"), &mut actions);
             }
             (S::Committed, G::Paused) => machine.start(&mut actions),
             // The guest may have run: it is not ended by itself.
@@ -294,7 +300,7 @@ impl DestinationSwitchover {
                 machine.memory_lost(&mut actions);
             }
             (S::Committed | S::CommittedIncomplete | S::RunningIncomplete, G::Gone) => {
-                machine.lose("the destination's monitor is gone", &mut actions);
+                machine.lose(monitor("is gone"), &mut actions);
             }
             (S::Started, G::Incoming | G::Paused | G::Gone) => machine.abort_now(&mut actions),
             (S::Aborted, G::Incoming | G::Paused | G::Gone) => {
@@ -359,7 +365,7 @@ impl DestinationSwitchover {
             loaded: false,
             source_left: false,
             write_leases: 0,
-            reason: String::new(),
+            reason: Reason::default(),
             waiting: Vec::new(),
         }
     }
@@ -404,9 +410,9 @@ impl DestinationSwitchover {
     fn on_not_written(&mut self, actions: &mut Vec<DestinationAction>) {
         match self.phase {
             // The monitor has not been touched, so it is left unchanged.
-            Phase::WritingStarted => self.discarded("the destination could not write its record", actions),
+            Phase::WritingStarted => self.discarded(not_written(), actions),
             // `Prepared` has not been sent, so the source cannot have committed.
-            Phase::WritingPrepared => self.abort("the destination could not write its record", actions),
+            Phase::WritingPrepared => self.abort(not_written(), actions),
             // The decision is the source's record, not this one: a running guest with an older record is recognised.
             _ => self.on_written(actions),
         }
@@ -418,7 +424,7 @@ impl DestinationSwitchover {
             DestinationEvent::RecordWritten | DestinationEvent::RecordFailed => {}
             DestinationEvent::Connected => self.on_connected(actions),
             DestinationEvent::ConnectionLost => self.lose_connection(actions),
-            DestinationEvent::ChannelsLost { reason } => self.on_channels_lost(&reason, actions),
+            DestinationEvent::ChannelsLost { reason } => self.on_channels_lost(reason, actions),
             DestinationEvent::Message(message) => self.on_message(message, actions),
             DestinationEvent::AutostartCleared => {
                 if self.phase == Phase::ClearingAutostart {
@@ -451,10 +457,15 @@ impl DestinationSwitchover {
                     }
                 }
             }
-            DestinationEvent::MemoryFailed { reason } => self.lose_memory(&reason, actions),
+            DestinationEvent::MemoryFailed { reason } => self.lose_memory(reason, actions),
             DestinationEvent::SourceFenced => self.on_source_fenced(actions),
-            DestinationEvent::Failed { reason } => match self.phase {
-                phase if phase.unprepared() => self.abort(&reason, actions),
+            DestinationEvent::Failed { reason } => {
+                if self.phase.unprepared() {
+                    self.abort(reason, actions);
+                }
+            }
+            DestinationEvent::ActionFailed { reason } => match self.phase {
+                phase if phase.unprepared() => self.abort(reason, actions),
                 Phase::StartingGuest | Phase::Quitting => {
                     actions.push(DestinationAction::Done(DestinationEnd::Stuck { reason }));
                 }
@@ -486,9 +497,9 @@ impl DestinationSwitchover {
                 self.send(SwitchoverMessage::RunningIncomplete, actions);
             }
             Phase::Running => self.send(SwitchoverMessage::Running, actions),
-            Phase::Discarded => self.send(SwitchoverMessage::Abort { reason }, actions),
-            Phase::Lost => self.send(SwitchoverMessage::Lost { reason }, actions),
-            Phase::MemoryLost => self.send(SwitchoverMessage::MemoryLost { reason }, actions),
+            Phase::Discarded => self.send(SwitchoverMessage::Abort(reason), actions),
+            Phase::Lost => self.send(SwitchoverMessage::Lost(reason), actions),
+            Phase::MemoryLost => self.send(SwitchoverMessage::MemoryLost(reason), actions),
             // A reply is sent when its current step is done.
             _ => {}
         }
@@ -506,7 +517,7 @@ impl DestinationSwitchover {
     fn lose_connection(&mut self, actions: &mut Vec<DestinationAction>) {
         self.connected = false;
         if self.phase.unprepared() {
-            self.abort("the connection to the source was lost", actions);
+            self.abort(Reason::new(ErrorKind::ConnectionLost, "the connection to the source was lost"), actions);
             return;
         }
         if matches!(self.memory, Memory::Missing(_)) {
@@ -517,7 +528,7 @@ impl DestinationSwitchover {
         }
     }
 
-    fn on_channels_lost(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
+    fn on_channels_lost(&mut self, reason: Reason, actions: &mut Vec<DestinationAction>) {
         if self.phase.unprepared() {
             self.abort(reason, actions);
         } else if matches!(self.memory, Memory::Missing(_)) {
@@ -551,14 +562,16 @@ impl DestinationSwitchover {
                 self.prepare(actions);
             }
             M::Commit | M::Outcome(Outcome::Committed) if waits => self.commit(actions),
-            M::Abort { reason } if waits || self.phase.unprepared() => {
-                self.abort(&format!("the source gave up: {}", cleaned(&reason)), actions);
+            M::Abort(reason) if waits || self.phase.unprepared() => {
+                self.abort(reason.from_peer().within("the source gave up"), actions);
             }
-            M::Outcome(Outcome::Aborted) if waits => self.abort("the source had given up", actions),
+            M::Outcome(Outcome::Aborted) if waits => {
+                self.abort(Reason::new(ErrorKind::OtherSide, "the source had given up"), actions)
+            }
             _ if self.phase.unprepared() => {
-                self.abort("the source sent a message that does not belong here", actions);
+                self.abort(Reason::other("the source sent a message that does not belong here"), actions);
             }
-            M::MemoryLost { reason } => self.lose_memory(&cleaned(&reason), actions),
+            M::MemoryLost(reason) => self.lose_memory(reason.from_peer(), actions),
             M::Goodbye => {
                 self.source_left = true;
                 if self.phase.ended() {
@@ -579,20 +592,20 @@ impl DestinationSwitchover {
                 self.write(if self.memory.incomplete() { S::RunningIncomplete } else { S::Running }, actions);
             }
             (_, DestinationGuest::Running) if undecided => {
-                self.abort("the destination's monitor started the guest before the commit", actions);
+                self.abort(monitor("started the guest before the commit"), actions);
             }
-            (_, DestinationGuest::Gone) if undecided => self.abort("the destination's monitor has ended", actions),
+            (_, DestinationGuest::Gone) if undecided => self.abort(monitor("has ended"), actions),
             (Phase::Committed | Phase::AwaitingChannels | Phase::StartingGuest, DestinationGuest::Gone) => {
-                self.lose("the destination's monitor ended while it started the guest", actions);
+                self.lose(monitor("ended while it started the guest"), actions);
             }
             (Phase::RunningIncomplete, DestinationGuest::Gone) => {
-                self.lose("the destination's monitor ended before all of the guest's memory was there", actions);
+                self.lose(monitor("ended before all of the guest's memory was there"), actions);
             }
             // From now on a source that connects learns that there is no guest here any more.
             (Phase::MemoryLost, DestinationGuest::Gone) => self.phase = Phase::Lost,
             (Phase::Quitting, DestinationGuest::Gone) => {
                 let reason = std::mem::take(&mut self.reason);
-                self.discarded(&reason, actions);
+                self.discarded(reason, actions);
             }
             _ => {}
         }
@@ -602,11 +615,14 @@ impl DestinationSwitchover {
         self.fenced_peer = true;
         match self.phase {
             phase if phase.unprepared() => {
-                self.abort("the source is gone for good, and not all of the guest is here", actions);
+                self.abort(Reason::other("the source is gone for good, and not all of the guest is here"), actions);
             }
             Phase::Prepared if !self.memory.incomplete() => self.commit(actions),
             phase if phase.ended() => actions.push(DestinationAction::Leave),
-            _ => self.lose_memory("the source is gone for good, and part of the guest's memory with it", actions),
+            _ => {
+                let text = "the source is gone for good, and part of the guest's memory with it";
+                self.lose_memory(Reason::new(ErrorKind::Memory, text), actions);
+            }
         }
     }
 
@@ -665,16 +681,17 @@ impl DestinationSwitchover {
 
     /// Records that what is missing of the guest's memory will never be there. A guest that never ran here is discarded: the source
     /// has all of it.
-    fn lose_memory(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
+    fn lose_memory(&mut self, reason: Reason, actions: &mut Vec<DestinationAction>) {
         if !matches!(self.memory, Memory::Unwatched | Memory::Missing(_)) {
             return;
         }
         self.memory = Memory::Lost;
         match self.phase {
             Phase::Loading | Phase::Prepared | Phase::AwaitingChannels => self.abort(reason, actions),
-            Phase::Committed | Phase::StartingGuest => reason.clone_into(&mut self.reason),
-            Phase::RunningIncomplete => {
-                reason.clone_into(&mut self.reason);
+            Phase::Committed => self.reason = reason,
+            // What starts the guest may wait for that memory for good.
+            Phase::StartingGuest | Phase::RunningIncomplete => {
+                self.reason = reason;
                 self.memory_lost(actions);
             }
             // The migration is being taken down.
@@ -684,12 +701,12 @@ impl DestinationSwitchover {
 
     fn memory_lost(&mut self, actions: &mut Vec<DestinationAction>) {
         self.phase = Phase::MemoryLost;
-        self.send(SwitchoverMessage::MemoryLost { reason: self.reason.clone() }, actions);
+        self.send(SwitchoverMessage::MemoryLost(self.reason.clone()), actions);
         self.done(DestinationEnd::MemoryLost { reason: self.reason.clone() }, actions);
     }
 
-    fn abort(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
-        reason.clone_into(&mut self.reason);
+    fn abort(&mut self, reason: Reason, actions: &mut Vec<DestinationAction>) {
+        self.reason = reason;
         self.abort_now(actions);
     }
 
@@ -697,18 +714,18 @@ impl DestinationSwitchover {
         self.write(DestinationState::Aborted, actions);
     }
 
-    fn discarded(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
-        reason.clone_into(&mut self.reason);
+    fn discarded(&mut self, reason: Reason, actions: &mut Vec<DestinationAction>) {
+        self.reason = reason.clone();
         self.phase = Phase::Discarded;
-        self.send(SwitchoverMessage::Abort { reason: reason.to_owned() }, actions);
-        self.done(DestinationEnd::Discarded { reason: reason.to_owned() }, actions);
+        self.send(SwitchoverMessage::Abort(reason.clone()), actions);
+        self.done(DestinationEnd::Discarded { reason }, actions);
     }
 
-    fn lose(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
-        reason.clone_into(&mut self.reason);
+    fn lose(&mut self, reason: Reason, actions: &mut Vec<DestinationAction>) {
+        self.reason = reason.clone();
         self.phase = Phase::Lost;
-        self.send(SwitchoverMessage::Lost { reason: reason.to_owned() }, actions);
-        self.done(DestinationEnd::Lost { reason: reason.to_owned() }, actions);
+        self.send(SwitchoverMessage::Lost(reason.clone()), actions);
+        self.done(DestinationEnd::Lost { reason }, actions);
     }
 
     fn done(&mut self, end: DestinationEnd, actions: &mut Vec<DestinationAction>) {
@@ -723,6 +740,14 @@ impl DestinationSwitchover {
             actions.push(DestinationAction::Send(message));
         }
     }
+}
+
+fn not_written() -> Reason {
+    Reason::new(ErrorKind::Record, "the destination could not write its record")
+}
+
+fn monitor(what: &str) -> Reason {
+    Reason::new(ErrorKind::Monitor, format_args!("the destination's monitor {what}"))
 }
 
 #[cfg(test)]
@@ -755,10 +780,31 @@ mod tests {
     #[test]
     fn a_guest_whose_channels_broke_is_started_when_there_are_others() {
         let mut destination = prepared();
-        assert_eq!(destination.on(E::ChannelsLost { reason: "a channel broke".into() }), []);
+        assert_eq!(destination.on(E::ChannelsLost { reason: Reason::other("a channel broke") }), []);
         assert_eq!(destination.on(E::Message(M::Commit)), [A::WriteRecord(S::CommittedIncomplete)]);
         assert_eq!(destination.on(E::RecordWritten), [A::HangUp, A::AwaitSource]);
         assert_eq!(destination.on(E::Connected), [A::RenewChannels, A::Send(M::PostCopyReady), A::Cont]);
+    }
+
+    #[test]
+    fn channels_that_break_while_the_guest_is_started_are_made_anew_and_only_its_own_failure_ends_the_start() {
+        let mut destination = prepared();
+        destination.on(E::Message(M::Commit));
+        assert_eq!(destination.on(E::RecordWritten), [A::Cont]);
+        let broken = Reason::new(ErrorKind::ConnectionLost, "a channel broke");
+        assert_eq!(destination.on(E::ChannelsLost { reason: broken }), [A::HangUp, A::AwaitSource]);
+        assert_eq!(destination.on(E::Connected), [A::RenewChannels, A::Send(M::PostCopyReady)]);
+        assert_eq!(destination.on(E::Failed { reason: Reason::new(ErrorKind::Cancelled, "cancelled") }), []);
+        let mut failed = destination.clone();
+        let reason = Reason::new(ErrorKind::Monitor, "no vCPU");
+        let stuck = DestinationEnd::Stuck { reason: reason.clone() };
+        assert_eq!(failed.on(E::ActionFailed { reason }), [A::Done(stuck)]);
+        // What starts the guest may wait for the lost memory for good.
+        let reason = Reason::new(ErrorKind::Memory, "no page can be placed");
+        let lost = DestinationEnd::MemoryLost { reason: reason.clone() };
+        let told = A::Send(M::MemoryLost(reason.clone()));
+        assert_eq!(destination.on(E::MemoryFailed { reason }), [told, A::Done(lost)]);
+        assert_eq!(destination.on(E::Guest(DestinationGuest::Running)), []);
     }
 
     #[test]
@@ -798,7 +844,7 @@ mod tests {
                 "{actions:?}"
             );
             let actions = destination.on(E::Connected);
-            assert!(matches!(&actions[..], [A::Send(M::MemoryLost { .. })]), "{actions:?}");
+            assert!(matches!(&actions[..], [A::Send(M::MemoryLost(_))]), "{actions:?}");
         }
     }
 }

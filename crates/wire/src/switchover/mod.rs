@@ -85,6 +85,8 @@ pub use source::{SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceSwitch
 
 use serde::{Deserialize, Serialize};
 
+use crate::reason::Reason;
+
 /// The decision about a migration; only the source decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -110,19 +112,13 @@ pub enum SwitchoverMessage {
     /// Destination: the guest runs here with all of its memory. Nothing of the source is needed any more.
     Running,
     /// Source: the guest stays at the source, discard yours. Destination: the guest was discarded here and never ran.
-    Abort {
-        /// The reason, as text for people.
-        reason: String,
-    },
+    Abort(Reason),
     /// Destination, after a reconnection: it is prepared and does not know the decision.
     AskOutcome,
     /// Source: the reply to [`SwitchoverMessage::AskOutcome`].
     Outcome(Outcome),
     /// Destination: it had committed, but its monitor is gone; the guest may have run for a while.
-    Lost {
-        /// The reason, as text for people.
-        reason: String,
-    },
+    Lost(Reason),
     /// Source: the guest is to go on before all of its memory has arrived. Every page sent so far is placed.
     PostCopy,
     /// Destination: missing pages are watched; the post-copy channel may be opened. After a reconnection: so are all data
@@ -132,10 +128,7 @@ pub enum SwitchoverMessage {
     RunningIncomplete,
     /// Destination: the guest has been started here, and part of its memory can never be placed. Source: the part that was
     /// only there is gone.
-    MemoryLost {
-        /// The reason, as text for people.
-        reason: String,
-    },
+    MemoryLost(Reason),
     /// Source: it knows the result of the migration and closes the connection; it needs no further message.
     Goodbye,
 }
@@ -143,6 +136,7 @@ pub enum SwitchoverMessage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::reason::ErrorKind;
 
     #[test]
     fn messages_survive_json() {
@@ -151,15 +145,15 @@ mod tests {
             SwitchoverMessage::Prepared,
             SwitchoverMessage::Commit,
             SwitchoverMessage::Running,
-            SwitchoverMessage::Abort { reason: "disk full".into() },
+            SwitchoverMessage::Abort(Reason::new(ErrorKind::Record, "disk full")),
             SwitchoverMessage::AskOutcome,
             SwitchoverMessage::Outcome(Outcome::Committed),
             SwitchoverMessage::Outcome(Outcome::Aborted),
-            SwitchoverMessage::Lost { reason: "killed".into() },
+            SwitchoverMessage::Lost(Reason::other("killed")),
             SwitchoverMessage::PostCopy,
             SwitchoverMessage::PostCopyReady,
             SwitchoverMessage::RunningIncomplete,
-            SwitchoverMessage::MemoryLost { reason: "killed".into() },
+            SwitchoverMessage::MemoryLost(Reason::other("killed")),
             SwitchoverMessage::Goodbye,
         ];
         for message in messages {

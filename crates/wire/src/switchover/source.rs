@@ -1,7 +1,7 @@
 //! The source's half of the switchover: the side that decides.
 
 use super::{Outcome, SourceState, SwitchoverMessage};
-use crate::text::cleaned;
+use crate::reason::{ErrorKind, Reason};
 
 /// The state of the source's guest, as its monitor (VMM) reports it. A monitor that embeds Sterna knows it; with QEMU the driver
 /// combines QMP's `query-status` and `query-migrate`.
@@ -34,8 +34,8 @@ pub enum SourceEvent {
     /// The data channels of the current incarnation have failed, while the control connection is still there. Before the
     /// decision this ends the migration; afterwards only post-copy still needs them, and connects anew.
     ChannelsLost {
-        /// The reason, as text for people.
-        reason: String,
+        /// The reason.
+        reason: Reason,
     },
     /// The destination sent a message.
     Message(SwitchoverMessage),
@@ -53,15 +53,20 @@ pub enum SourceEvent {
     /// destination is over, the destination reported that it cannot go on, or this process cannot serve pages (a
     /// `recover`, which has no access to them). `recover` can continue later.
     GaveUp {
-        /// The reason, as text for people.
-        reason: String,
+        /// The reason.
+        reason: Reason,
     },
-    /// The migration must end: cancelled, a time limit, an error of the data plane; or the current action failed. After
-    /// the decision a migration cannot be cancelled: this has no effect. (While pages are served, a cancelled driver stops
-    /// waiting for a destination that is lost after a finite time, and then reports [`SourceEvent::GaveUp`].)
+    /// The migration must end: cancelled, a time limit, an error of the data plane. After the decision a migration cannot be
+    /// cancelled: this has no effect. (While pages are served, a cancelled driver stops waiting for a destination that is lost
+    /// after a finite time, and then reports [`SourceEvent::GaveUp`].)
     Failed {
-        /// The reason, as text for people.
-        reason: String,
+        /// The reason.
+        reason: Reason,
+    },
+    /// The action under way has failed.
+    ActionFailed {
+        /// The reason.
+        reason: Reason,
     },
 }
 
@@ -73,7 +78,7 @@ pub enum SourceAction {
     /// Begin to move the guest: track its writes and send its memory, or make its monitor send its own migration to us.
     StartMigration,
     /// Post-copy begins: the destination watches for missing pages. Open the post-copy channel, answer requests on it,
-    /// pause the guest, send the discards and the last state, and report `FinalStateSent`, or `Failed`.
+    /// pause the guest, send the discards and the last state, and report `FinalStateSent`, or `ActionFailed`.
     StartPostCopy,
     /// Post-copy: send all pages that the destination lacks, and answer its requests, over the channels of the current
     /// incarnation. After a reconnection these are opened first, and the destination's own list is what it lacks. Where
@@ -90,13 +95,13 @@ pub enum SourceAction {
     /// `Completed` if it is paused for the switchover. (With a QEMU that migrates by itself: close its sockets,
     /// `migrate_cancel`.)
     EndMigration,
-    /// Resume the guest; report `Guest(Running)`, or `Failed`.
+    /// Resume the guest; report `Guest(Running)`, or `ActionFailed`.
     Cont,
     /// Announce the guest's network addresses: the switches may have learned the other host's port.
     AnnounceSelf,
     /// The decision is durable and the destination has confirmed that the guest runs there with all of its memory: end the
     /// paused guest here, or keep it, as the record's [`SourceAfter`](super::SourceAfter) demands. Report `Guest`: `Gone`
-    /// if it was ended, `Completed` if it was kept, `Running` if another program has started it; or `Failed`, which keeps
+    /// if it was ended, `Completed` if it was kept, `Running` if another program has started it; or `ActionFailed`, which keeps
     /// it as well.
     EndGuest,
     /// Connect to the destination's listener, with the next incarnation, repeatedly, and report `Connected`; close a
@@ -114,7 +119,7 @@ pub enum SourceEnd {
     /// The guest runs here. The destination has been notified, is fenced, or can ask later.
     Aborted {
         /// The reason.
-        reason: String,
+        reason: Reason,
     },
     /// The first record could not be written: nothing was begun, the guest was not touched.
     NotStarted,
@@ -127,32 +132,32 @@ pub enum SourceEnd {
         /// Whether the guest certainly never ran there.
         never_ran: bool,
         /// The reason that the destination sent.
-        reason: String,
+        reason: Reason,
     },
     /// Post-copy: the destination has the guest, which may have run, and can never place the rest of its memory. The guest
     /// is lost there. The paused copy here knows nothing of what the guest did there; the record stays `committed`, and
     /// only an operator who has ended the destination's monitor may resume it (`recover --fenced-peer`).
     MemoryLost {
         /// The reason that the destination sent.
-        reason: String,
+        reason: Reason,
     },
     /// Committed, and the destination has not confirmed that the guest runs there. The record stays `committed`; `recover`
     /// continues.
     Undelivered {
         /// Why the driver gave up.
-        reason: String,
+        reason: Reason,
     },
     /// Post-copy: part of the guest's memory is only here, and this process sends no more of it. The guest at the
     /// destination waits wherever it touches that part. The paused copy here must be neither ended nor resumed: the record
     /// stays `committed`.
     Unserved {
         /// Why the driver gave up.
-        reason: String,
+        reason: Reason,
     },
     /// The guest is paused and this process cannot change that; remedy the reason, then run `recover`.
     Stuck {
         /// What failed.
-        reason: String,
+        reason: Reason,
     },
     /// The guest runs here although it was committed to the destination, or runs there: it was started by hand. Nothing
     /// is changed; a person must stop one of the two.
@@ -228,7 +233,7 @@ pub struct SourceSwitchover {
     may_be_committed: bool,
     /// The destination's guest is known to be gone, or the operator asserts it: there is no peer to notify.
     destination_gone: bool,
-    reason: String,
+    reason: Reason,
     /// Events that came while a record was being written.
     waiting: Vec<SourceEvent>,
 }
@@ -249,7 +254,7 @@ impl SourceSwitchover {
     pub fn recover(record: Option<SourceState>, guest: SourceGuest, fenced_peer: bool) -> (Self, Vec<SourceAction>) {
         let mut machine = Self::at(Phase::Ended, PostCopy::Unknown);
         machine.destination_gone = fenced_peer;
-        machine.reason = "the source was restarted before anything was decided".into();
+        machine.reason = Reason::other("the source was restarted before anything was decided");
         let mut actions = Vec::new();
         match record {
             // The destination's copy may still be good, so the destination is not told to discard it.
@@ -264,7 +269,7 @@ impl SourceSwitchover {
                 machine.guest_gone(&mut actions);
             }
             Some(SourceState::Committed) if fenced_peer => {
-                machine.reason = "an operator fenced the destination".into();
+                machine.reason = Reason::other("an operator fenced the destination");
                 machine.may_be_committed = true;
                 machine.abort_now(&mut actions);
             }
@@ -303,7 +308,7 @@ impl SourceSwitchover {
     }
 
     /// Returns why the migration was aborted; empty before that.
-    pub fn reason(&self) -> &str {
+    pub fn reason(&self) -> &Reason {
         &self.reason
     }
 
@@ -339,7 +344,7 @@ impl SourceSwitchover {
             connected: false,
             may_be_committed: false,
             destination_gone: false,
-            reason: String::new(),
+            reason: Reason::default(),
             waiting: Vec::new(),
         }
     }
@@ -368,17 +373,18 @@ impl SourceSwitchover {
     fn on_not_written(&mut self, actions: &mut Vec<SourceAction>) {
         match self.phase {
             Phase::WritingStarted => {
-                let reason = "the source could not write its record".to_owned();
-                actions.push(SourceAction::Send(SwitchoverMessage::Abort { reason }));
+                let reason = Reason::new(ErrorKind::Record, "the source could not write its record");
+                actions.push(SourceAction::Send(SwitchoverMessage::Abort(reason)));
                 self.end(SourceEnd::NotStarted, actions);
             }
             Phase::WritingCommitted => {
                 // `Commit` has not been sent, so the decision can be revoked; but only by a record of that.
                 self.may_be_committed = true;
-                self.abort("the source could not write its decision", actions);
+                self.abort(Reason::new(ErrorKind::Record, "the source could not write its decision"), actions);
             }
             Phase::WritingAborted if self.may_be_committed => {
-                let reason = format!("{}; nor could that be written down", self.reason);
+                let text = format!("{}; nor could that be written down", self.reason);
+                let reason = Reason { text, ..self.reason.clone() };
                 self.end(SourceEnd::Stuck { reason }, actions);
             }
             // The disk contains `started`, which also means aborted.
@@ -393,15 +399,25 @@ impl SourceSwitchover {
             // Unexpected: a driver that repeats a report changes nothing.
             SourceEvent::RecordWritten | SourceEvent::RecordFailed => {}
             SourceEvent::Connected => self.connected = true,
-            SourceEvent::ConnectionLost => self.lose_connection("the connection to the destination was lost", actions),
-            SourceEvent::ChannelsLost { reason } => {
-                // After the decision only post-copy needs data channels. They are opened anew with a new control connection.
-                let serves =
-                    matches!(self.phase, Phase::Committed | Phase::Serving) && self.post_copy == PostCopy::Begun;
-                if self.phase.undecided() || serves {
-                    self.lose_connection(&reason, actions);
+            SourceEvent::ConnectionLost => {
+                self.connected = false;
+                if self.phase.undecided() {
+                    let text = "the connection to the destination was lost";
+                    self.abort(Reason::new(ErrorKind::ConnectionLost, text), actions);
+                } else {
+                    self.connect_anew(actions);
                 }
             }
+            SourceEvent::ChannelsLost { reason } => match self.phase {
+                // The control connection is still there, and carries the abort.
+                phase if phase.undecided() => self.abort(reason, actions),
+                // After the decision only post-copy needs data channels. They are opened anew with a new control connection.
+                Phase::Committed | Phase::Serving if self.post_copy == PostCopy::Begun => {
+                    self.connected = false;
+                    self.connect_anew(actions);
+                }
+                _ => {}
+            },
             SourceEvent::Message(message) => self.on_message(message, actions),
             SourceEvent::PostCopyWanted => {
                 if (self.phase, self.post_copy) == (Phase::Migrating, PostCopy::No) {
@@ -417,8 +433,13 @@ impl SourceSwitchover {
             }
             SourceEvent::Guest(state) => self.on_guest(state, actions),
             SourceEvent::GaveUp { reason } => self.give_up(reason, actions),
-            SourceEvent::Failed { reason } => match self.phase {
-                phase if phase.undecided() => self.abort(&reason, actions),
+            SourceEvent::Failed { reason } => {
+                if self.phase.undecided() {
+                    self.abort(reason, actions);
+                }
+            }
+            SourceEvent::ActionFailed { reason } => match self.phase {
+                phase if phase.undecided() => self.abort(reason, actions),
                 Phase::Resuming => self.end(SourceEnd::Stuck { reason }, actions),
                 // The paused guest here does not run: the destination's confirmation counts.
                 Phase::EndingGuest => self.finish(actions),
@@ -439,12 +460,12 @@ impl SourceSwitchover {
                 self.phase = Relaying;
                 actions.push(SourceAction::RelayShut);
             }
-            (phase, M::Abort { reason } | M::Lost { reason }) if phase.undecided() => {
+            (phase, M::Abort(reason) | M::Lost(reason)) if phase.undecided() => {
                 self.destination_gone = true;
-                self.abort(&format!("the destination gave up: {}", cleaned(&reason)), actions);
+                self.abort(reason.from_peer().within("the destination gave up"), actions);
             }
             (phase, _) if phase.undecided() => {
-                self.abort("the destination sent a message that does not belong here", actions);
+                self.abort(Reason::other("the destination sent a message that does not belong here"), actions);
             }
 
             (Committed | Serving | ReportingLoss, M::Running) => {
@@ -461,31 +482,31 @@ impl SourceSwitchover {
                 self.post_copy = PostCopy::Begun;
                 self.phase = Serving;
             }
-            (Committed, M::Abort { reason }) => {
-                self.end(SourceEnd::DestinationLost { never_ran: true, reason: cleaned(&reason) }, actions);
+            (Committed, M::Abort(reason)) => {
+                self.end(SourceEnd::DestinationLost { never_ran: true, reason: reason.from_peer() }, actions);
             }
-            (Committed | Serving, M::Abort { reason } | M::Lost { reason }) => {
-                self.end(SourceEnd::DestinationLost { never_ran: false, reason: cleaned(&reason) }, actions);
+            (Committed | Serving, M::Abort(reason) | M::Lost(reason)) => {
+                self.end(SourceEnd::DestinationLost { never_ran: false, reason: reason.from_peer() }, actions);
             }
-            (Committed | Serving, M::MemoryLost { reason }) => {
-                self.end(SourceEnd::MemoryLost { reason: cleaned(&reason) }, actions);
+            (Committed | Serving, M::MemoryLost(reason)) => {
+                self.end(SourceEnd::MemoryLost { reason: reason.from_peer() }, actions);
             }
 
             // A destination that lacks memory sends this first, whatever its phase.
             (ReportingLoss, M::PostCopyReady) => self.send_memory_lost(actions),
-            (ReportingLoss, M::Abort { .. } | M::Lost { .. } | M::MemoryLost { .. }) => {
+            (ReportingLoss, M::Abort(_) | M::Lost(_) | M::MemoryLost(_)) => {
                 self.send(M::Goodbye, actions);
                 self.guest_gone(actions);
             }
 
-            (Resuming | ReportingAbort, M::Running | M::RunningIncomplete | M::MemoryLost { .. }) => {
+            (Resuming | ReportingAbort, M::Running | M::RunningIncomplete | M::MemoryLost(_)) => {
                 self.end(SourceEnd::Conflict, actions);
             }
             // Prepared after all, because it did not receive the abort. It is notified once the guest runs here.
             (ReportingAbort, M::AskOutcome | M::Prepared) => {
                 actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted)));
             }
-            (Resuming | ReportingAbort, M::Abort { .. } | M::Lost { .. }) => {
+            (Resuming | ReportingAbort, M::Abort(_) | M::Lost(_)) => {
                 self.destination_gone = true;
                 if self.phase == ReportingAbort {
                     self.report_abort(actions);
@@ -503,13 +524,13 @@ impl SourceSwitchover {
                 actions.push(SourceAction::WriteRecord(SourceState::Committed));
             }
             (Phase::Migrating | Phase::Preparing, SourceGuest::Completed) => {
-                self.abort("the source's monitor completed before the destination was prepared", actions);
+                self.abort_for_monitor("the source's monitor completed before the destination was prepared", actions);
             }
             (phase, SourceGuest::Running) if phase.undecided() => {
-                self.abort("the source's monitor ended the migration itself", actions);
+                self.abort_for_monitor("the source's monitor ended the migration itself", actions);
             }
             // No copy can be complete yet: the destination may discard its copy.
-            (Phase::Migrating, SourceGuest::Gone) => self.abort("the source's monitor has ended", actions),
+            (Phase::Migrating, SourceGuest::Gone) => self.abort_for_monitor("the source's monitor has ended", actions),
             // The destination may hold the only complete copy, so it is not told to discard it.
             (Phase::Preparing | Phase::Relaying | Phase::Resuming, SourceGuest::Gone) => self.guest_gone(actions),
             (Phase::Committed | Phase::Serving, SourceGuest::Gone) if self.post_copy == PostCopy::Begun => {
@@ -523,7 +544,7 @@ impl SourceSwitchover {
                 actions.push(SourceAction::AnnounceSelf);
                 // Not before: if this guest is lost or stuck, the destination may hold the only complete copy.
                 if !self.destination_gone {
-                    self.send(SwitchoverMessage::Abort { reason: self.reason.clone() }, actions);
+                    self.send(SwitchoverMessage::Abort(self.reason.clone()), actions);
                 }
                 actions.push(SourceAction::WriteRecord(SourceState::Resumed));
             }
@@ -534,16 +555,13 @@ impl SourceSwitchover {
         }
     }
 
-    fn lose_connection(&mut self, reason: &str, actions: &mut Vec<SourceAction>) {
-        self.connected = false;
-        if self.phase.undecided() {
-            self.abort(reason, actions);
-        } else if self.phase.needs_destination() {
+    fn connect_anew(&mut self, actions: &mut Vec<SourceAction>) {
+        if self.phase.needs_destination() {
             actions.push(SourceAction::Connect);
         }
     }
 
-    fn give_up(&mut self, reason: String, actions: &mut Vec<SourceAction>) {
+    fn give_up(&mut self, reason: Reason, actions: &mut Vec<SourceAction>) {
         match self.phase {
             Phase::Committed if self.post_copy != PostCopy::Begun => {
                 self.end(SourceEnd::Undelivered { reason }, actions);
@@ -557,8 +575,8 @@ impl SourceSwitchover {
     }
 
     fn send_memory_lost(&self, actions: &mut Vec<SourceAction>) {
-        let reason = "the source's monitor has ended, and part of the guest's memory with it".to_owned();
-        self.send(SwitchoverMessage::MemoryLost { reason }, actions);
+        let text = "the source's monitor has ended, and part of the guest's memory with it";
+        self.send(SwitchoverMessage::MemoryLost(Reason::new(ErrorKind::Monitor, text)), actions);
     }
 
     fn finish(&mut self, actions: &mut Vec<SourceAction>) {
@@ -571,9 +589,13 @@ impl SourceSwitchover {
         actions.push(SourceAction::WriteRecord(SourceState::Gone));
     }
 
-    fn abort(&mut self, reason: &str, actions: &mut Vec<SourceAction>) {
-        reason.clone_into(&mut self.reason);
+    fn abort(&mut self, reason: Reason, actions: &mut Vec<SourceAction>) {
+        self.reason = reason;
         self.abort_now(actions);
+    }
+
+    fn abort_for_monitor(&mut self, text: &str, actions: &mut Vec<SourceAction>) {
+        self.abort(Reason::new(ErrorKind::Monitor, text), actions);
     }
 
     fn abort_now(&mut self, actions: &mut Vec<SourceAction>) {
@@ -643,7 +665,7 @@ mod tests {
     #[test]
     fn pages_are_served_again_whenever_the_destination_is_back() {
         let mut source = serving();
-        for lost in [E::ConnectionLost, E::ChannelsLost { reason: "a channel broke".into() }] {
+        for lost in [E::ConnectionLost, E::ChannelsLost { reason: Reason::other("a channel broke") }] {
             assert_eq!(source.on(lost), [A::Connect]);
             assert_eq!(source.on(E::Connected), []);
             assert_eq!(source.on(E::Message(M::PostCopyReady)), [A::ServePages]);
@@ -656,9 +678,9 @@ mod tests {
     fn a_source_whose_monitor_ended_with_pages_reports_the_loss_and_awaits_the_answer() {
         let mut source = serving();
         let actions = source.on(E::Guest(SourceGuest::Gone));
-        assert!(matches!(&actions[..], [A::Send(M::MemoryLost { .. })]), "{actions:?}");
+        assert!(matches!(&actions[..], [A::Send(M::MemoryLost(_))]), "{actions:?}");
         let mut complete = source.clone();
-        let actions = source.on(E::Message(M::MemoryLost { reason: "as you say".into() }));
+        let actions = source.on(E::Message(M::MemoryLost(Reason::other("as you say"))));
         assert_eq!(actions, [A::Send(M::Goodbye), A::WriteRecord(SourceState::Gone)]);
         assert_eq!(source.on(E::RecordWritten), [A::Done(SourceEnd::GuestGone)]);
         // The last page had arrived just before.
@@ -668,9 +690,33 @@ mod tests {
     #[test]
     fn a_cancellation_while_pages_are_served_changes_nothing_and_giving_up_leaves_the_record() {
         let mut source = serving();
-        assert_eq!(source.on(E::Failed { reason: "cancelled".into() }), []);
-        let reason = "out of time".to_owned();
+        assert_eq!(source.on(E::Failed { reason: Reason::new(ErrorKind::Cancelled, "cancelled") }), []);
+        let reason = Reason::new(ErrorKind::TimeLimit, "out of time");
         let end = SourceEnd::Unserved { reason: reason.clone() };
         assert_eq!(source.on(E::GaveUp { reason }), [A::Done(end)]);
+    }
+
+    #[test]
+    fn channels_that_break_before_the_decision_leave_the_control_connection_to_carry_the_abort() {
+        let (mut source, _) = SourceSwitchover::begin();
+        source.on(E::RecordWritten);
+        let reason = Reason::new(ErrorKind::ConnectionLost, "channel ram-0 broke");
+        assert_eq!(source.on(E::ChannelsLost { reason: reason.clone() }), [A::WriteRecord(SourceState::Aborted)]);
+        assert_eq!(source.on(E::RecordWritten), [A::EndMigration]);
+        let actions = source.on(E::Guest(SourceGuest::Running));
+        let record = A::WriteRecord(SourceState::Resumed);
+        assert_eq!(actions, [A::AnnounceSelf, A::Send(M::Abort(reason)), record]);
+        // Nothing is connected anew: the answer comes on the connection that there is.
+        assert_eq!(source.on(E::RecordWritten), []);
+    }
+
+    #[test]
+    fn the_reason_of_an_abort_keeps_its_kind_and_that_of_the_destination() {
+        let (mut source, _) = SourceSwitchover::begin();
+        source.on(E::RecordWritten);
+        source.on(E::Message(M::Abort(Reason::new(ErrorKind::TimeLimit, "loading took too long"))));
+        let reason = source.reason();
+        assert_eq!((reason.kind, reason.other_side), (ErrorKind::OtherSide, Some(ErrorKind::TimeLimit)));
+        assert_eq!(reason.text, "the destination gave up: loading took too long");
     }
 }

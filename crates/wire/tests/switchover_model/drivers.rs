@@ -4,6 +4,7 @@ use super::properties::Mutant;
 use super::world::{
     Channels, DestinationProcess, DestinationSterna, Device, Mode, SourceProcess, SourceSterna, State, World,
 };
+use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationState, DestinationSwitchover, Outcome,
     SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover, SwitchoverMessage as Message,
@@ -46,7 +47,7 @@ impl World {
                 }
                 // Before all of the stream was sent the destination has no copy to lose.
                 state.aborted_blindly |=
-                    matches!(message, Message::Abort { .. }) && !sterna.seen_resumed && state.stream_sent;
+                    matches!(message, Message::Abort(_)) && !sterna.seen_resumed && state.stream_sent;
                 if sterna.connected && state.link {
                     state.to_destination.push(message);
                 }
@@ -77,7 +78,7 @@ impl World {
                 state.return_path_closed = true;
                 sterna.seen = None;
                 if self.mutant == Mutant::AbortsBlindly && sterna.connected && state.link {
-                    sterna.todo.push(SourceAction::Send(Message::Abort { reason: String::new() }));
+                    sterna.todo.push(SourceAction::Send(Message::Abort(Reason::default())));
                 }
             }
             SourceAction::Cont => {
@@ -126,7 +127,7 @@ impl World {
                 Mutant::RecoverIgnoresPages => None,
                 Mutant::RecoverCallsPagesLost => Some(SourceEvent::Guest(SourceGuest::Gone)),
                 _ if state.source_qemu.is_gone() => Some(SourceEvent::Guest(SourceGuest::Gone)),
-                _ => Some(SourceEvent::GaveUp { reason: "this process has no pages".into() }),
+                _ => Some(SourceEvent::GaveUp { reason: Reason::other("this process has no pages") }),
             };
             return;
         }
@@ -183,10 +184,17 @@ impl World {
                 DestinationProcess::Paused => {
                     let out_of_reach = sterna.broken_told || !sterna.connected;
                     state.started_blindly |= state.pages.missing > 0 && out_of_reach && state.pages.watched;
-                    state.destination_qemu = DestinationProcess::Running;
-                    state.destination_ran = true;
+                    if state.pages.missing > 0 {
+                        state.destination_qemu = DestinationProcess::Starting;
+                    } else {
+                        state.destination_qemu = DestinationProcess::Running;
+                        state.destination_ran = true;
+                    }
                 }
-                DestinationProcess::Running | DestinationProcess::Gone => {}
+                DestinationProcess::Starting
+                | DestinationProcess::StartWaits
+                | DestinationProcess::Running
+                | DestinationProcess::Gone => {}
             },
             DestinationAction::Quit => {
                 state.destination_qemu = DestinationProcess::Gone;

@@ -61,6 +61,8 @@ pub(crate) enum Mutant {
     WatchesNothing,
     /// In post-copy: the destination starts the guest although it knows that the channels are broken.
     ForgetsBrokenChannels,
+    /// In post-copy: the destination handles no event until what starts the guest has answered.
+    WaitsForTheStart,
     /// In post-copy: `recover` at the destination reads the record as if no memory were missing.
     RecoverForgetsMissingMemory,
     /// In post-copy: `recover` at the source neither serves pages nor says that it cannot.
@@ -105,6 +107,7 @@ pub(crate) const POST_COPY_MUTANTS: &[(Mutant, &str)] = &[
     (Mutant::ReleasesMissingPages, NO_STALE_READ),
     (Mutant::WatchesNothing, NO_STALE_READ),
     (Mutant::ForgetsBrokenChannels, NOT_STARTED_BLINDLY),
+    (Mutant::WaitsForTheStart, ENDS),
     (Mutant::RecoverForgetsMissingMemory, NOT_FINISHED_EARLY),
     (Mutant::RecoverIgnoresPages, ENDS),
     (Mutant::RecoverCallsPagesLost, NOT_GIVEN_UP),
@@ -201,6 +204,12 @@ pub(crate) fn properties() -> Vec<Property<World>> {
         }),
         Property::sometimes("pages are served anew after a lost connection", |world: &World, state: &State| {
             state.source_end == Some(SourceEnd::Finished) && state.left.losses < world.budget.losses
+                || world.mode != Mode::PostCopy
+        }),
+        Property::sometimes("what starts the guest gets its page over new channels", |world: &World, state: &State| {
+            state.destination_qemu == DestinationProcess::StartWaits
+                && state.pages.missing == 0
+                && state.left.losses < world.budget.losses
                 || world.mode != Mode::PostCopy
         }),
         Property::sometimes("a guest that waits for memory is lost", |world: &World, state: &State| {

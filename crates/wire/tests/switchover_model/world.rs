@@ -5,6 +5,7 @@ use super::properties::{Mutant, properties};
 use stateright::{Model, Property};
 use std::collections::HashSet;
 use std::sync::Mutex;
+use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{
     CrashPoint, DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState,
     DestinationSwitchover, Moment, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover,
@@ -142,8 +143,15 @@ impl SourceProcess {
 /// The destination's QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum DestinationProcess {
-    Incoming { autostart: bool, whole: bool },
+    Incoming {
+        autostart: bool,
+        whole: bool,
+    },
     Paused,
+    /// In post-copy: told to let the guest run, which may touch a missing page on the way.
+    Starting,
+    /// On the way to running it has touched a missing page.
+    StartWaits,
     Running,
     Gone,
 }
@@ -152,7 +160,7 @@ impl DestinationProcess {
     pub(crate) fn shown(self) -> DestinationGuest {
         match self {
             Self::Incoming { .. } => DestinationGuest::Incoming,
-            Self::Paused => DestinationGuest::Paused,
+            Self::Paused | Self::Starting | Self::StartWaits => DestinationGuest::Paused,
             Self::Running => DestinationGuest::Running,
             Self::Gone => DestinationGuest::Gone,
         }
@@ -357,6 +365,8 @@ pub(crate) enum Happens {
     // The destination's QEMU.
     StreamArrives,
     DestinationQemuLoads,
+    DestinationQemuTouches,
+    DestinationQemuStarts,
     DestinationQemuExits,
     DestinationQemuDies,
     // An accelerator at the destination.
@@ -576,6 +586,10 @@ impl World {
             }
             return;
         }
+        let starting = matches!(state.destination_qemu, DestinationProcess::Starting | DestinationProcess::StartWaits);
+        if starting && self.mutant == Mutant::WaitsForTheStart {
+            return;
+        }
         if sterna.written.is_some() || sterna.cleared || sterna.watching || sterna.failed {
             actions.push(DestinationTold);
         }
@@ -601,8 +615,9 @@ impl World {
                 actions.push(DestinationNoticesLoss);
             }
         }
-        // A driver cancels no action that is under way.
-        if state.left.cancels > 0 && (sterna.machine.may_give_up() || sterna.machine.unsure()) {
+        // Of the actions only `Cont` lasts while other events are handled, and only in post-copy.
+        let late = self.mode == Mode::PostCopy && sterna.machine.lacks_memory();
+        if state.left.cancels > 0 && (sterna.machine.may_give_up() || sterna.machine.unsure() || late) {
             actions.push(DestinationCancelled);
         }
         // Work is handed to a device while pages arrive, and all of it is through or has fallen silent when they are placed.
@@ -723,6 +738,13 @@ impl World {
         }
         match state.destination_qemu {
             DestinationProcess::Incoming { whole: true, .. } => actions.push(DestinationQemuLoads),
+            DestinationProcess::Starting => {
+                actions.push(DestinationQemuStarts);
+                if state.pages.missing > 0 {
+                    actions.push(DestinationQemuTouches);
+                }
+            }
+            DestinationProcess::StartWaits if state.pages.missing == 0 => actions.push(DestinationQemuStarts),
             DestinationProcess::Incoming { whole: false, .. } if state.feeding => match &state.destination {
                 Some(sterna) if state.stream_sent && sterna.connected => actions.push(StreamArrives),
                 Some(_) => {}
@@ -869,7 +891,7 @@ impl Model for World {
                     None if sterna.not_served.is_some() => sterna.not_served.take()?,
                     None => {
                         sterna.failed = false;
-                        SourceEvent::Failed { reason: "cont or quit failed".into() }
+                        SourceEvent::ActionFailed { reason: Reason::other("cont or quit failed") }
                     }
                 };
                 self.source_event(state, at, event);
@@ -898,7 +920,7 @@ impl Model for World {
             SourceFlushes(at) => state.source_disk = state.source[at].as_mut()?.late.take(),
             SourceCancelled(at) => {
                 state.left.cancels -= 1;
-                self.source_event(state, at, SourceEvent::Failed { reason: "cancelled".into() });
+                self.source_event(state, at, SourceEvent::Failed { reason: Reason::other("cancelled") });
             }
             SourceCrashes(at) => {
                 state.left.crashes -= 1;
@@ -951,7 +973,7 @@ impl Model for World {
                     }
                     None => {
                         sterna.failed = false;
-                        DestinationEvent::Failed { reason: "cont failed".into() }
+                        DestinationEvent::ActionFailed { reason: Reason::other("cont failed") }
                     }
                 };
                 self.destination_event(state, event);
@@ -982,7 +1004,7 @@ impl Model for World {
             }
             DeviceGivenUp => {
                 state.device = Device::GivenUp;
-                let reason = "an accelerator has not answered".into();
+                let reason = Reason::other("an accelerator has not answered");
                 self.destination_event(state, DestinationEvent::Failed { reason });
             }
             DestinationHears => {
@@ -996,7 +1018,7 @@ impl Model for World {
             }
             DestinationCancelled => {
                 state.left.cancels -= 1;
-                self.destination_event(state, DestinationEvent::Failed { reason: "cancelled".into() });
+                self.destination_event(state, DestinationEvent::Failed { reason: Reason::other("cancelled") });
             }
             DestinationCrashes => {
                 state.left.crashes -= 1;
@@ -1052,14 +1074,14 @@ impl Model for World {
             }
             SourceNoticesBrokenChannels(at) => {
                 state.source[at].as_mut()?.broken_told = true;
-                self.source_event(state, at, SourceEvent::ChannelsLost { reason: "a channel broke".into() });
+                self.source_event(state, at, SourceEvent::ChannelsLost { reason: Reason::other("a channel broke") });
             }
             SourceFindsNobody(at) => {
-                self.source_event(state, at, SourceEvent::GaveUp { reason: "the destination is gone".into() });
+                self.source_event(state, at, SourceEvent::GaveUp { reason: Reason::other("the destination is gone") });
             }
             SourceGivesUp(at) => {
                 state.left.crashes -= 1;
-                self.source_event(state, at, SourceEvent::GaveUp { reason: "out of time".into() });
+                self.source_event(state, at, SourceEvent::GaveUp { reason: Reason::other("out of time") });
             }
             SourceDies => {
                 state.left.crashes -= 1;
@@ -1082,13 +1104,13 @@ impl Model for World {
                 state.pages.unplaceable = true;
                 self.destination_event(
                     state,
-                    DestinationEvent::MemoryFailed { reason: "no page can be placed".into() },
+                    DestinationEvent::MemoryFailed { reason: Reason::other("no page can be placed") },
                 );
             }
             DestinationNoticesBrokenChannels => {
                 state.destination.as_mut()?.broken_told = true;
                 if self.mutant != Mutant::ForgetsBrokenChannels {
-                    let reason = "a channel broke".into();
+                    let reason = Reason::other("a channel broke");
                     self.destination_event(state, DestinationEvent::ChannelsLost { reason });
                 }
             }
@@ -1105,7 +1127,7 @@ impl Model for World {
             OperatorEndsSource => state.source_qemu = SourceProcess::Gone,
             OperatorEndsDestination => state.destination_qemu = DestinationProcess::Gone,
             SourceFindsGuestPaused => {
-                let reason = "the guest stopped during the migration".into();
+                let reason = Reason::other("the guest stopped during the migration");
                 self.source_event(state, 0, SourceEvent::Failed { reason });
             }
             SomebodyPauses => {
@@ -1149,6 +1171,11 @@ impl Model for World {
                     _ => DestinationProcess::Paused,
                 };
                 state.destination_ran |= state.destination_qemu == DestinationProcess::Running;
+            }
+            DestinationQemuTouches => state.destination_qemu = DestinationProcess::StartWaits,
+            DestinationQemuStarts => {
+                state.destination_qemu = DestinationProcess::Running;
+                state.destination_ran = true;
             }
             DestinationQemuExits => state.destination_qemu = DestinationProcess::Gone,
             DestinationQemuDies => {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::header::ChannelKind;
+use sterna_wire::reason::{ErrorKind, Reason};
 
 use super::{Driver, Event};
 use crate::batch::BatchPool;
@@ -17,6 +18,7 @@ use crate::entry::{PageSearch, Pipeline};
 use crate::migration::{Phase, RETRANSMIT};
 use crate::monitor;
 use crate::send::{DeltaSetting, SendChannel, SendContext};
+use crate::session::SessionError;
 use crate::source::convergence::Convergence;
 use crate::source::rounds::{CurrentRound, Held, Order, RoundEvent, Rounds, no_pages};
 use crate::state::{Part, StateWriter};
@@ -59,21 +61,22 @@ impl Moving {
 
 impl Driver<'_> {
     /// Opens the channels, sends the state that is saved ahead, and starts the rounds.
-    pub(super) fn begin_rounds(&mut self) -> Result<(), String> {
+    pub(super) fn begin_rounds(&mut self) -> Result<(), Reason> {
         self.phase = Phase::Rounds;
-        let log = self.log.take().ok_or("the rounds were begun already")?;
+        let log = self.log.take().ok_or_else(|| Reason::other("the rounds were begun already"))?;
         let ram = self.ram.clone();
         self.progress.total_bytes = ram.bytes();
         let context = self.send_context();
         let pipeline = self.open_ram_channels(&context, Some(self.kernel.cancel))?;
         let stream = self.kernel.session.open(self.security, self.kernel.to(), ChannelKind::DeviceState, 0, &context);
-        let stream = Arc::new(stream.map_err(|error| error.to_string())?);
+        let stream = Arc::new(stream.map_err(SessionError::into_reason)?);
         let device_channels = self.open_device_channels(&context)?;
         self.start_devices(&pipeline, &device_channels, &stream)?;
         let mut ahead = StateWriter::new(&stream, Part::Ahead, self.kernel.session.packet_size);
         let inside = self.occupied.enter(&self.kernel.abort, None);
-        let saved = self.vmm.save_ahead(&mut ahead).map_err(|error| format!("saving state ahead failed: {error}"));
-        let finished = saved.and_then(|()| ahead.finish().map_err(|error| error.to_string()));
+        let failed = |error| Reason::new(ErrorKind::Monitor, format_args!("saving state ahead failed: {error}"));
+        let saved = self.vmm.save_ahead(&mut ahead).map_err(failed);
+        let finished = saved.and_then(|()| ahead.finish().map_err(Reason::other));
         drop(inside);
         let ahead = finished.map_err(|error| self.kernel.abort.reason().unwrap_or(error))?;
         if ahead == 0 {
@@ -82,7 +85,7 @@ impl Driver<'_> {
 
         let (orders, orders_out) = channel();
         let events = self.kernel.events.clone();
-        let state_size = self.vmm.state_size().map_err(|error| error.to_string())?;
+        let state_size = self.vmm.state_size().map_err(|error| Reason::new(ErrorKind::Monitor, error))?;
         let convergence =
             Convergence::new(self.settings.downtime, self.settings.not_converging, self.settings.give_up_after);
         let rounds = Rounds {
@@ -114,12 +117,14 @@ impl Driver<'_> {
         let run = move || {
             // Reported, because the driver waits for messages of this thread.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| rounds.run())) {
-                let reason = format!("the thread of the rounds panicked: {}", monitor::panic_text(panic));
+                let text = monitor::panic_text(panic);
+                let reason = Reason::other(format_args!("the thread of the rounds panicked: {text}"));
                 panicked.send(Event::Rounds(RoundEvent::Failed(reason)));
             }
         };
         let thread = std::thread::Builder::new().name("rounds".into());
-        let rounds = cpu_time::spawn(thread, run).map_err(|error| format!("no thread for the rounds: {error}"))?;
+        let no_thread = |error| Reason::other(format_args!("no thread for the rounds: {error}"));
+        let rounds = cpu_time::spawn(thread, run).map_err(no_thread)?;
         self.moving = Some(Moving { pipeline, stream: Some(stream), device_channels, rounds: Some((orders, rounds)) });
         self.kernel.due = self.rounds_due();
         Ok(())
@@ -181,11 +186,11 @@ impl Driver<'_> {
         &self,
         context: &SendContext,
         cancel: Option<&Cancel>,
-    ) -> Result<Arc<Pipeline>, String> {
+    ) -> Result<Arc<Pipeline>, Reason> {
         let never = Cancel::new();
         let cancel = cancel.unwrap_or(&never);
         let channels = self.kernel.session.open_ram_channels(self.security, self.kernel.to(), context, cancel);
-        let channels = channels.map_err(|error| error.to_string())?;
+        let channels = channels.map_err(SessionError::into_reason)?;
         let pool = BatchPool::new(BATCHES_PER_CHANNEL * channels.len(), 0);
         let (window, pacer) = (Arc::clone(&self.window), Arc::clone(&self.pacer));
         let pipeline = Pipeline {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use sterna_wire::control::DeviceChannels;
 use sterna_wire::header::ChannelKind;
+use sterna_wire::reason::Reason;
 use sterna_wire::switchover::SourceEvent;
 
 use super::{Driver, Event};
@@ -12,6 +13,7 @@ use crate::device_state::save::{self, PieceTarget, Route, SaveEvent};
 use crate::device_state::{SaveDevice, SavingDevices, Threads};
 use crate::entry::Pipeline;
 use crate::send::{SendChannel, SendContext};
+use crate::session::SessionError;
 use crate::source::rounds::Order;
 use crate::switchover::after;
 
@@ -42,11 +44,11 @@ impl Driver<'_> {
     }
 
     /// Opens the channels that carry device state only, if there are any.
-    pub(super) fn open_device_channels(&self, context: &SendContext) -> Result<Arc<Vec<SendChannel>>, String> {
+    pub(super) fn open_device_channels(&self, context: &SendContext) -> Result<Arc<Vec<SendChannel>>, Reason> {
         let open =
             |index| self.kernel.session.open(self.security, self.kernel.to(), ChannelKind::DeviceState, index, context);
         let channels = (1..=self.kernel.session.device_channels).map(open).collect::<Result<_, _>>();
-        Ok(Arc::new(channels.map_err(|error| error.to_string())?))
+        Ok(Arc::new(channels.map_err(SessionError::into_reason)?))
     }
 
     /// Starts the devices' threads, which save the state that can be sent before the guest is paused.
@@ -55,7 +57,7 @@ impl Driver<'_> {
         pipeline: &Arc<Pipeline>,
         own: &Arc<Vec<SendChannel>>,
         stream: &Arc<SendChannel>,
-    ) -> Result<(), String> {
+    ) -> Result<(), Reason> {
         let known = Arc::clone(&self.devices.known);
         self.kernel.abort.on_end(move || known.end());
         let target = || PieceTarget {
@@ -83,7 +85,7 @@ impl Driver<'_> {
         };
         let devices = std::mem::take(&mut self.devices.waiting);
         let started = save::start(devices, &mut self.devices.threads, target, news);
-        started.map_err(|error| format!("no thread for a device: {error}"))
+        started.map_err(|error| Reason::other(format_args!("no thread for a device: {error}")))
     }
 
     /// Records that the destination has loaded what the monitor saved ahead, or that it saved nothing.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, DestinationFigures, DeviceChannels, Machine};
 use sterna_wire::handshake::check_devices;
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{RecordState, SourceEvent, SourceGuest, SourceState, SourceSwitchover};
 use sterna_wire::text::cleaned;
 
@@ -30,7 +31,7 @@ use crate::cpu_time::CpuTime;
 use crate::device_state::SavingDevices;
 use crate::device_state::save::SaveEvent;
 use crate::migration::{
-    Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, Phase, RETRANSMIT, machine,
+    Cause, DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, RETRANSMIT, machine,
 };
 use crate::monitor::{CaughtLog, CaughtObserver, SourceMonitor};
 use crate::occupied::Occupied;
@@ -39,7 +40,7 @@ use crate::report::{Observer, Progress, Report};
 use crate::send::{Compression, HashKey, Refusals, Sent};
 use crate::session::{self, ConnectionEvent, Features, Offer, OnConnectionEvent, Peer, Redial, Session, UNCHECKED};
 use crate::switchover::{
-    CANCELLED, DeliveryLimits, Events, Ledger, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved,
+    DeliveryLimits, Events, Ledger, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved, cancelled,
     run_source,
 };
 use crate::transport::{Address, Security};
@@ -111,19 +112,19 @@ pub(super) fn run(
     let dialled = session::dial(&offer, cancel, &on_connection);
     // A cancellation interrupts dialling, which then fails.
     let (link, session) = dialled.map_err(|error| match cancel.is_cancelled() {
-        true => cancelled(),
+        true => nothing_begun(),
         false => MigrationError::untouched(error),
     })?;
     observer.note(&format!("migration {}: {to} accepted it", session.id));
     if cancel.is_cancelled() {
-        return Err(cancelled());
+        return Err(nothing_begun());
     }
     let state = RecordState::Source(SourceState::Started);
     let ledger = Ledger::new(settings.state_dir.as_deref(), &session, state, to.to_string(), &settings.monitor);
     let ledger = ledger.map_err(MigrationError::untouched)?;
 
     let monitor_call = occupied.clone();
-    let _cancelling = events.on_cancel(cancel, move || monitor_call.raise(CANCELLED));
+    let _cancelling = events.on_cancel(cancel, move || monitor_call.raise(cancelled()));
     let hash_key = HashKey::random()
         .map_err(|error| MigrationError::untouched(format!("no random numbers for hashes of pages: {error}")))?;
     let window = new_window(&session, &settings);
@@ -186,8 +187,8 @@ pub fn required_features(post_copy: bool, checksums: bool, deltas: bool) -> Vec<
 }
 
 /// Returns the error of a migration that was cancelled before anything was begun.
-fn cancelled() -> MigrationError {
-    MigrationError::untouched(Cause::new(ErrorKind::Cancelled, CANCELLED))
+fn nothing_begun() -> MigrationError {
+    MigrationError::untouched(Cause::from(cancelled()))
 }
 
 fn new_window(session: &Session, settings: &Settings) -> Arc<Window> {
@@ -265,21 +266,21 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         &mut self.kernel
     }
 
-    fn start_migration(&mut self) -> Result<(), String> {
+    fn start_migration(&mut self) -> Result<(), Reason> {
         self.begin_rounds()
     }
 
     /// There is no relay here: confirms that the guest is paused and stays so.
-    fn complete(&mut self) -> Result<Option<SourceGuest>, String> {
+    fn complete(&mut self) -> Result<Option<SourceGuest>, Reason> {
         match self.vmm.confirm_paused() {
             Ok(()) => Ok(Some(SourceGuest::Completed)),
             Err(_) if self.vmm.has_ended() => Ok(Some(SourceGuest::Gone)),
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(Reason::new(ErrorKind::Monitor, error)),
         }
     }
 
-    fn end_migration(&mut self) -> Result<SourceGuest, String> {
-        self.kernel.abort.raise(self.kernel.reason());
+    fn end_migration(&mut self) -> Result<SourceGuest, Reason> {
+        self.kernel.abort.raise(self.kernel.reason().clone());
         if let Some(moving) = &mut self.moving {
             moving.end_rounds();
         }
@@ -292,7 +293,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         })
     }
 
-    fn resume(&mut self) -> Result<SourceGuest, String> {
+    fn resume(&mut self) -> Result<SourceGuest, Reason> {
         match self.resume_guest() {
             Ok(()) => Ok(SourceGuest::Running),
             Err(_) if self.vmm.has_ended() => Ok(SourceGuest::Gone),
@@ -311,7 +312,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         }
     }
 
-    fn end_guest(&mut self) -> Result<SourceGuest, String> {
+    fn end_guest(&mut self) -> Result<SourceGuest, Reason> {
         if self.kernel.post_copy_begun() {
             // The threads that read the guest's memory end before the monitor does.
             self.kernel.abort.finish();
@@ -324,11 +325,11 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
                 Ok(SourceGuest::Gone)
             }
             Ok(AfterMove::RunsHere) => Ok(SourceGuest::Running),
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(Reason::new(ErrorKind::Monitor, error)),
         }
     }
 
-    fn start_post_copy(&mut self) -> Result<(), String> {
+    fn start_post_copy(&mut self) -> Result<(), Reason> {
         self.begin_post_copy()
     }
 
@@ -358,8 +359,8 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
             ControlMessage::DeviceTaken { device } => self.device_loaded_ahead(device),
             ControlMessage::DeviceCredit { device, up_to } => {
                 // Refused on arrival, and refused again here, with the reason.
-                let reason = self.devices.known.credit(device, up_to).err()?;
-                return Some(SourceEvent::Failed { reason });
+                let text = self.devices.known.credit(device, up_to).err()?;
+                return Some(SourceEvent::Failed { reason: Reason::other(text) });
             }
             ControlMessage::PostCopyFigures(figures) => self.post_copy.figures = figures,
             ControlMessage::Figures(figures) => self.figures = figures,

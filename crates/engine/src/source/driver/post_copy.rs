@@ -6,12 +6,14 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use sterna_wire::control::PostCopyFigures;
+use sterna_wire::reason::Reason;
 
 use super::data_plane::Moving;
 use super::{Driver, new_window};
 use crate::cpu_time::{self, CpuTime};
 use crate::entry::PageSearch;
 use crate::pacer::Pacer;
+use crate::session::SessionError;
 use crate::source::unsent::PageServer;
 
 /// The driver's part of post-copy. Whether it has begun is known to the state machine.
@@ -36,13 +38,13 @@ impl PostCopy {
 
 impl Driver<'_> {
     /// Answers requests for pages, and pauses the guest: the destination watches for missing pages.
-    pub(super) fn begin_post_copy(&mut self) -> Result<(), String> {
+    pub(super) fn begin_post_copy(&mut self) -> Result<(), Reason> {
         self.post_copy.server = Some(self.answer_requests(PageServer::serve)?);
         self.switch_over()
     }
 
     /// Opens new data channels: the destination is connected again and admits them.
-    pub(super) fn resume_post_copy(&mut self) -> Result<(), String> {
+    pub(super) fn resume_post_copy(&mut self) -> Result<(), Reason> {
         self.end_data_plane();
         self.kernel.renew_channels();
         self.window = new_window(&self.kernel.session, &self.settings);
@@ -77,13 +79,13 @@ impl Driver<'_> {
     fn answer_requests(
         &self,
         serve: impl FnOnce(PageServer) -> io::Result<()> + Send + 'static,
-    ) -> Result<JoinHandle<()>, String> {
+    ) -> Result<JoinHandle<()>, Reason> {
         let opened = self.kernel.session.open_post_copy(self.security, self.kernel.to(), &self.kernel.abort);
-        let halves = opened.map_err(|error| error.to_string())?;
+        let halves = opened.map_err(SessionError::into_reason)?;
         let pacer = Arc::clone(&self.pacer);
         let server =
             PageServer::new(self.ram.clone(), Arc::clone(&self.unsent), halves, self.kernel.session.rules(), pacer);
-        let server = server.map_err(|error| error.to_string())?;
+        let server = server.map_err(Reason::other)?;
         let abort = Arc::clone(&self.kernel.abort);
         let thread = std::thread::Builder::new().name("page-requests".into());
         let served = move || {
@@ -91,6 +93,7 @@ impl Driver<'_> {
                 abort.lost(format_args!("the post-copy channel: {error}"));
             }
         };
-        cpu_time::spawn(thread, served).map_err(|error| format!("no thread for page requests: {error}"))
+        cpu_time::spawn(thread, served)
+            .map_err(|error| Reason::other(format_args!("no thread for page requests: {error}")))
     }
 }

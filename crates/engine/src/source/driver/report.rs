@@ -96,10 +96,12 @@ impl Driver<'_> {
         let requested = self.settings.delta_cache.min(self.ram.bytes());
         let (delta_cache, no_deltas) = sent.delta_cache(requested, self.settings.channels);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
+        let (reason, kind) = ending.for_report();
         Report {
             id: self.kernel.session.id.to_string(),
             outcome: ending.outcome,
-            reason: ending.reason.clone(),
+            reason,
+            kind,
             machine: self.vmm.name(),
             destination: self.kernel.to().to_string(),
             total_ms,

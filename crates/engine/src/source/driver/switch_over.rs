@@ -3,8 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use sterna_wire::reason::{ErrorKind, Reason};
+
 use super::Driver;
 use crate::migration::Phase;
+use crate::record_file::RecordFileError;
 use crate::source::rounds::Order;
 use crate::state::{Part, StateWriter};
 use crate::switchover::{after, too_long};
@@ -12,6 +15,11 @@ use crate::vmm::VmmError;
 
 /// The name of the monitor's state in reasons: the source waits for it while the guest is paused.
 pub(super) const MONITORS_STATE: &str = "the monitor's state";
+
+/// Returns a closure that makes the reason of an error of the monitor.
+fn monitor(what: &str) -> impl Fn(VmmError) -> Reason {
+    move |error| Reason::new(ErrorKind::Monitor, error).within(what)
+}
 
 impl Driver<'_> {
     pub(super) fn throttle(&mut self, percent: u8) {
@@ -40,11 +48,11 @@ impl Driver<'_> {
     }
 
     /// Has the monitor wait until the input and output under way has written guest RAM.
-    pub(super) fn settle_io(&mut self) -> Result<(), String> {
+    pub(super) fn settle_io(&mut self) -> Result<(), Reason> {
         let inside = self.occupied.enter(&self.kernel.abort, None);
         let settled = self.vmm.settle_io();
         drop(inside);
-        settled.map_err(|error| format!("the guest's input and output does not settle: {error}"))?;
+        settled.map_err(monitor("the guest's input and output does not settle"))?;
         // The time limit does not count the wait, in which no page could be sent.
         self.await_progress();
         self.moving.iter().for_each(|moving| moving.order(Order::Settled));
@@ -53,14 +61,14 @@ impl Driver<'_> {
     }
 
     /// Stops the guest, has the last round sent, and sends the state meanwhile.
-    pub(super) fn switch_over(&mut self) -> Result<(), String> {
+    pub(super) fn switch_over(&mut self) -> Result<(), Reason> {
         let Some(moving) = &self.moving else { return Ok(()) };
         if self.kernel.abort.is_over() {
             return Ok(());
         }
-        self.vmm.may_pause().map_err(|error| error.to_string())?;
+        self.vmm.may_pause().map_err(|error| Reason::new(ErrorKind::Monitor, error))?;
         // `sterna recover` resumes only a guest that was paused by its migration.
-        self.kernel.ledger.note_pausing(true).map_err(|error| error.to_string())?;
+        self.kernel.ledger.note_pausing(true).map_err(RecordFileError::into_reason)?;
         self.phase = Phase::SwitchingOver;
         self.kernel.observer.note("stopping the guest");
         // Before the call: the guest may have stopped even where pausing fails.
@@ -69,7 +77,7 @@ impl Driver<'_> {
         let inside = self.occupied.enter(&self.kernel.abort, None);
         let paused = self.vmm.pause();
         drop(inside);
-        paused.map_err(|error| format!("the monitor does not pause the guest: {error}"))?;
+        paused.map_err(monitor("the monitor does not pause the guest"))?;
         self.kernel.moments.paused = Some(Instant::now());
         self.set_urgent(true);
         self.kernel.due = Some((after(self.step_time()), "sending the last pages and the state"));
@@ -78,17 +86,17 @@ impl Driver<'_> {
     }
 
     /// Resumes the guest, because the downtime would be too long after all.
-    pub(super) fn run_on(&mut self) -> Result<(), String> {
+    pub(super) fn run_on(&mut self) -> Result<(), Reason> {
         self.kernel.observer.note("the guest had dirtied too much until it was paused: it runs on");
         self.resume_guest()?;
         self.keep_throttled();
-        self.kernel.ledger.note_pausing(false).map_err(|error| error.to_string())?;
+        self.kernel.ledger.note_pausing(false).map_err(RecordFileError::into_reason)?;
         (self.phase, self.kernel.due) = (Phase::Rounds, self.rounds_due());
         Ok(())
     }
 
-    pub(super) fn resume_guest(&mut self) -> Result<(), String> {
-        self.vmm.resume().map_err(|error| format!("the monitor does not resume the guest: {error}"))?;
+    pub(super) fn resume_guest(&mut self) -> Result<(), Reason> {
+        self.vmm.resume().map_err(monitor("the monitor does not resume the guest"))?;
         self.kernel.moments.runs_on();
         self.set_urgent(false);
         Ok(())
@@ -103,13 +111,13 @@ impl Driver<'_> {
     }
 
     /// Sends the state of the guest, which stays paused, while its last pages are on their way.
-    pub(super) fn send_state(&mut self) -> Result<(), String> {
+    pub(super) fn send_state(&mut self) -> Result<(), Reason> {
         let Some(moving) = &self.moving else { return Ok(()) };
         if self.kernel.abort.is_over() {
             return Ok(());
         }
         self.devices.known.save();
-        let stream = moving.stream.as_ref().ok_or("there is no stream channel")?;
+        let stream = moving.stream.as_ref().ok_or_else(|| Reason::other("there is no stream channel"))?;
         let mut state = StateWriter::new(stream, Part::Final, self.kernel.session.packet_size);
         // The deadline ends the call where the destination does not read and so blocks the monitor, on this thread.
         let deadline = self.kernel.due.map(|(deadline, step)| {
@@ -119,8 +127,8 @@ impl Driver<'_> {
             (deadline, Box::new(reason) as _)
         });
         let inside = self.occupied.enter(&self.kernel.abort, deadline);
-        let saved = self.vmm.save(&mut state).map_err(|error| format!("saving the guest's state failed: {error}"));
-        let finished = saved.and_then(|()| state.finish().map_err(|error| error.to_string()));
+        let saved = self.vmm.save(&mut state).map_err(monitor("saving the guest's state failed"));
+        let finished = saved.and_then(|()| state.finish().map_err(Reason::other));
         drop(inside);
         let bytes = match finished {
             Ok(bytes) => bytes,

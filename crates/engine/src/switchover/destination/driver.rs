@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use sterna_wire::control::{ControlMessage, DestinationFigures, PostCopyFigures};
+use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest};
 
 use super::{DestinationKernel, SourceLink};
@@ -25,20 +26,20 @@ pub trait DestinationDriver<'a> {
     ///
     /// # Errors
     /// Why that is not sure: the migration is aborted.
-    fn clear_autostart(&mut self) -> Result<(), String>;
+    fn clear_autostart(&mut self) -> Result<(), Reason>;
 
     /// Called when the channels are admitted and the source has received its welcome.
     ///
     /// # Errors
     /// Why the guest cannot be loaded: the migration is aborted.
-    fn accept_stream(&mut self) -> Result<(), String>;
+    fn accept_stream(&mut self) -> Result<(), Reason>;
 
     /// Post-copy: has the missing pages of guest RAM watched.
     ///
     /// # Errors
     /// Why that is not possible: the migration is aborted.
-    fn watch_missing_pages(&mut self) -> Result<(), String> {
-        Err("this monitor's memory cannot be watched".into())
+    fn watch_missing_pages(&mut self) -> Result<(), Reason> {
+        Err(Reason::other("this monitor's memory cannot be watched"))
     }
 
     /// Post-copy: closes the data channels of older incarnations, and admits those of the newest control channel.
@@ -47,11 +48,11 @@ pub trait DestinationDriver<'a> {
     /// Post-copy: reports [`DestinationEvent::MemoryComplete`] once no page is missing any more.
     fn await_memory(&mut self) {}
 
-    /// Starts the guest and returns its state.
+    /// Starts the guest. Returns its state, unless that may take until missing memory has arrived: then the driver reports it later.
     ///
     /// # Errors
     /// Why the guest does not run: `sterna recover` has to settle the migration.
-    fn start_guest(&mut self) -> Result<DestinationGuest, String>;
+    fn start_guest(&mut self) -> Result<Option<DestinationGuest>, Reason>;
 
     /// Called when the guest runs here.
     fn arrived(&mut self);
@@ -60,7 +61,7 @@ pub trait DestinationDriver<'a> {
     ///
     /// # Errors
     /// Why the copy may still be there.
-    fn discard(&mut self) -> Result<(), String>;
+    fn discard(&mut self) -> Result<(), Reason>;
 
     /// Waits for a source that was lost.
     fn await_source(&mut self) {

@@ -5,17 +5,17 @@ use std::time::{Duration, Instant};
 
 use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::ControlMessage;
+use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, Moment, RecordState,
     SwitchoverMessage,
 };
-use sterna_wire::text::cleaned;
 
 use super::{DestinationDriver, DestinationOutcome, Lingering};
 use crate::control_link::CLOSED_BY_PEER;
 use crate::migration::Phase;
 use crate::session::{ConnectionEvent, LAST_WORDS, PeerEvent};
-use crate::switchover::{CANCELLED, Event, Receiving, TICK, passed, time_left};
+use crate::switchover::{Event, Receiving, TICK, cancelled, passed, time_left};
 
 /// Runs a destination from its first actions until the source needs no more answers.
 pub fn run_destination<'a, D: DestinationDriver<'a>>(
@@ -146,7 +146,7 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
         }
         DestinationAction::ClearAutostart => Some(match driver.clear_autostart() {
             Ok(()) => DestinationEvent::AutostartCleared,
-            Err(reason) => DestinationEvent::Failed { reason },
+            Err(reason) => DestinationEvent::ActionFailed { reason },
         }),
         DestinationAction::AcceptStream => {
             driver.kernel().phase = Phase::Rounds;
@@ -159,7 +159,7 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
         DestinationAction::Send(message) => {
             match &message {
                 SwitchoverMessage::Running | SwitchoverMessage::RunningIncomplete => send_figures(driver, &message),
-                SwitchoverMessage::MemoryLost { reason } => drop(driver.kernel().abort.raise(reason)),
+                SwitchoverMessage::MemoryLost(reason) => drop(driver.kernel().abort.raise(reason.clone())),
                 _ => {}
             }
             driver.kernel().peer.send(&ControlMessage::Switchover(message));
@@ -167,7 +167,7 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
         }
         DestinationAction::WatchMissingPages => Some(match driver.watch_missing_pages() {
             Ok(()) => DestinationEvent::MissingPagesWatched,
-            Err(reason) => driver.kernel().fail(format!("post-copy is not possible at the destination: {reason}")),
+            Err(reason) => driver.kernel().fail(reason.within("post-copy is not possible at the destination")),
         }),
         DestinationAction::RenewChannels => {
             driver.renew_channels();
@@ -177,16 +177,19 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             driver.await_memory();
             None
         }
-        DestinationAction::Cont => Some(start_guest(driver)),
+        DestinationAction::Cont => match driver.start_guest() {
+            Ok(state) => state.map(|state| guest_is(driver, state)),
+            Err(reason) => Some(DestinationEvent::ActionFailed { reason }),
+        },
         DestinationAction::AnnounceSelf => {
             driver.arrived();
             None
         }
         DestinationAction::Quit => {
-            driver.kernel().abort.raise("the migration was aborted");
+            driver.kernel().abort.raise(Reason::other("the migration was aborted"));
             Some(match driver.discard() {
                 Ok(()) => DestinationEvent::Guest(DestinationGuest::Gone),
-                Err(reason) => DestinationEvent::Failed { reason },
+                Err(reason) => DestinationEvent::ActionFailed { reason },
             })
         }
         DestinationAction::HangUp => {
@@ -213,12 +216,9 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
     }
 }
 
-fn start_guest<'a, D: DestinationDriver<'a>>(driver: &mut D) -> DestinationEvent {
-    let state = match driver.start_guest() {
-        Ok(state) => state,
-        Err(reason) => return DestinationEvent::Failed { reason },
-    };
-    let since = driver.kernel().decided.filter(|_| state == DestinationGuest::Running);
+/// Returns the event that the guest is in `state`. Takes the time until it runs, the first time.
+fn guest_is<'a, D: DestinationDriver<'a>>(driver: &mut D, state: DestinationGuest) -> DestinationEvent {
+    let since = driver.kernel().decided.take_if(|_| state == DestinationGuest::Running);
     if let (Some(since), Some(receiving)) = (since, driver.receiving()) {
         receiving.figures.start_ms = since.elapsed().as_secs_f64() * 1e3;
     }
@@ -249,7 +249,10 @@ fn translate<'a, D: DestinationDriver<'a>>(driver: &mut D, event: Event<D::Event
         }
         Event::Broken(_) => channels_failed(driver),
         Event::Cancelled => cancel(driver),
-        Event::Own(event) => driver.handle(event),
+        Event::Own(event) => match driver.handle(event)? {
+            DestinationEvent::Guest(state) => Some(guest_is(driver, state)),
+            event => Some(event),
+        },
     }
 }
 
@@ -270,8 +273,8 @@ fn handle_peer<'a, D: DestinationDriver<'a>>(driver: &mut D, news: ConnectionEve
     match kernel.peer.handle(news)? {
         PeerEvent::Message(message, _share) => match message {
             ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
-            ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
-                Some(DestinationEvent::Failed { reason: format!("the source failed: {}", cleaned(&reason)) })
+            ControlMessage::Failed(reason) | ControlMessage::Refused(reason) => {
+                Some(DestinationEvent::Failed { reason: reason.from_peer().within("the source failed") })
             }
             message => driver.receive(message),
         },
@@ -320,5 +323,5 @@ fn cancel<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationEve
         return None;
     }
     kernel.cancelled = true;
-    Some(kernel.fail(CANCELLED))
+    Some(kernel.fail(cancelled()))
 }

@@ -1,6 +1,7 @@
 //! What a driver of a source implements.
 
 use sterna_wire::control::ControlMessage;
+use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{SourceEvent, SourceGuest};
 
 use super::SourceKernel;
@@ -9,11 +10,11 @@ use super::SourceKernel;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unserved {
     /// The connection failed, for this reason: the destination is connected to anew.
-    ConnectionLost(String),
+    ConnectionLost(Reason),
     /// The monitor has ended, and the pages with it.
     MonitorGone,
     /// This process has no access to the pages, for this reason.
-    NoPages(String),
+    NoPages(Reason),
 }
 
 /// What one monitor does as a source.
@@ -28,25 +29,25 @@ pub trait SourceDriver<'a> {
     ///
     /// # Errors
     /// Why it cannot begin: the migration is aborted.
-    fn start_migration(&mut self) -> Result<(), String>;
+    fn start_migration(&mut self) -> Result<(), Reason>;
 
     /// Lets the monitor complete its part: the destination is prepared. Returns the guest's state, unless the monitor reports it later.
     ///
     /// # Errors
     /// Why it does not complete: the migration is aborted.
-    fn complete(&mut self) -> Result<Option<SourceGuest>, String>;
+    fn complete(&mut self) -> Result<Option<SourceGuest>, Reason>;
 
     /// Ends the monitor's migration after an abort and returns the guest's state.
     ///
     /// # Errors
     /// Why the guest's state is not known: `sterna recover` has to settle the migration.
-    fn end_migration(&mut self) -> Result<SourceGuest, String>;
+    fn end_migration(&mut self) -> Result<SourceGuest, Reason>;
 
     /// Resumes the guest and returns its state.
     ///
     /// # Errors
     /// Why the guest does not run: `sterna recover` has to settle the migration.
-    fn resume(&mut self) -> Result<SourceGuest, String>;
+    fn resume(&mut self) -> Result<SourceGuest, Reason>;
 
     /// The guest runs here again, and stays.
     fn stays(&mut self);
@@ -55,14 +56,14 @@ pub trait SourceDriver<'a> {
     ///
     /// # Errors
     /// Why the monitor still lives although it was to be ended.
-    fn end_guest(&mut self) -> Result<SourceGuest, String>;
+    fn end_guest(&mut self) -> Result<SourceGuest, Reason>;
 
     /// Begins post-copy: answers requests for pages, pauses the guest and sends its state.
     ///
     /// # Errors
     /// Why it cannot begin: the migration is aborted.
-    fn start_post_copy(&mut self) -> Result<(), String> {
-        Err("post-copy is not possible at the source".into())
+    fn start_post_copy(&mut self) -> Result<(), Reason> {
+        Err(Reason::other("post-copy is not possible at the source"))
     }
 
     /// Sends the pages that the destination lacks, over new channels where the destination was lost before.

@@ -4,20 +4,19 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Instant;
 
 use sterna_wire::control::ControlMessage;
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{
     Moment, RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SwitchoverMessage,
 };
 
 use super::{SourceDriver, Unserved};
 use crate::session::{ConnectionEvent, LAST_WORDS, PeerEvent};
-use crate::switchover::{CANCELLED, Event, TICK, after, passed, time_left};
+use crate::switchover::{Event, TICK, after, cancelled, passed, time_left};
 
-/// Returns the error text for a step that was not done in time.
-pub(crate) fn too_long(step: &str, waiting_for: Option<String>) -> String {
-    match waiting_for {
-        Some(what) => format!("{step} took too long; waiting for {what}"),
-        None => format!("{step} took too long"),
-    }
+/// Returns the reason of a step that was not done in time.
+pub(crate) fn too_long(step: &str, waiting_for: Option<String>) -> Reason {
+    let more = waiting_for.map(|what| format!("; waiting for {what}")).unwrap_or_default();
+    Reason::new(ErrorKind::TimeLimit, format_args!("{step} took too long{more}"))
 }
 
 /// Runs a source from its first actions to its end.
@@ -64,14 +63,14 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
 
 /// Returns the failure, where a step took too long or the destination sent no reason for a broken channel in time.
 fn overdue<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
-    let late = driver.kernel().due.take_if(|(deadline, _)| passed(*deadline));
-    if late.is_none() {
-        driver.kernel().last_words.take_if(|deadline| passed(*deadline))?;
+    let kernel = driver.kernel();
+    if let Some((_, step)) = kernel.due.take_if(|(deadline, _)| passed(*deadline)) {
+        // The reason of the alarm explains more than that the step took long.
+        let alarm = kernel.abort.reason();
+        return Some(SourceEvent::Failed { reason: alarm.unwrap_or_else(|| too_long(step, driver.waiting_for())) });
     }
-    // The reason of the alarm explains more than that the step took long.
-    let reason = driver.kernel().abort.reason();
-    let step = |(_, step)| too_long(step, driver.waiting_for());
-    Some(SourceEvent::Failed { reason: reason.or_else(|| late.map(step)).unwrap_or_default() })
+    kernel.last_words.take_if(|deadline| passed(*deadline))?;
+    Some(SourceEvent::ChannelsLost { reason: kernel.abort.reason()? })
 }
 
 fn perform_observed<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Option<SourceEvent> {
@@ -85,8 +84,8 @@ fn perform_observed<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceActio
 
 /// Performs an action. Returns the event that answers it, if that is known at once.
 fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Option<SourceEvent> {
-    let failed = |reason| SourceEvent::Failed { reason };
-    let state_of = |outcome: Result<SourceGuest, String>| outcome.map_or_else(failed, SourceEvent::Guest);
+    let failed = |reason| SourceEvent::ActionFailed { reason };
+    let state_of = |outcome: Result<SourceGuest, Reason>| outcome.map_or_else(failed, SourceEvent::Guest);
     match action {
         SourceAction::WriteRecord(state) => Some(write_record(driver, state)),
         SourceAction::StartMigration => driver.start_migration().err().map(|reason| {
@@ -98,7 +97,7 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
         SourceAction::StartPostCopy => driver.start_post_copy().err().map(failed),
         SourceAction::ServePages => match driver.serve_pages().err()? {
             Unserved::ConnectionLost(reason) => {
-                tracing::info!(reason, "the rest of memory cannot be sent yet");
+                tracing::info!(%reason, "the rest of memory cannot be sent yet");
                 driver.kernel().abort.lost(reason);
                 driver.kernel().peer.hang_up();
                 Some(SourceEvent::ConnectionLost)
@@ -122,7 +121,7 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
         }
         SourceAction::EndGuest => {
             let ended = driver.end_guest();
-            driver.kernel().left = ended.as_ref().err().cloned();
+            driver.kernel().left = ended.as_ref().err().map(Reason::to_string);
             Some(state_of(ended))
         }
         SourceAction::Connect => {
@@ -144,8 +143,8 @@ fn write_record<'a, D: SourceDriver<'a>>(driver: &mut D, state: SourceState) -> 
     let kernel = driver.kernel();
     if state == SourceState::Aborted {
         // Before the channels are closed, so that the destination learns the reason.
-        let reason = kernel.machine.reason();
-        kernel.peer.send(&ControlMessage::Failed { reason: reason.to_owned() });
+        let reason = kernel.machine.reason().clone();
+        kernel.peer.send(&ControlMessage::Failed(reason.clone()));
         kernel.abort.raise(reason);
     }
     if !kernel.ledger.write(RecordState::Source(state), kernel.observer) {
@@ -178,11 +177,7 @@ fn channels_broke<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent
         return None;
     }
     let reason = kernel.abort.reason()?;
-    if !kernel.decided() {
-        // The control channel is still there: the destination is informed on it.
-        return Some(SourceEvent::Failed { reason });
-    }
-    if kernel.post_copy_begun() {
+    if kernel.decided() && kernel.post_copy_begun() {
         // The machine connects anew, and no event of the old control channel is handled after that.
         kernel.observer.note(&format!("the connection to the destination is lost: {reason}"));
         if driver.monitor_has_ended() {
@@ -210,9 +205,7 @@ fn handle_peer<'a, D: SourceDriver<'a>>(driver: &mut D, news: ConnectionEvent) -
                 }
                 Some(SourceEvent::Message(message))
             }
-            ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
-                kernel.destination_failed(&reason)
-            }
+            ControlMessage::Failed(reason) | ControlMessage::Refused(reason) => kernel.destination_failed(reason),
             message => driver.receive(message),
         },
         PeerEvent::Lost(reason) => {
@@ -244,7 +237,7 @@ fn cancel<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
     }
     kernel.cancelled = true;
     if !kernel.decided() {
-        return Some(SourceEvent::Failed { reason: CANCELLED.into() });
+        return Some(SourceEvent::Failed { reason: cancelled() });
     }
     // In post-copy the rest is still sent, but the source does not wait for a lost destination.
     if !kernel.serves_pages() {

@@ -10,6 +10,7 @@ use sterna_engine::process;
 use sterna_engine::report::ReceiveReport;
 use sterna_engine::switchover::{DestinationDriver, DestinationKernel, DestinationOutcome, Receiving, SourceLink};
 use sterna_wire::control::{ControlMessage, DestinationFigures, Totals};
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest};
 
 use super::return_path::read_return_path;
@@ -73,33 +74,37 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     }
 
     /// Has QEMU listen, and stay paused when it has loaded the guest.
-    fn clear_autostart(&mut self) -> Result<(), String> {
+    fn clear_autostart(&mut self) -> Result<(), Reason> {
         let uri = format!("unix:{}", self.sockets.path_for_qemu().display());
-        let failed = |error| format!("QEMU does not take the migration: {error}");
-        self.qmp.execute("migrate-incoming", json!({ "uri": uri })).map_err(failed)?;
+        let failed = qemu::failed("QEMU does not take the migration");
+        self.qmp.execute("migrate-incoming", json!({ "uri": uri })).map_err(&failed)?;
         // Accepted while `inmigrate`: it clears the autostart flag and changes nothing else.
-        self.qmp.execute("stop", json!({})).map_err(failed)?;
+        self.qmp.execute("stop", json!({})).map_err(&failed)?;
         match self.qmp.status().map_err(failed)?.as_str() {
             "inmigrate" => Ok(()),
-            status => Err(format!("QEMU is {status} where it should wait for the migration")),
+            status => {
+                let text = format_args!("QEMU is {status} where it should wait for the migration");
+                Err(Reason::new(ErrorKind::Monitor, text))
+            }
         }
     }
 
-    fn accept_stream(&mut self) -> Result<(), String> {
+    fn accept_stream(&mut self) -> Result<(), Reason> {
         Ok(())
     }
 
-    fn start_guest(&mut self) -> Result<DestinationGuest, String> {
-        qemu::cont(&self.qmp).map_err(|error| format!("QEMU does not start the guest: {error}"))?;
-        Ok(DestinationGuest::Running)
+    fn start_guest(&mut self) -> Result<Option<DestinationGuest>, Reason> {
+        qemu::cont(&self.qmp).map_err(qemu::failed("QEMU does not start the guest"))?;
+        Ok(Some(DestinationGuest::Running))
     }
 
     fn arrived(&mut self) {
         qemu::announce(&self.qmp);
     }
 
-    fn discard(&mut self) -> Result<(), String> {
-        qemu::quit(&self.qmp, self.kernel.ledger.record().monitor_process, QUIT_TIME)
+    fn discard(&mut self) -> Result<(), Reason> {
+        let quit = qemu::quit(&self.qmp, self.kernel.ledger.record().monitor_process, QUIT_TIME);
+        quit.map_err(|text| Reason::new(ErrorKind::Monitor, text))
     }
 
     fn ended(&mut self, end: &DestinationEnd) {
@@ -128,8 +133,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
                 self.loading.totals = Some(totals);
                 let missing = self.feeder.missing();
                 if missing > 0 {
-                    let reason = format!("{missing} pages arrived damaged, and the source has not sent them again");
-                    return Some(self.kernel.fail(reason));
+                    let text = format_args!("{missing} pages arrived damaged, and the source has not sent them again");
+                    return Some(self.kernel.fail(Reason::other(text)));
                 }
                 self.if_complete()
             }
@@ -151,8 +156,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
                 None
             }
             Event::ReturnPath(Ok(message)) => self.handle_return_path(message),
-            Event::ReturnPath(Err(reason)) => {
-                self.kernel.abort.raise(reason);
+            Event::ReturnPath(Err(text)) => {
+                self.kernel.abort.raise(Reason::new(ErrorKind::Monitor, text));
                 None
             }
         }
@@ -170,12 +175,16 @@ impl Driver<'_> {
             QemuEvent::Gone if qemu::has_ended(self.kernel.ledger.record().monitor_process) => {
                 Some(DestinationEvent::Guest(DestinationGuest::Gone))
             }
-            QemuEvent::Gone => Some(DestinationEvent::Failed { reason: "QEMU closed its QMP socket".into() }),
+            QemuEvent::Gone => {
+                let reason = Reason::new(ErrorKind::Monitor, "QEMU closed its QMP socket");
+                Some(DestinationEvent::Failed { reason })
+            }
             QemuEvent::Resumed => Some(DestinationEvent::Guest(DestinationGuest::Running)),
             QemuEvent::Migration(status) if status == "failed" => {
                 let why = self.qmp.query_migrate().ok().and_then(|info| info.error_desc);
                 let why = why.as_deref().unwrap_or("see its output");
-                Some(self.kernel.fail(format!("QEMU could not load the guest: {why}")))
+                let text = format_args!("QEMU could not load the guest: {why}");
+                Some(self.kernel.fail(Reason::new(ErrorKind::Monitor, text)))
             }
             QemuEvent::Stopped | QemuEvent::Migration(_) => None,
         }
@@ -203,15 +212,16 @@ impl Driver<'_> {
             ReturnMessage::Shut(0) => {
                 let since = self.loading.ram_placed;
                 self.receiving.figures.load_ms = since.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
-                if let Err(reason) = wait_paused(&self.qmp) {
-                    return Some(DestinationEvent::Failed { reason });
+                if let Err(text) = wait_paused(&self.qmp) {
+                    return Some(DestinationEvent::Failed { reason: Reason::new(ErrorKind::Monitor, text) });
                 }
                 self.loading.loaded = true;
                 self.if_complete()
             }
             // QEMU sends 1 for every reason.
             ReturnMessage::Shut(_) => {
-                Some(DestinationEvent::Failed { reason: "QEMU could not load the guest: see its output".into() })
+                let reason = Reason::new(ErrorKind::Monitor, "QEMU could not load the guest: see its output");
+                Some(DestinationEvent::Failed { reason })
             }
             _ => None,
         }

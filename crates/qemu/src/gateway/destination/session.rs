@@ -13,6 +13,7 @@ use sterna_engine::session::{AcceptedSource, ChannelAcceptor, Peer, link_events}
 use sterna_engine::switchover::{DestinationKernel, DestinationSetup, Events, Receiving, run_destination};
 use sterna_engine::transport::Incoming;
 use sterna_wire::control::ControlMessage;
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationState, DestinationSwitchover, RecordState};
 
 use super::driver::{Driver, Event, Loading, faults};
@@ -38,7 +39,7 @@ pub(super) fn run(
     let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = source;
     let refused = |writer: &mut _, error: String| {
         // Fails where the peer is gone, which needs no answer.
-        let _ = send_message(writer, &ControlMessage::Refused { reason: error.clone() });
+        let _ = send_message(writer, &ControlMessage::Refused(Reason::new(ErrorKind::Settings, &error)));
         GatewayError::refused(error)
     };
     let wanted = RequiredSettings {

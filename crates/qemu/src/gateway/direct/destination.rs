@@ -114,7 +114,7 @@ pub(in crate::gateway) fn receive(
     match taken {
         Ok(report) => Ok(report),
         Err(MigrationError { received: Some(report), .. }) => Ok(*report),
-        Err(error) => Err(GatewayError::new(error.to_string())),
+        Err(error) => Err(GatewayError::new(&error).of(error.kind)),
     }
 }
 

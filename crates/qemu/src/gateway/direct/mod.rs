@@ -46,6 +46,7 @@ use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::ram::GuestRam;
 use sterna_offload::{Accelerators, LEDGERS, Offload, Settings, Shares, StartError};
 use sterna_wire::control::{Hello, Mode};
+use sterna_wire::reason::ErrorKind;
 use sterna_wire::switchover::SourceAfter;
 
 pub(super) use self::destination::{NotTaken, Ready as ReadyDestination, prepare as prepare_destination, receive};
@@ -53,7 +54,7 @@ pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory}
 use self::ram::{DirectRam, Survey};
 use self::source::QemuSource;
 use super::fault::WithFaultPoints;
-use super::{DirectOptions, ErrorKind, SendOptions, qemu};
+use super::{DirectOptions, SendOptions, qemu};
 use crate::qmp::Qmp;
 
 /// A source QEMU whose guest can be moved in direct mode. Only the tracking of its writes has been prepared so far.
@@ -84,7 +85,8 @@ pub(super) fn prepare(qmp: &Qmp) -> Result<Ready, String> {
 /// Returns the kind of a refusal to move a guest directly: whether this process may read QEMU's memory at all.
 pub(super) fn refusal_kind(qmp: &Qmp) -> ErrorKind {
     let memory = qmp.peer_pid().map(|pid| std::fs::File::open(format!("/proc/{pid}/mem")));
-    memory.and_then(Result::err).map_or(ErrorKind::Refused, |error| ErrorKind::of_io(&error))
+    let otherwise = ErrorKind::Settings;
+    memory.and_then(Result::err).map_or(otherwise, |error| ErrorKind::of_io(&error, otherwise))
 }
 
 /// What a dry run finds out about direct mode. Nothing of QEMU is touched.
@@ -142,13 +144,6 @@ pub(super) fn offload(options: &DirectOptions) -> Result<Option<Arc<Offload>>, S
     Offload::start(&options.accelerators, &settings).map(Some)
 }
 
-/// Why the guest was not sent. The guest was not touched.
-pub(super) struct NotSent {
-    /// [`ErrorKind::PeerRefused`]: the destination may accept another migration.
-    pub(super) kind: ErrorKind,
-    pub(super) reason: String,
-}
-
 /// Moves the guest.
 ///
 /// # Errors
@@ -160,7 +155,7 @@ pub(super) fn send(
     offload: Option<Arc<Offload>>,
     cancel: &Cancel,
     observer: &dyn Observer,
-) -> Result<Report, NotSent> {
+) -> Result<Report, MigrationError> {
     let Ready { ram, machine_type } = ready;
     let tracking = ram.tracking();
     let stopped = ram.stopped();
@@ -202,7 +197,7 @@ pub(super) fn send(
     let mut report = match moved {
         Ok(report) => report,
         Err(MigrationError { report: Some(report), .. }) => *report,
-        Err(error) => return Err(NotSent { kind: ErrorKind::of_migration(&error), reason: error.to_string() }),
+        Err(error) => return Err(error),
     };
     settle_source(&mut report, &record);
     report.mode = Some("direct".into());

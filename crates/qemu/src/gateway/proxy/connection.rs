@@ -28,6 +28,7 @@ use sterna_engine::session::Opened;
 use sterna_engine::window::Window;
 
 use crate::gateway::GatewayError;
+use sterna_wire::reason::Reason;
 
 /// Bytes that one read takes from a connection.
 const BUFFER: usize = 64 << 10;
@@ -73,7 +74,7 @@ impl LocalEnd {
             wait_until_closed(&local);
             // A program that has closed its end reads nothing, so writes at the other end must fail.
             if !inward_ended.load(Ordering::Acquire) {
-                inward.raise("the local end was closed");
+                inward.raise(Reason::other("the local end was closed"));
             }
             channel.join();
             ended();
@@ -97,9 +98,9 @@ impl LocalEnd {
             drop((reader, writer));
             if let Err(error) = received {
                 tracing::debug!(%error, "one direction of a carried connection has ended early");
-                inward.raise(error);
+                inward.raise(Reason::other(error));
             } else if !inward_ended.load(Ordering::Acquire) {
-                inward.raise("the channel has ended before the connection that it carries");
+                inward.raise(Reason::other("the channel has ended before the connection that it carries"));
             }
             ended();
         })?;
@@ -109,8 +110,8 @@ impl LocalEnd {
 
     /// Ends both directions.
     pub(super) fn close(&self) {
-        self.outward.raise("closed");
-        self.inward.raise("closed");
+        self.outward.raise(Reason::other("closed"));
+        self.inward.raise(Reason::other("closed"));
     }
 
     /// Waits for both directions, which have ended or were closed.

@@ -10,13 +10,13 @@ use sterna_engine::abort::Abort;
 use sterna_engine::control_link::{ControlEvent, ControlLink};
 use sterna_engine::session::{ChannelAcceptor, LAST_WORDS};
 use sterna_wire::control::ControlMessage;
-use sterna_wire::text::cleaned;
 
 use super::receive::Event;
 use crate::gateway::GatewayError;
 use crate::gateway::backlog::Backlog;
 use crate::gateway::feeder::FeederEvent;
 use crate::stream::{ReturnMessage, ReturnPathReader};
+use sterna_wire::reason::Reason;
 
 /// How long the source's proxy may take to end the session once the source QEMU has sent everything. It only waits for our
 /// acknowledgements. After this time the session ends without it.
@@ -84,7 +84,7 @@ impl<'a> Migration<'a> {
         let result =
             result.map_err(|error| if self.abort.was_lost() { last_words(events).unwrap_or(error) } else { error });
         if let Err(error) = &result {
-            self.send(&ControlMessage::Failed { reason: error.to_string() });
+            self.send(&ControlMessage::Failed(Reason::new(error.kind, error)));
         }
         self.abort.finish();
         self.acceptor.join();
@@ -94,8 +94,8 @@ impl<'a> Migration<'a> {
     /// Handles one event. Returns whether the migration has ended.
     fn handle(&mut self, event: Event) -> Result<bool, GatewayError> {
         match event {
-            Event::Control(ControlEvent::Message(ControlMessage::Failed { reason }, _)) => {
-                return Err(source_error(&reason));
+            Event::Control(ControlEvent::Message(ControlMessage::Failed(reason), _)) => {
+                return Err(source_error(reason));
             }
             Event::Control(ControlEvent::Lost(_)) if matches!(self.stage, Stage::EndedSince(_)) => return Ok(true),
             Event::Control(ControlEvent::Lost(reason)) => {
@@ -122,7 +122,7 @@ impl<'a> Migration<'a> {
             Event::Broken if self.abort.was_lost() && matches!(self.stage, Stage::EndedSince(_)) => return Ok(true),
             Event::Broken => {
                 if let Some(reason) = self.abort.reason() {
-                    return Err(GatewayError::new(reason));
+                    return Err(GatewayError::new(&reason).of(reason.kind));
                 }
             }
             Event::Cancelled => return Err(GatewayError::new("the proxy was told to close its connections")),
@@ -165,8 +165,9 @@ impl<'a> Migration<'a> {
     }
 }
 
-fn source_error(reason: &str) -> GatewayError {
-    GatewayError::new(format!("the source's proxy: {}", cleaned(reason)))
+fn source_error(reason: Reason) -> GatewayError {
+    let reason = reason.from_peer().within("the source's proxy");
+    GatewayError::new(&reason).of(reason.kind)
 }
 
 /// Waits for the source's reason for a broken channel, which comes on the control channel.
@@ -174,8 +175,8 @@ fn last_words(events: &Receiver<Event>) -> Option<GatewayError> {
     let deadline = Instant::now() + LAST_WORDS;
     loop {
         let event = events.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()?;
-        if let Event::Control(ControlEvent::Message(ControlMessage::Failed { reason }, _)) = event {
-            return Some(source_error(&reason));
+        if let Event::Control(ControlEvent::Message(ControlMessage::Failed(reason), _)) = event {
+            return Some(source_error(reason));
         }
     }
 }

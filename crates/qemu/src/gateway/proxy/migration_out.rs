@@ -24,7 +24,6 @@ use sterna_engine::transport::Security;
 use sterna_engine::window::Window;
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::control::{ControlMessage, RelayContent};
-use sterna_wire::text::cleaned;
 
 use super::endpoint::{Endpoint, PeerProcess, check_channels};
 use super::report::{ProxyReport, ProxySide};
@@ -35,6 +34,7 @@ use crate::gateway::layout::Start;
 use crate::gateway::plane::{Plane, WhenAborted};
 use crate::gateway::source_stream::{StreamNews, closer, read_start};
 use crate::stream::{MainReader, MultifdInit, ReturnMessage};
+use sterna_wire::reason::Reason;
 
 /// How long the destination's proxy may take to close the channels after a migration was delivered. After this time they are closed
 /// without it.
@@ -270,7 +270,7 @@ impl Migration {
             }
             Event::Broken => {
                 if let Some(reason) = self.abort.reason() {
-                    return Err(GatewayError::new(reason));
+                    return Err(GatewayError::new(&reason).of(reason.kind));
                 }
             }
             Event::Cancelled => return Err(GatewayError::new("the proxy was told to close its connections")),
@@ -298,8 +298,9 @@ impl Migration {
                     tracing::info!(%error, "the return path is closed");
                 }
             }
-            ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
-                return Err(GatewayError::new(format!("the destination's proxy: {}", cleaned(&reason))));
+            ControlMessage::Failed(reason) | ControlMessage::Refused(reason) => {
+                let reason = reason.from_peer().within("the destination's proxy");
+                return Err(GatewayError::new(&reason).of(reason.kind));
             }
             unexpected => tracing::warn!(?unexpected, "unexpected message from a destination's proxy"),
         }
@@ -353,7 +354,7 @@ impl Migration {
     }
 
     fn give_up(self, error: &GatewayError) {
-        let _ = self.link.send(&ControlMessage::Failed { reason: error.to_string() });
+        let _ = self.link.send(&ControlMessage::Failed(Reason::new(error.kind, error)));
         self.abort.finish();
         if let Some(plane) = self.plane {
             plane.leave(QEMU_TIME);

@@ -14,6 +14,7 @@ use sterna_engine::switchover::{
 use sterna_engine::transport::{Limits, Listener, Stop, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::header::ChannelKind;
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{
     DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover, Record, RecordState,
 };
@@ -21,7 +22,7 @@ use sterna_wire::switchover::{
 use super::{CANCELLED, Recovery, TELL_TIME, durable, restore_settings, security, unconnected_peer};
 use crate::gateway::destination::LINGER;
 use crate::gateway::qemu::{self, QUIT_TIME};
-use crate::gateway::{ErrorKind, GatewayError, RecoverOptions};
+use crate::gateway::{GatewayError, RecoverOptions};
 use crate::qmp::Qmp;
 
 /// Settles the migration from a record in `state`.
@@ -42,16 +43,8 @@ pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result
     });
     let until = options.wait.map(after);
     let needs_source = !state.lacks_memory();
-    let mut driver = Driver {
-        kernel,
-        options,
-        qmp,
-        on_connection,
-        listening: None,
-        needs_source,
-        until,
-        given_up: ErrorKind::Failed,
-    };
+    let mut driver =
+        Driver { kernel, options, qmp, on_connection, listening: None, needs_source, until, given_up: None };
     let outcome = run_destination(&mut driver, &inbox, first);
     driver.kernel.hang_up();
     match outcome {
@@ -59,7 +52,9 @@ pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result
             let ledger = &driver.kernel.ledger;
             sentence(&end, ledger.record()).and_then(|text| durable(ledger, text))
         }
-        DestinationOutcome::GivenUp(reason) => Err(GatewayError::new(reason).of(driver.given_up)),
+        DestinationOutcome::GivenUp(reason) => {
+            Err(driver.given_up.take().unwrap_or_else(|| GatewayError::of_kind(reason.kind, reason)))
+        }
     }
 }
 
@@ -98,8 +93,8 @@ struct Driver<'a> {
     needs_source: bool,
     /// When the source must have sent its decision.
     until: Option<Instant>,
-    /// The kind of the failure, once this side gives up.
-    given_up: ErrorKind,
+    /// Why this side cannot listen for the source.
+    given_up: Option<GatewayError>,
 }
 
 impl<'a> DestinationDriver<'a> for Driver<'a> {
@@ -109,19 +104,19 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         &mut self.kernel
     }
 
-    fn clear_autostart(&mut self) -> Result<(), String> {
-        Err("a recovery loads no guest".into())
+    fn clear_autostart(&mut self) -> Result<(), Reason> {
+        Err(Reason::other("a recovery loads no guest"))
     }
 
-    fn accept_stream(&mut self) -> Result<(), String> {
-        Err("a recovery loads no guest".into())
+    fn accept_stream(&mut self) -> Result<(), Reason> {
+        Err(Reason::other("a recovery loads no guest"))
     }
 
-    fn start_guest(&mut self) -> Result<DestinationGuest, String> {
+    fn start_guest(&mut self) -> Result<Option<DestinationGuest>, Reason> {
         match self.qmp.as_ref().map(qemu::cont) {
-            Some(Ok(())) => Ok(DestinationGuest::Running),
-            Some(Err(error)) => Err(format!("QEMU does not start the guest: {error}")),
-            None => Ok(DestinationGuest::Gone),
+            Some(Ok(())) => Ok(Some(DestinationGuest::Running)),
+            Some(Err(error)) => Err(qemu::failed("QEMU does not start the guest")(error)),
+            None => Ok(Some(DestinationGuest::Gone)),
         }
     }
 
@@ -129,13 +124,14 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         self.qmp.iter().for_each(qemu::announce);
     }
 
-    fn discard(&mut self) -> Result<(), String> {
+    fn discard(&mut self) -> Result<(), Reason> {
         let process = self.kernel.ledger.record().monitor_process;
         match (&self.qmp, process) {
-            (Some(qmp), _) => qemu::quit(qmp, process, QUIT_TIME),
+            (Some(qmp), _) => qemu::quit(qmp, process, QUIT_TIME).map_err(|text| Reason::new(ErrorKind::Monitor, text)),
             (None, Some(qemu)) if process::lives(qemu) => {
                 let pid = qemu.pid;
-                Err(format!("QEMU (process {pid}) does not answer, and must be ended: kill -KILL {pid}"))
+                let text = format_args!("QEMU (process {pid}) does not answer, and must be ended: kill -KILL {pid}");
+                Err(Reason::new(ErrorKind::Monitor, text))
             }
             (None, _) => Ok(()),
         }
@@ -147,7 +143,11 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         }
         match self.listen() {
             Ok(listening) => self.listening = Some(listening),
-            Err(error) if self.needs_source => return self.give_up(error.kind, &error.text),
+            Err(error) if self.needs_source => {
+                self.kernel.give_up(Reason::new(error.kind, &error));
+                self.given_up = Some(error);
+                return;
+            }
             Err(_) => return,
         }
         if !self.needs_source {
@@ -193,26 +193,18 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
 
     fn idle(&mut self) -> Option<DestinationEvent> {
         if self.kernel.end().is_none() && self.until.is_some_and(|until| Instant::now() >= until) {
-            self.give_up(
-                ErrorKind::Unreachable,
-                "no source has sent its decision in time (--wait): nothing is settled yet",
-            );
+            let text = "no source has sent its decision in time (--wait): nothing is settled yet";
+            self.kernel.give_up(Reason::new(ErrorKind::Network, text));
         }
         None
     }
 
     fn too_late_to_cancel(&mut self) {
-        self.give_up(ErrorKind::Cancelled, CANCELLED);
+        self.kernel.give_up(Reason::new(ErrorKind::Cancelled, CANCELLED));
     }
 }
 
 impl Driver<'_> {
-    /// Ends this run without a settled migration.
-    fn give_up(&mut self, kind: ErrorKind, reason: &str) {
-        self.given_up = kind;
-        self.kernel.give_up(reason);
-    }
-
     /// Listens at the migration's address, for control channels of this migration only.
     fn listen(&self) -> Result<Listening, GatewayError> {
         let record = self.kernel.ledger.record();
@@ -266,25 +258,21 @@ impl Drop for Listening {
 /// # Errors
 /// Why the migration is not settled, or the guest is lost.
 fn sentence(end: &DestinationEnd, record: &Record) -> Result<String, GatewayError> {
-    let failed = |kind, text: String| Err(GatewayError::new(text).of(kind));
     match end {
         DestinationEnd::Running => Ok("the guest runs here, at the destination".into()),
         DestinationEnd::Discarded { reason } => Ok(format!("the copy here was discarded ({reason})")),
-        DestinationEnd::Lost { reason } => failed(
-            ErrorKind::Lost,
-            format!(
-                "the guest was given to this host, but its QEMU is gone ({reason}): `sterna recover --fenced-peer` at the source lets it \
+        DestinationEnd::Lost { reason } => Err(GatewayError::lost(format_args!(
+            "the guest was given to this host, but its QEMU is gone ({reason}): `sterna recover --fenced-peer` at the source lets it \
                  go on from where it stopped there"
-            ),
-        ),
-        DestinationEnd::MemoryLost { .. } => failed(ErrorKind::Lost, memory_lost(record)),
+        ))),
+        DestinationEnd::MemoryLost { .. } => Err(GatewayError::lost(memory_lost(record))),
         DestinationEnd::Stuck { reason } => {
-            failed(ErrorKind::Failed, format!("{reason}; put that right and run this again"))
+            let text = format_args!("{reason}; put that right and run this again");
+            Err(GatewayError::new(text).of(reason.kind))
         }
-        DestinationEnd::Conflict => failed(
-            ErrorKind::Failed,
-            "the record and QEMU contradict each other: somebody else has started or restarted the guest here".into(),
-        ),
+        DestinationEnd::Conflict => Err(GatewayError::new(
+            "the record and QEMU contradict each other: somebody else has started or restarted the guest here",
+        )),
     }
 }
 

@@ -1,7 +1,6 @@
 //! `sterna recover` at the source: the side that knows the decision.
 
 use std::convert::Infallible;
-use std::fmt::Display;
 use std::time::Duration;
 
 use sterna_engine::process;
@@ -11,6 +10,7 @@ use sterna_engine::switchover::{
 };
 use sterna_engine::transport::Address;
 use sterna_wire::control::{ControlMessage, Mode};
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{
     Record, RecordState, SourceAfter, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover,
 };
@@ -19,7 +19,7 @@ use super::{
     CANCELLED, MAX_DIAL_PAUSE, Recovery, TELL_TIME, durable, restore_settings, security, unconnected_peer,
     unreachable_monitor,
 };
-use crate::gateway::{ErrorKind, GatewayError, qemu};
+use crate::gateway::{GatewayError, qemu};
 use crate::qmp::{Qmp, QmpError};
 
 /// How long to dial the destination: `recover` may have to be started there first.
@@ -108,29 +108,29 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         &mut self.kernel
     }
 
-    fn start_migration(&mut self) -> Result<(), String> {
-        Err("a recovery starts no migration".into())
+    fn start_migration(&mut self) -> Result<(), Reason> {
+        Err(Reason::other("a recovery starts no migration"))
     }
 
-    fn complete(&mut self) -> Result<Option<SourceGuest>, String> {
-        Err("a recovery completes no migration".into())
+    fn complete(&mut self) -> Result<Option<SourceGuest>, Reason> {
+        Err(Reason::other("a recovery completes no migration"))
     }
 
-    fn end_migration(&mut self) -> Result<SourceGuest, String> {
+    fn end_migration(&mut self) -> Result<SourceGuest, Reason> {
         let record = self.kernel.ledger.record();
-        let qmp = self.qmp.as_ref().ok_or_else(|| unreachable_monitor(record).to_string())?;
+        let qmp = self.qmp.as_ref().ok_or_else(|| Reason::new(ErrorKind::Monitor, unreachable_monitor(record)))?;
         // In direct mode, the tracking of the guest's writes has ended with the process that died.
         let direct = record.mode == Mode::Direct;
         match if direct { qemu::recorded_state(qmp, record) } else { qemu::end_migration(qmp) } {
             Err(QmpError::Closed { .. }) if qemu::has_ended(record.monitor_process) => Ok(SourceGuest::Gone),
-            ended => ended.map_err(failed("the source QEMU does not end its migration")),
+            ended => ended.map_err(qemu::failed("the source QEMU does not end its migration")),
         }
     }
 
-    fn resume(&mut self) -> Result<SourceGuest, String> {
+    fn resume(&mut self) -> Result<SourceGuest, Reason> {
         let record = self.kernel.ledger.record();
-        let qmp = self.qmp.as_ref().ok_or_else(|| unreachable_monitor(record).to_string())?;
-        qemu::cont(qmp).map_err(failed("the source QEMU does not resume the guest"))?;
+        let qmp = self.qmp.as_ref().ok_or_else(|| Reason::new(ErrorKind::Monitor, unreachable_monitor(record)))?;
+        qemu::cont(qmp).map_err(qemu::failed("the source QEMU does not resume the guest"))?;
         Ok(SourceGuest::Running)
     }
 
@@ -139,9 +139,12 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         self.qmp.iter().for_each(qemu::announce);
     }
 
-    fn end_guest(&mut self) -> Result<SourceGuest, String> {
+    fn end_guest(&mut self) -> Result<SourceGuest, Reason> {
         match &self.qmp {
-            Some(qmp) => qemu::end_source(qmp, self.kernel.ledger.record()),
+            Some(qmp) => {
+                let ended = qemu::end_source(qmp, self.kernel.ledger.record());
+                ended.map_err(|text| Reason::new(ErrorKind::Monitor, text))
+            }
             None => Ok(SourceGuest::Gone),
         }
     }
@@ -149,7 +152,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     fn serve_pages(&mut self) -> Result<(), Unserved> {
         match self.kernel.ledger.record().monitor_process {
             Some(qemu) if !process::lives(qemu) => Err(Unserved::MonitorGone),
-            _ => Err(Unserved::NoPages("the process that could read it has ended".into())),
+            _ => Err(Unserved::NoPages(Reason::other("the process that could read it has ended"))),
         }
     }
 
@@ -163,13 +166,8 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     }
 
     fn too_late_to_cancel(&mut self) {
-        self.kernel.give_up(CANCELLED);
+        self.kernel.give_up(Reason::new(ErrorKind::Cancelled, CANCELLED));
     }
-}
-
-/// Returns a closure that puts `what` before an error's text.
-fn failed<E: Display>(what: &str) -> impl Fn(E) -> String {
-    move |error| format!("{what}: {error}")
 }
 
 impl Driver<'_> {
@@ -207,58 +205,48 @@ impl Driver<'_> {
     /// # Errors
     /// Why the migration is not settled, or the guest is lost.
     fn sentence(&self, end: &SourceEnd) -> Result<String, GatewayError> {
-        let failed = |kind, text: String| Err(GatewayError::new(text).of(kind));
+        let lost = |text: String| Err(GatewayError::lost(text));
         match end {
             SourceEnd::Finished => Ok("the guest runs at the destination".into()),
             SourceEnd::Aborted { .. } => Ok("the guest runs here, at the source".into()),
             SourceEnd::NotStarted => Ok("nothing was begun; the guest was not touched".into()),
-            SourceEnd::GuestGone => {
-                Ok("the source's QEMU has ended, and nothing of the guest is left here: if the destination is prepared, \
+            SourceEnd::GuestGone => Ok(
+                "the source's QEMU has ended, and nothing of the guest is left here: if the destination is prepared, \
                     `sterna recover --fenced-peer` there starts the guest from its copy"
-                    .into())
-            }
-            SourceEnd::DestinationLost { never_ran, reason } => failed(
-                ErrorKind::Lost,
-                format!(
-                    "the guest was given to the destination, whose QEMU is gone ({reason}); it {} there. \
-                     `sterna recover --fenced-peer` here lets it go on from where it stopped",
-                    if *never_ran { "never ran" } else { "may have run, and written to shared disks," }
-                ),
+                    .into(),
             ),
-            SourceEnd::MemoryLost { reason } => failed(
-                ErrorKind::Lost,
-                format!(
-                    "the guest was given to the destination, where it can never have all of its memory ({reason}): it is lost there. End \
+            SourceEnd::DestinationLost { never_ran, reason } => lost(format!(
+                "the guest was given to the destination, whose QEMU is gone ({reason}); it {} there. \
+                     `sterna recover --fenced-peer` here lets it go on from where it stopped",
+                if *never_ran { "never ran" } else { "may have run, and written to shared disks," }
+            )),
+            SourceEnd::MemoryLost { reason } => lost(format!(
+                "the guest was given to the destination, where it can never have all of its memory ({reason}): it is lost there. End \
                      its QEMUs on both hosts and start it anew from its disks. The copy here is older than what the guest did there; once \
                      the QEMU there was ended, `sterna recover --fenced-peer` here lets that copy go on"
-                ),
-            ),
-            SourceEnd::Undelivered { reason } => failed(
-                if reason == CANCELLED { ErrorKind::Cancelled } else { ErrorKind::Unreachable },
-                format!(
+            )),
+            SourceEnd::Undelivered { reason } => Err(GatewayError::of_kind(
+                if reason.kind == ErrorKind::Cancelled { ErrorKind::Cancelled } else { ErrorKind::Network },
+                format_args!(
                     "the guest belongs to the destination, but {} was not informed: {reason}; run `sterna recover {}` there at the same \
                      time; only if that host is gone for good, add --fenced-peer here",
                     self.kernel.to(),
                     self.kernel.session.id
                 ),
-            ),
-            SourceEnd::Unserved { reason } => failed(
-                ErrorKind::Lost,
-                format!(
-                    "the guest was given to the destination, and part of its memory is only in its QEMU here, which no process can send any \
+            )),
+            SourceEnd::Unserved { reason } => lost(format!(
+                "the guest was given to the destination, and part of its memory is only in its QEMU here, which no process can send any \
                      more ({reason}): it waits there wherever it touches that part, and is lost. End its QEMUs on both hosts and start it \
                      anew from its disks; never resume the QEMU here while the one there lives"
-                ),
-            ),
+            )),
             SourceEnd::Stuck { reason } => {
-                failed(ErrorKind::Failed, format!("{reason}; put that right and run this again"))
+                let text = format_args!("{reason}; put that right and run this again");
+                Err(GatewayError::new(text).of(reason.kind))
             }
-            SourceEnd::Conflict => failed(
-                ErrorKind::Failed,
+            SourceEnd::Conflict => Err(GatewayError::new(
                 "the guest runs here although it was given to the destination: somebody started it by hand. If it runs there \
-                 too, stop one of the two"
-                    .into(),
-            ),
+                 too, stop one of the two",
+            )),
         }
     }
 }

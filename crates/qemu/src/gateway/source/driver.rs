@@ -8,6 +8,7 @@ use sterna_engine::send::{Compression, DeltaBlocks, Refusals, Sent};
 use sterna_engine::switchover::{SourceDriver, SourceKernel, Unserved};
 use sterna_engine::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{SourceEvent, SourceGuest};
 use sterna_wire::text::cleaned;
 
@@ -72,24 +73,24 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         &mut self.kernel
     }
 
-    fn start_migration(&mut self) -> Result<(), String> {
-        self.begin_migration().map_err(|error| error.to_string())?;
+    fn start_migration(&mut self) -> Result<(), Reason> {
+        self.begin_migration().map_err(|error| Reason::new(error.kind, error.text))?;
         self.await_progress();
         Ok(())
     }
 
-    fn complete(&mut self) -> Result<Option<SourceGuest>, String> {
+    fn complete(&mut self) -> Result<Option<SourceGuest>, Reason> {
         self.kernel.due = Some((Instant::now() + self.step_time(), "completing at the source QEMU"));
         self.permit_completion()?;
         Ok(None)
     }
 
-    fn end_migration(&mut self) -> Result<SourceGuest, String> {
+    fn end_migration(&mut self) -> Result<SourceGuest, Reason> {
         self.cancel_migration()
     }
 
-    fn resume(&mut self) -> Result<SourceGuest, String> {
-        qemu::cont(&self.qmp).map_err(|error| format!("the source QEMU does not resume the guest: {error}"))?;
+    fn resume(&mut self) -> Result<SourceGuest, Reason> {
+        qemu::cont(&self.qmp).map_err(qemu::failed("the source QEMU does not resume the guest"))?;
         Ok(SourceGuest::Running)
     }
 
@@ -102,14 +103,15 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         }
     }
 
-    fn end_guest(&mut self) -> Result<SourceGuest, String> {
+    fn end_guest(&mut self) -> Result<SourceGuest, Reason> {
         self.count_rounds();
-        qemu::end_source(&self.qmp, self.kernel.ledger.record())
+        let ended = qemu::end_source(&self.qmp, self.kernel.ledger.record());
+        ended.map_err(|text| Reason::new(ErrorKind::Monitor, text))
     }
 
     /// QEMU's own stream sends all of the guest's memory before the decision.
     fn serve_pages(&mut self) -> Result<(), Unserved> {
-        Err(Unserved::NoPages("all of the guest's memory was sent".into()))
+        Err(Unserved::NoPages(Reason::other("all of the guest's memory was sent")))
     }
 
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {
@@ -130,13 +132,13 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
                     ReturnPath::Shut(0) => return None,
                     // QEMU sends 1 for every reason.
                     ReturnPath::Shut(_) => {
-                        let reason = "the destination QEMU could not load the guest: see its output".into();
-                        return Some(SourceEvent::Failed { reason });
+                        let text = "the destination QEMU could not load the guest: see its output";
+                        return Some(SourceEvent::Failed { reason: Reason::new(ErrorKind::OtherSide, text) });
                     }
                     ReturnPath::Pong(_) | ReturnPath::SwitchoverAck => {}
                 }
                 let relayed = self.stage.return_message(message.into());
-                relayed.err().map(|error| SourceEvent::Failed { reason: error.to_string() })
+                relayed.err().map(|error| SourceEvent::Failed { reason: Reason::new(ErrorKind::Monitor, error) })
             }
             ControlMessage::Figures(figures) => {
                 self.figures = figures;
@@ -222,7 +224,10 @@ impl Driver<'_> {
             QemuEvent::Gone if qemu::has_ended(self.kernel.ledger.record().monitor_process) => {
                 Some(SourceEvent::Guest(SourceGuest::Gone))
             }
-            QemuEvent::Gone => Some(SourceEvent::Failed { reason: "the source QEMU closed its QMP socket".into() }),
+            QemuEvent::Gone => {
+                let reason = Reason::new(ErrorKind::Monitor, "the source QEMU closed its QMP socket");
+                Some(SourceEvent::Failed { reason })
+            }
             QemuEvent::Migration(_) if !self.stage.begun() => None,
             QemuEvent::Migration(status) => match status.as_str() {
                 "completed" => Some(SourceEvent::Guest(SourceGuest::Completed)),
@@ -232,7 +237,7 @@ impl Driver<'_> {
                     let why = qemu::failure(&self.qmp)
                         .unwrap_or_else(|| format!("the source QEMU reports its migration as {status}"));
                     // The first reason tells more than QEMU's error about closed sockets.
-                    let reason = self.kernel.abort.reason().unwrap_or(why);
+                    let reason = self.kernel.abort.reason().unwrap_or_else(|| Reason::new(ErrorKind::Monitor, why));
                     Some(SourceEvent::Failed { reason })
                 }
                 _ => None,
@@ -244,8 +249,10 @@ impl Driver<'_> {
     fn stopped_by_another(&self) -> Option<SourceEvent> {
         let status = self.qmp.status().ok()?;
         let paused = !matches!(status.as_str(), "running" | "finish-migrate" | "postmigrate");
-        (paused && !self.kernel.decided()).then(|| SourceEvent::Failed {
-            reason: format!("the guest stopped during the migration (QEMU: {status}); only a running guest is moved"),
+        (paused && !self.kernel.decided()).then(|| {
+            let text =
+                format_args!("the guest stopped during the migration (QEMU: {status}); only a running guest is moved");
+            SourceEvent::Failed { reason: Reason::new(ErrorKind::Monitor, text) }
         })
     }
 
@@ -256,7 +263,7 @@ impl Driver<'_> {
             events.send(Event::Drained(ram));
         });
         if let Err(error) = waiting {
-            self.kernel.abort.raise(format_args!("no thread for draining the channels: {error}"));
+            self.kernel.abort.raise(Reason::other(format_args!("no thread for draining the channels: {error}")));
         }
     }
 

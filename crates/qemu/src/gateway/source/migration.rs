@@ -11,6 +11,7 @@ use serde_json::json;
 use sterna_engine::pacer::Pacer;
 use sterna_engine::send::{DeltaSetting, SendContext};
 use sterna_memory::normal_page_ratio::NormalPageRatio;
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::SourceGuest;
 
 use super::driver::{Driver, Event};
@@ -106,7 +107,7 @@ impl Driver<'_> {
 
         let failed = |error: io::Error| GatewayError::new(format!("the private sockets for QEMU failed: {error}"));
         if self.kernel.cancel.is_cancelled() {
-            return Err(GatewayError::new("cancelled"));
+            return Err(GatewayError::new("cancelled").of(ErrorKind::Cancelled));
         }
         if let Stage::Planned(plan) = std::mem::replace(&mut self.stage, Stage::Untouched) {
             let failed = |error| GatewayError::new(format!("the source QEMU does not take the settings: {error}"));
@@ -156,8 +157,8 @@ impl Driver<'_> {
     }
 
     /// Ends QEMU's migration. Returns the guest's state after that.
-    pub(super) fn cancel_migration(&mut self) -> Result<SourceGuest, String> {
-        self.kernel.abort.raise(self.kernel.reason());
+    pub(super) fn cancel_migration(&mut self) -> Result<SourceGuest, Reason> {
+        self.kernel.abort.raise(self.kernel.reason().clone());
         if !self.stage.accepted() {
             // Our `migrate` was refused: any migration that QEMU has was started by somebody else.
             return Ok(SourceGuest::Running);
@@ -169,23 +170,23 @@ impl Driver<'_> {
         let record = self.kernel.ledger.record();
         match ended {
             Ok(SourceGuest::Completed) if !record.completion_permitted => {
-                Err("QEMU completed a migration although this one was not at its end: somebody else has moved the guest, or \
-                     turned off the return path"
-                    .into())
+                let text = "QEMU completed a migration although this one was not at its end: somebody else has moved the guest, or \
+                            turned off the return path";
+                Err(Reason::new(ErrorKind::Monitor, text))
             }
             Ok(state) => Ok(state),
             Err(QmpError::Closed { .. }) if qemu::has_ended(record.monitor_process) => Ok(SourceGuest::Gone),
-            Err(error) => Err(format!("the source QEMU does not end its migration: {error}")),
+            Err(error) => Err(qemu::failed("the source QEMU does not end its migration")(error)),
         }
     }
 
     /// Sends SHUT(0), at which QEMU completes. The record first notes the permission, for `recover`.
-    pub(super) fn permit_completion(&mut self) -> Result<(), String> {
+    pub(super) fn permit_completion(&mut self) -> Result<(), Reason> {
         let noted = self.kernel.ledger.write_amended(|record| record.completion_permitted = true);
-        noted.map_err(|error| error.to_string())?;
+        noted.map_err(|error| Reason::new(error.kind(), &error))?;
         self.stage
             .return_message(ReturnMessage::Shut(0))
-            .map_err(|error| format!("the source QEMU does not take the end of the migration: {error}"))
+            .map_err(qemu::failed("the source QEMU does not take the end of the migration"))
     }
 }
 

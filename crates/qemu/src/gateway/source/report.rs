@@ -115,10 +115,12 @@ impl Driver<'_> {
         let (delta_cache, no_memory) = sent.delta_cache(self.delta_cache, self.options.channels);
         (self.delta_cache, self.no_deltas) = (delta_cache, self.no_deltas.or(no_memory));
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
+        let (reason, kind) = ending.for_report();
         Report {
             id: self.kernel.session.id.to_string(),
             outcome,
-            reason: ending.reason,
+            reason,
+            kind,
             machine: self.machine_name.clone(),
             destination: self.options.to.clone(),
             total_ms,
