@@ -13,6 +13,7 @@ use sterna_wire::header::{ChannelHeader, ChannelKind, ChannelReply, MAGIC, PROTO
 use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 use sterna_wire::limits as limit;
 use sterna_wire::packet::{Ack, DeviceLabel, PacketHeader, PacketKind, PageRequest, Refusal, Run, RunKind};
+use sterna_wire::reason::ErrorKind;
 
 fn document() -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/protocol.md")).unwrap()
@@ -201,4 +202,13 @@ fn the_limits_are_those_of_the_code() {
     // The code's own list, so that a limit added there is missed here.
     let source = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/limits.rs")).unwrap();
     assert_eq!(source.matches("pub const ").count(), expected.len());
+}
+
+#[test]
+fn every_kind_of_a_reason_is_in_the_document() {
+    let document = document();
+    let kinds = document.split("Beside a reason, `kind`").nth(1).unwrap().split("\n\n").next().unwrap();
+    for kind in ErrorKind::ALL {
+        assert!(kinds.contains(&format!("`{}`", kind.name())), "{kind:?}");
+    }
 }

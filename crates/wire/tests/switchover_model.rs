@@ -6,18 +6,23 @@
 
 #[path = "switchover_model/drivers.rs"]
 mod drivers;
+#[path = "switchover_model/possible.rs"]
+mod possible;
 #[path = "switchover_model/properties.rs"]
 mod properties;
+#[path = "switchover_model/state.rs"]
+mod state;
 #[path = "switchover_model/world.rs"]
 mod world;
 
 use properties::{DIRECT_MUTANTS, MUTANTS, Mutant, POST_COPY_MUTANTS};
+use state::{Budget, Mode, State};
 use stateright::{Checker, HasDiscoveries, Model};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 use std::time::Instant;
 use sterna_wire::switchover::CrashPoint;
-use world::{Budget, Happens, Mode, State, World};
+use world::{Happens, World};
 
 /// Every kind of trouble.
 const ANY: Budget = Budget {

@@ -1,9 +1,8 @@
 //! The drivers: they perform actions on the world and tell the machines what happened, as the gateway does.
 
 use super::properties::Mutant;
-use super::world::{
-    Channels, DestinationProcess, DestinationSterna, Device, Mode, SourceProcess, SourceSterna, State, World,
-};
+use super::state::{Channels, DestinationProcess, DestinationSterna, Device, Mode, SourceProcess, SourceSterna, State};
+use super::world::World;
 use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationState, DestinationSwitchover, Outcome,

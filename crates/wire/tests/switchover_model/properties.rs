@@ -1,6 +1,7 @@
 //! What must always hold, and the drivers that break it: one is worth nothing without the other.
 
-use super::world::{DestinationProcess, DestinationSterna, Mode, SourceProcess, State, World};
+use super::state::{DestinationProcess, DestinationSterna, Mode, SourceProcess, State};
+use super::world::World;
 use stateright::{Model, Property};
 use sterna_wire::switchover::{DestinationEnd, DestinationState, SourceEnd, SourceState};
 
