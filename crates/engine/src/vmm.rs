@@ -160,8 +160,9 @@ pub trait DestinationVmm {
     /// The migration fails; the guest runs on at the source. This monitor's guest is of no use any more.
     fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError>;
 
-    /// Lets the guest run: it belongs to this side now. In post-copy this method should not touch guest RAM: if the source is lost
-    /// meanwhile, the page that the method waits for arrives only when the source was killed, or never.
+    /// Lets the guest run: it belongs to this side now. In post-copy this method may touch guest RAM, and waits for a missing page until
+    /// the source has sent it, also over a later connection. If the source is gone for good it waits for ever, and so does `run`, although
+    /// the loss was recorded and reported: the monitor must be ended.
     ///
     /// # Errors
     /// The guest runs at neither side. The monitor may try again, unless part of the guest's memory is still missing.

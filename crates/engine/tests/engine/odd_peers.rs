@@ -2,6 +2,7 @@
 //! stays where it is, and both sides say why.
 
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -491,6 +492,15 @@ fn destination_against<R: Send>(
     features: Features<'_>,
     source: impl FnOnce(OddSource, &Destined) -> R + Send,
 ) -> (Result<ReceiveReport, MigrationError>, R) {
+    destination_that_touches(None, features, source)
+}
+
+/// As [`destination_against`], where the monitor reads a page of the first block when it starts the guest.
+fn destination_that_touches<R: Send>(
+    page: Option<usize>,
+    features: Features<'_>,
+    source: impl FnOnce(OddSource, &Destined) -> R + Send,
+) -> (Result<ReceiveReport, MigrationError>, R) {
     let memory = Memory::new(PAGES[0], PAGES[1]);
     let (mut to, _) = Monitor::new(&memory, &Running::default(), Workload { writers: 0, ..BUSY });
     // In post-copy it would wait for what it looks at.
@@ -501,9 +511,13 @@ fn destination_against<R: Send>(
         .listen(Network::new(1).port("there"), &Security::Insecure)
         .unwrap();
     let (called, calls) = channel();
+    let touched = Arc::clone(&memory);
     to.on_call = Some(Box::new(move |call| {
         // The test may have ended.
         let _ = called.send(call);
+        if let Some(page) = page.filter(|_| call == "start") {
+            assert_eq!(touched.words(0)[page * 512].load(Ordering::Relaxed), 0);
+        }
     }));
     let address = listening.address().clone();
     let destined = Destined { memory, cancel: Cancel::new(), fence: listening.fence(), calls };
@@ -729,7 +743,7 @@ fn memory_that_somebody_else_touched_in_post_copy_is_told_and_not_tried_again() 
         let error = received.unwrap_err();
         assert_eq!((error.guest, error.phase), (GuestState::LacksMemory, Phase::PostCopy), "{error}");
         assert!(error.reason.contains("another mapping"), "{error}");
-        let told = SwitchoverMessage::MemoryLost(Reason::new(ErrorKind::OtherSide, &error.reason));
+        let told = SwitchoverMessage::MemoryLost(Reason::new(ErrorKind::Memory, &error.reason));
         assert!(said.iter().any(is_switchover(&told)), "{said:?}");
     });
 }
@@ -764,6 +778,40 @@ fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
             let runs = source.said.iter().any(is_switchover(&SwitchoverMessage::RunningIncomplete));
             source.say_of_the_switchover(SwitchoverMessage::Goodbye);
             assert!(runs && wants_more && complete, "{:?}", source.said);
+            source.abort.finish();
+            source.said
+        });
+        received.unwrap();
+        assert_eq!(failures(&said), [""; 0]);
+    });
+}
+
+#[test]
+fn what_starts_the_guest_gets_its_page_over_new_channels() {
+    within_a_minute(|| {
+        if let Err(error) = Userfault::open(Faults::All, 0) {
+            return println!("skipped: {error}");
+        }
+        let (received, said) = destination_that_touches(Some(7), POST_COPY, |mut source, destined| {
+            let (ram, stream, (writer, mut reader)) = source.prepares_without(0, 7);
+            source.say_of_the_switchover(SwitchoverMessage::Commit);
+            // The monitor waits for its page, for which it is told that the guest is not started yet.
+            let page = PageRequest { block: 0, first: 7, count: 1 };
+            assert_eq!(request(&mut reader), page);
+            assert!(destined.calls.try_iter().any(|call| call == "start"));
+            drop((ram, stream, (writer, reader)));
+            // A failure that the source names, and even its wish to cancel, is not the monitor's.
+            source.send(&ControlMessage::Failed(Reason::new(ErrorKind::TimeLimit, "a step took too long")));
+            source.comes_back();
+            assert!(source.hears(is_post_copy_ready), "{:?}", source.said);
+            assert!(!source.said.iter().any(is_switchover(&SwitchoverMessage::RunningIncomplete)), "{:?}", source.said);
+            source.abort = Arc::default();
+            let (mut writer, mut reader) =
+                source.session.open_post_copy(&Security::Insecure, &source.address, &source.abort).unwrap();
+            assert_eq!((request(&mut reader), request(&mut reader).count), (page, 0));
+            answer(&mut writer, &page);
+            assert!(source.hears(is_switchover(&SwitchoverMessage::Running)), "{:?}", source.said);
+            source.say_of_the_switchover(SwitchoverMessage::Goodbye);
             source.abort.finish();
             source.said
         });
