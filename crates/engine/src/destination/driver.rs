@@ -89,12 +89,6 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     }
 
     fn start_guest(&mut self) -> Result<DestinationGuest, String> {
-        if self.faults.is_none() {
-            // All memory is in place. The channels are ended, so that no thread writes the memory of a running guest, whatever a source
-            // sends.
-            self.kernel.abort.finish();
-            self.receiving.acceptor.join();
-        }
         match self.vmm.resume() {
             Ok(()) => Ok(DestinationGuest::Running),
             Err(_) if self.vmm.has_ended() => Ok(DestinationGuest::Gone),
