@@ -10,9 +10,10 @@ use crate::identity::MigrationKey;
 use crate::limits::{MAX_CONTENT, MAX_DEVICE_CHANNELS, MAX_DEVICES, MAX_NAME, MAX_RAM_CHANNELS, MIN_PACKET_SIZE};
 use crate::text::cleaned;
 
-/// The most bytes of packets that all channels together may make a destination buffer, whatever the requested packet
-/// size.
+/// The most bytes that all channels of a migration together may make a destination buffer, whatever the requested packet size.
 const MAX_BUFFERED: u32 = 256 << 20;
+/// Packets that a destination buffers for each channel: one as it came, and its content.
+const PACKETS_PER_CHANNEL: u32 = 2;
 
 /// Why a migration was refused at its beginning.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -84,12 +85,19 @@ pub fn choose(
     require(local, offered, "destination", "source")?;
     let chosen = Capabilities {
         methods: common(&local.methods, &offered.methods),
-        packet_size: local.packet_size.min(offered.packet_size).min(MAX_BUFFERED / u32::from(hello.channels)),
+        packet_size: local.packet_size.min(offered.packet_size).min(max_packet_size(hello)),
         features: common(&local.features, &offered.features),
         required: Vec::new(),
     };
     check(&chosen)?;
     Ok((key, chosen))
+}
+
+/// Returns the packet size, in bytes, with which the channels of `hello` stay within [`MAX_BUFFERED`]: its RAM channels, its own channels
+/// of device state, and the channel that every migration has besides.
+fn max_packet_size(hello: &Hello) -> u32 {
+    let channels = u32::from(hello.channels) + u32::from(hello.machine.device_channels.own()) + 1;
+    MAX_BUFFERED / (PACKETS_PER_CHANNEL * channels)
 }
 
 /// Checks, at the source, that the destination's choice was offered.
@@ -232,6 +240,22 @@ mod tests {
         let mut tiny = good;
         tiny.capabilities.packet_size = 12;
         assert_eq!(choose(&local, &header, b"tls", &tiny).unwrap_err(), Refusal::PacketSize(12));
+    }
+
+    #[test]
+    fn the_packets_of_all_channels_together_are_bounded() {
+        let large = Capabilities { packet_size: 16 << 20, ..capabilities(&["none"], &[], &[]) };
+        for (ram, devices) in [(1, 0), (1, 63), (2, 5), (64, 0), (64, 63)] {
+            let (header, mut hello) = hello(large.clone());
+            hello.channels = ram;
+            if devices > 0 {
+                hello.machine.device_channels = DeviceChannels::Own(devices);
+            }
+            let (_, chosen) = choose(&large, &header, b"tls", &hello).unwrap();
+            let buffered = u64::from(chosen.packet_size) * 2 * u64::from(ram + devices + 1);
+            assert!(buffered <= 256 << 20, "{ram} RAM channels, {devices} for devices: {buffered} bytes");
+            assert!(chosen.packet_size >= 1 << 20 && chosen.packet_size <= 16 << 20);
+        }
     }
 
     #[test]

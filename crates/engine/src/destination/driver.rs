@@ -93,12 +93,6 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     }
 
     fn start_guest(&mut self) -> Result<Option<DestinationGuest>, Reason> {
-        if self.faults.is_none() {
-            // All memory is in place. The channels are ended, so that no thread writes the memory of a running guest, whatever a source
-            // sends.
-            self.kernel.abort.finish();
-            self.receiving.acceptor.join();
-        }
         let events = self.kernel.events.clone();
         let start = |vmm: &mut DestinationMonitor<'_>| match vmm.resume() {
             Ok(()) => Ok(DestinationGuest::Running),

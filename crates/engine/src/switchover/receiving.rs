@@ -73,17 +73,20 @@ impl Receiving {
         })
     }
 
-    /// Compares the source's totals with what each channel has placed.
+    /// Compares the source's totals with what each channel has placed: both must be the same, packet by packet.
     ///
     /// # Errors
-    /// Pages are missing.
+    /// Pages are missing, or the source sent more than its totals say.
     pub fn check(&self, totals: &Totals) -> Result<(), Reason> {
         let placed = self.acceptor.placed();
-        let complete =
-            totals.ram.len() == placed.len() && placed.iter().zip(&totals.ram).all(|(placed, last)| placed >= last);
-        complete
-            .then_some(())
-            .ok_or_else(|| Reason::other("pages are missing: the totals of the source are not what was placed"))
+        if placed == totals.ram {
+            return Ok(());
+        }
+        let more = placed.iter().zip(&totals.ram).any(|(placed, last)| placed > last);
+        Err(Reason::other(match more {
+            true => "the source sent more packets than its totals say",
+            false => "pages are missing: the totals of the source are not what was placed",
+        }))
     }
 
     /// Returns the report of a migration that has ended.

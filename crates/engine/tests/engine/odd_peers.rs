@@ -604,6 +604,22 @@ fn a_source_that_sends_pages_after_its_totals_is_refused() {
 }
 
 #[test]
+fn a_source_that_sent_more_than_its_totals_say_is_refused() {
+    within_a_minute(|| {
+        let (received, _) = destination_against(NOTHING, |source, _| {
+            let (ram, _stream) = source.open();
+            ram[0].send(pages(3, 1)).unwrap();
+            ram[0].drained().unwrap();
+            source.send(&nothing_sent());
+            source.until_it_hangs_up()
+        });
+        let error = received.unwrap_err();
+        assert_eq!(error.guest, GuestState::NotHere);
+        assert!(error.reason.contains("more packets than its totals say"), "{error}");
+    });
+}
+
+#[test]
 fn a_source_that_sends_a_region_on_two_channels_is_refused() {
     within_a_minute(|| {
         let (received, _) = destination_against(NOTHING, |source, _| {

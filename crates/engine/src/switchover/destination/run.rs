@@ -177,10 +177,13 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             driver.await_memory();
             None
         }
-        DestinationAction::Cont => match driver.start_guest() {
-            Ok(state) => state.map(|state| guest_is(driver, state)),
-            Err(reason) => Some(DestinationEvent::ActionFailed { reason }),
-        },
+        DestinationAction::Cont => {
+            end_channels(driver);
+            match driver.start_guest() {
+                Ok(state) => state.map(|state| guest_is(driver, state)),
+                Err(reason) => Some(DestinationEvent::ActionFailed { reason }),
+            }
+        }
         DestinationAction::AnnounceSelf => {
             driver.arrived();
             None
@@ -213,6 +216,18 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             driver.ended(&end);
             None
         }
+    }
+}
+
+/// Ends the channels of a guest whose memory is complete, and waits for their threads: no thread writes the memory of a running guest,
+/// whatever the source sends after its decision.
+fn end_channels<'a, D: DestinationDriver<'a>>(driver: &mut D) {
+    if driver.kernel().lacks_memory() {
+        return;
+    }
+    driver.kernel().abort.finish();
+    if let Some(receiving) = driver.receiving() {
+        receiving.acceptor.join();
     }
 }
 

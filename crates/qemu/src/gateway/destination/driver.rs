@@ -130,6 +130,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         match message {
             ControlMessage::Totals(totals) => {
                 self.kernel.phase = Phase::SwitchingOver;
+                self.feeder.seal();
                 self.loading.totals = Some(totals);
                 let missing = self.feeder.missing();
                 if missing > 0 {
