@@ -12,23 +12,9 @@ use serde::{Deserialize, Serialize};
 use crate::limits::MAX_CONTROL_MESSAGE;
 #[cfg(doc)]
 use crate::limits::MAX_DEVICE_CHANNELS;
+pub use crate::mode::Mode;
 use crate::reason::Reason;
 use crate::switchover::SwitchoverMessage;
-
-/// How the virtual machine monitors are driven.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Mode {
-    /// Sterna drives both monitors (QEMUs), receives the guest through the source's own migration stream, and decides the
-    /// switchover.
-    Owner,
-    /// Sterna drives both monitors (QEMUs), reads guest RAM from outside, and decides the switchover.
-    Direct,
-    /// Another program drives the monitors (QEMUs); Sterna relays, and guarantees nothing about the switchover.
-    Proxy,
-    /// Sterna is part of the virtual machine monitors themselves.
-    Embedded,
-}
 
 /// The content of a session in mode `proxy`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

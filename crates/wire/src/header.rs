@@ -11,9 +11,10 @@
 //! ```
 //! Integers are little-endian here and in all that follows; reserved fields are written 0 and not read.
 
+pub use crate::channel_kind::ChannelKind;
 use crate::checksum::crc32c;
 use crate::identity::{MigrationId, MigrationKey, Proof, ProofSubject, prove, verify};
-use crate::limits::{MAX_OPAQUE_CHANNELS, MAX_RAM_CHANNELS, MAX_TEXT};
+use crate::limits::MAX_TEXT;
 use crate::text::cleaned_bytes;
 
 /// Length of an encoded [`ChannelHeader`], in bytes.
@@ -22,48 +23,6 @@ pub const CHANNEL_HEADER_LENGTH: usize = 80;
 pub const PROTOCOL_VERSION: u16 = 1;
 /// The first bytes of every connection. The line break reveals a connection that was treated as text.
 pub const MAGIC: [u8; 8] = *b"STERNA\r\n";
-
-/// What a channel carries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum ChannelKind {
-    /// Small messages in JSON; one per migration, index 0.
-    Control = 1,
-    /// Packets of pages, and device state mixed with them.
-    Ram = 2,
-    /// Device state alone; index 0 carries the part of the virtual machine's own stream that is not RAM.
-    DeviceState = 3,
-    /// Page requests and their replies after post-copy has started.
-    PostCopy = 4,
-    /// A connection of another program's protocol, carried unchanged.
-    Opaque = 5,
-}
-
-impl std::fmt::Display for ChannelKind {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Control => "control",
-            Self::Ram => "RAM",
-            Self::DeviceState => "device state",
-            Self::PostCopy => "post-copy",
-            Self::Opaque => "opaque",
-        })
-    }
-}
-
-impl ChannelKind {
-    const ALL: [Self; 5] = [Self::Control, Self::Ram, Self::DeviceState, Self::PostCopy, Self::Opaque];
-
-    /// Returns how many channels of this kind one migration may have.
-    pub const fn most(self) -> u16 {
-        match self {
-            Self::Control => 1,
-            Self::Ram | Self::DeviceState => MAX_RAM_CHANNELS,
-            Self::PostCopy => 1,
-            Self::Opaque => MAX_OPAQUE_CHANNELS,
-        }
-    }
-}
 
 /// The first message of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

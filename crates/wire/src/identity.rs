@@ -10,7 +10,7 @@ use std::fmt;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-use crate::header::ChannelKind;
+use crate::channel_kind::ChannelKind;
 
 /// Length of a [`Proof`] and of a [`MigrationKey`], in bytes.
 pub const KEY_LENGTH: usize = 32;

@@ -12,6 +12,7 @@
 //!   device, in any order; [`sequence`]: that no packet is missing.
 //! * [`reason`]: why a migration failed; [`limits`]: every limit that is enforced on a peer.
 
+mod channel_kind;
 pub mod checksum;
 pub mod control;
 pub mod delta;
@@ -20,6 +21,7 @@ pub mod handshake;
 pub mod header;
 pub mod identity;
 pub mod limits;
+mod mode;
 pub mod packet;
 pub mod reason;
 pub mod sequence;

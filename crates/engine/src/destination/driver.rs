@@ -204,7 +204,7 @@ impl Driver<'_> {
             // A panic of the thread has been printed.
             let _ = faults.join();
         }
-        let report = self.receiving.report(&ending, source);
+        let report = ending.received(&self.receiving, source);
         let Ending { outcome, guest, reason } = ending;
         match reason {
             None => Ok(report),

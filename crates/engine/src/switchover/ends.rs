@@ -3,9 +3,10 @@
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, SourceEnd};
 
+use super::receiving::Receiving;
 use super::{DestinationKernel, DestinationOutcome, SourceKernel};
 use crate::migration::GuestState;
-use crate::report::Outcome;
+use crate::report::{Outcome, ReceiveReport};
 
 /// How a migration ended on one side.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,6 +32,21 @@ impl Ending {
             _ => reason.kind,
         });
         (self.reason.as_ref().map(Reason::to_string), kind)
+    }
+
+    /// Returns the destination's report of a migration that has ended so. `source`: its address.
+    pub fn received(&self, receiving: &Receiving, source: String) -> ReceiveReport {
+        let (reason, kind) = self.for_report();
+        ReceiveReport {
+            id: receiving.acceptor.session().id.to_string(),
+            outcome: self.outcome,
+            reason,
+            kind,
+            source,
+            placement: receiving.placement.clone(),
+            load_ms: receiving.figures.load_ms,
+            start_ms: receiving.figures.start_ms,
+        }
     }
 
     /// Makes the ending of a migration that completed, unless its record is `unsettled` on the disk: that has to be durable before the

@@ -9,11 +9,10 @@ use std::time::{Duration, Instant};
 use sterna_wire::control::{DestinationFigures, Totals, Welcome};
 use sterna_wire::reason::{ErrorKind, Reason};
 
-use super::ends::Ending;
 use super::placing::Placing;
 use super::{after, passed};
 use crate::cpu_time;
-use crate::report::{Observer, ReceiveReport};
+use crate::report::Observer;
 use crate::session::ChannelAcceptor;
 use crate::transport::Incoming;
 
@@ -87,21 +86,6 @@ impl Receiving {
             true => "the source sent more packets than its totals say",
             false => "pages are missing: the totals of the source are not what was placed",
         }))
-    }
-
-    /// Returns the report of a migration that has ended.
-    pub fn report(&self, ending: &Ending, source: String) -> ReceiveReport {
-        let (reason, kind) = ending.for_report();
-        ReceiveReport {
-            id: self.acceptor.session().id.to_string(),
-            outcome: ending.outcome,
-            reason,
-            kind,
-            source,
-            placement: self.placement.clone(),
-            load_ms: self.figures.load_ms,
-            start_ms: self.figures.start_ms,
-        }
     }
 
     /// Admits data channels from now on. Returns the answer to the source's hello, the first time.

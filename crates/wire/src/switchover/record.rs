@@ -2,8 +2,8 @@
 //!
 //! Data only. The driver writes it durably, locks it and finds it again (see the module's contract).
 
-use crate::control::Mode;
 use crate::identity::{MigrationId, MigrationKey};
+use crate::mode::Mode;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 

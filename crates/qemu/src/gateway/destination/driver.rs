@@ -259,7 +259,7 @@ impl Driver<'_> {
             // A panic of the thread has been printed.
             let _ = thread.join();
         }
-        self.receiving.report(&ending, source)
+        ending.received(&self.receiving, source)
     }
 }
 
