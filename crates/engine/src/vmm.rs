@@ -67,9 +67,8 @@ pub trait SourceVmm {
     }
 
     /// Stops the guest. When this returns, no vCPU runs, no device and no thread of the monitor writes guest RAM, no input or output
-    /// that writes guest RAM is under way, and the next collecting of the dirty log names every page that was written before. A monitor
-    /// whose saving of devices writes guest RAM saves them here, and writes the bytes in [`SourceVmm::save`]: guest RAM that is written
-    /// after this has returned is not sent.
+    /// that writes guest RAM is under way, and the next collecting of the dirty log names every page that was written before. Only saving
+    /// the state may write guest RAM after this has returned: see [`SourceVmm::save`].
     ///
     /// # Errors
     /// The migration fails, and [`SourceVmm::resume`] is called in case the guest has stopped after all.
@@ -81,7 +80,11 @@ pub trait SourceVmm {
     /// The guest stays paused; the report says so.
     fn resume(&mut self) -> Result<(), VmmError>;
 
-    /// Writes the state of vCPUs and devices, everything but RAM. The guest is paused, and guest RAM is not written any more.
+    /// Writes the state of vCPUs and devices, everything but RAM, while the guest is paused. Saving may itself write guest RAM (rings of
+    /// virtio devices, clocks, steal time), as long as the dirty log names these pages: the log is collected once more after this method
+    /// and [`SaveDevice::save`](crate::device_state::SaveDevice::save) of every device have returned. Afterwards guest RAM must not be
+    /// written any more. `state` never waits for the network: what the connection does not take at once is kept in memory, so a device
+    /// with more state than some MiB should be [passed separately](crate::source::Source::device).
     ///
     /// # Errors
     /// The migration fails and the guest is resumed.

@@ -316,6 +316,20 @@ impl SavingDevices {
         saved.map(|saved| saved.into_iter().max())
     }
 
+    /// Waits until all devices have saved, or fails where the migration is being taken down.
+    pub(crate) fn await_saved(&self) -> Result<(), WindowClosed> {
+        let mut state = self.state();
+        while !state.over && state.devices.iter().any(|known| known.saved.is_none()) {
+            state = self.wait(state);
+        }
+        if state.over { Err(WindowClosed) } else { Ok(()) }
+    }
+
+    /// Returns whether the devices' state goes on the stream channel, where the monitor's state follows that of the last device.
+    pub(crate) fn precede_monitor(&self) -> bool {
+        !self.is_empty() && self.state().turn.is_some()
+    }
+
     /// Ends all waits here: the migration has ended or is being taken down.
     pub(crate) fn end(&self) {
         self.state().over = true;
@@ -433,8 +447,7 @@ pub(crate) enum Route {
 }
 
 impl Route {
-    /// Returns whether pieces count in the window, as pages do. Not on the stream channel: the destination reads nothing there between
-    /// the beginning of the monitor's state and the last page.
+    /// Returns whether pieces count in the window, as pages do. Not on the stream channel, where records do not count either.
     fn enters_window(&self) -> bool {
         !matches!(self, Self::Serial(_))
     }

@@ -20,6 +20,7 @@ mod odd_peers;
 mod post_copy;
 mod progress;
 mod refused_deltas;
+mod saving;
 mod settle_io;
 mod simulated_network;
 mod small_window;

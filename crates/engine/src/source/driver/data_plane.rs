@@ -108,6 +108,7 @@ impl Driver<'_> {
             may_stop: self.may_stop(),
             held: Held::default(),
             retries: 0,
+            waited_for_saving: Duration::ZERO,
             abort: Arc::clone(&self.kernel.abort),
         };
         let panicked = self.kernel.events.clone();

@@ -383,7 +383,11 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     fn waiting_for(&self) -> Option<String> {
         let moments = &self.kernel.moments;
         let lacks = |moment: Option<Instant>| moments.paused.is_some() && moment.is_none();
-        let pages = lacks(moments.drained).then(|| "the last pages".to_owned());
+        // Pages are also named last, because saving may write them: in that time they are not waited for.
+        let to_deliver = self.stats.lock().expect("no thread panics with the lock held").to_deliver;
+        let undelivered = to_deliver > self.window.delivered().1.carried.pages();
+        let pages = undelivered || moments.saved.is_some() && self.devices.known.all_saved().is_some();
+        let pages = (lacks(moments.drained) && pages).then(|| "the last pages".to_owned());
         let state = lacks(moments.saved).then(|| MONITORS_STATE.to_owned());
         let all: Vec<_> = pages.into_iter().chain(state).chain(self.devices.known.waiting_for()).collect();
         (!all.is_empty()).then(|| all.join(", "))
@@ -424,8 +428,8 @@ impl Driver<'_> {
                 return Some(SourceEvent::PostCopyWanted);
             }
             RoundEvent::Failed(reason) => Err(reason),
-            RoundEvent::Drained(when) => {
-                self.kernel.moments.drained = Some(when);
+            RoundEvent::Drained { at, saving } => {
+                (self.kernel.moments.drained, self.kernel.moments.saving) = (Some(at), saving);
                 return self.final_state_sent();
             }
         };

@@ -38,6 +38,8 @@ pub(crate) struct Device {
     /// Signals for which saving ahead, and saving while the guest is paused, wait.
     pub(crate) ahead_on: Option<Signal>,
     pub(crate) saves_on: Option<Signal>,
+    /// What the device does when it saves while the guest is paused, before it writes its last byte.
+    pub(crate) in_save: Option<Arc<dyn Fn() + Send + Sync>>,
     /// Signal for which loading waits after the first byte.
     pub(crate) loads_on: Option<Signal>,
     /// Signalled when the device has been loaded.
@@ -173,6 +175,8 @@ impl SaveDevice for TestSaver {
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
         self.device.saves_on.iter().for_each(Signal::wait);
+        self.write(self.device.bytes() - 1.min(self.device.rest), state)?;
+        self.device.in_save.iter().for_each(|act| act());
         self.write(self.device.bytes(), state)?;
         match self.device.save_fails {
             Some(_) => Err("saving was made to fail".into()),

@@ -221,6 +221,8 @@ pub(crate) struct Monitor {
     pub(crate) span_when_throttled: Option<u64>,
     /// Pages that are written between the call of `pause` and its return.
     pub(crate) last_writes: u64,
+    /// Pages of each block that `save` writes: from the first on, and as many from the last on.
+    pub(crate) save_writes: u64,
     pub(crate) no_post_copy: Option<&'static str>,
     pub(crate) called: Vec<&'static str>,
     /// Is called before each method is executed.
@@ -350,6 +352,7 @@ impl Monitor {
             throttled: 0,
             span_when_throttled: None,
             last_writes: 0,
+            save_writes: 0,
             no_post_copy: None,
             called: Vec::new(),
             on_call: None,
@@ -492,6 +495,12 @@ impl SourceVmm for Monitor {
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
         self.may_fail("save")?;
+        for (block, pages) in self.memory.pages().into_iter().enumerate() {
+            for page in (0..self.save_writes).chain(pages - self.save_writes..pages) {
+                self.memory.words(block)[page as usize * WORDS].fetch_add(1, Ordering::Relaxed);
+                self.marker.mark(block, page..page + 1);
+            }
+        }
         state.write_all(&self.writes.load(Ordering::Relaxed).to_le_bytes())?;
         state.write_all(&self.memory.digest().to_le_bytes())?;
         state.write_all(&vec![0x5a; self.state_bytes])?;
