@@ -156,6 +156,10 @@ impl SaveDevice for Counted {
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
         self.device.save(state)
     }
+
+    fn saving_ended(&mut self) {
+        self.device.saving_ended();
+    }
 }
 
 /// Loads nothing until a condition holds; until then the guest is not paused.

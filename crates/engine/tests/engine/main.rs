@@ -2,6 +2,7 @@
 
 mod accelerated;
 mod accelerated_deltas;
+mod again;
 mod bad_peers;
 mod common;
 mod damaged;
@@ -17,6 +18,7 @@ mod library;
 mod moving;
 mod odd_devices;
 mod odd_peers;
+mod opening;
 mod post_copy;
 mod progress;
 mod refused_deltas;

@@ -15,7 +15,7 @@ use sterna_engine::device_state::DeviceChannels;
 use sterna_engine::report::Report;
 use sterna_engine::source::{NotConverging, Source};
 use sterna_engine::transport::Security;
-use sterna_engine::vmm::{SourceVmm, VmmError};
+use sterna_engine::vmm::{ResumeReason, SourceVmm, VmmError};
 use sterna_memory::dirty::reported::DirtyMarker;
 use sterna_memory::userfault::{Faults, Userfault};
 
@@ -33,8 +33,8 @@ impl SourceVmm for Signals {
         self.0.pause()
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
-        SourceVmm::resume(&mut self.0)
+    fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
+        SourceVmm::resume(&mut self.0, reason)
     }
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
@@ -67,7 +67,7 @@ fn moved(
     let address = listening.address().clone();
     // So long that the guest is paused once, also on a busy machine.
     let migration = devices.at_source(Source::new(source.ram(), Box::new(log))).device_channels(channels);
-    let migration = migration.method(MethodChoice::default()).downtime(Duration::from_secs(20));
+    let mut migration = migration.method(MethodChoice::default()).downtime(Duration::from_secs(20));
     let (sent, received) =
         both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));
     received.unwrap();
@@ -125,7 +125,7 @@ fn in_post_copy_pages_that_saving_writes_are_missing_at_the_destination_too() {
         from.start();
         (from.save_writes, from.state_bytes) = (100, 20 << 20);
         let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
-        let migration = Source::new(source.ram(), Box::new(log))
+        let mut migration = Source::new(source.ram(), Box::new(log))
             .method(MethodChoice::default())
             .bandwidth(Some(40 << 20))
             .downtime(Duration::from_millis(10))

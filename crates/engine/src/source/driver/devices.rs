@@ -9,7 +9,7 @@ use sterna_wire::switchover::SourceEvent;
 
 use super::{Driver, Event};
 use crate::device_state::save::{self, PieceTarget, Route, SaveEvent};
-use crate::device_state::{SaveDevice, SavingDevices, Threads};
+use crate::device_state::{SavingDevices, SharedDevice, Threads};
 use crate::entry::Pipeline;
 use crate::send::{SendChannel, SendContext};
 use crate::source::rounds::Order;
@@ -19,14 +19,14 @@ use crate::switchover::after;
 pub(super) struct Devices {
     pub(super) known: Arc<SavingDevices>,
     /// The devices, until their threads are started.
-    waiting: Vec<Box<dyn SaveDevice>>,
+    waiting: Vec<SharedDevice>,
     threads: Threads,
     /// How many devices have not saved.
     unsaved: usize,
 }
 
 impl Devices {
-    pub(super) fn new(known: Arc<SavingDevices>, devices: Vec<Box<dyn SaveDevice>>) -> Self {
+    pub(super) fn new(known: Arc<SavingDevices>, devices: Vec<SharedDevice>) -> Self {
         Self { known, unsaved: devices.len(), waiting: devices, threads: Threads::default() }
     }
 }

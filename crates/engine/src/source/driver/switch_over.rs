@@ -8,7 +8,7 @@ use crate::migration::Phase;
 use crate::source::rounds::Order;
 use crate::state::{Part, StateWriter};
 use crate::switchover::{after, too_long};
-use crate::vmm::VmmError;
+use crate::vmm::{ResumeReason, VmmError};
 
 /// The name of the monitor's state in reasons: the source waits for it while the guest is paused.
 pub(super) const MONITORS_STATE: &str = "the monitor's state";
@@ -80,15 +80,15 @@ impl Driver<'_> {
     /// Resumes the guest, because the downtime would be too long after all.
     pub(super) fn run_on(&mut self) -> Result<(), String> {
         self.kernel.observer.note("the guest had dirtied too much until it was paused: it runs on");
-        self.resume_guest()?;
+        self.resume_guest(ResumeReason::RoundsGoOn)?;
         self.keep_throttled();
         self.kernel.ledger.note_pausing(false).map_err(|error| error.to_string())?;
         (self.phase, self.kernel.due) = (Phase::Rounds, self.rounds_due());
         Ok(())
     }
 
-    pub(super) fn resume_guest(&mut self) -> Result<(), String> {
-        self.vmm.resume().map_err(|error| format!("the monitor does not resume the guest: {error}"))?;
+    pub(super) fn resume_guest(&mut self, reason: ResumeReason) -> Result<(), String> {
+        self.vmm.resume(reason).map_err(|error| format!("the monitor does not resume the guest: {error}"))?;
         self.kernel.moments.runs_on();
         self.set_urgent(false);
         Ok(())

@@ -179,7 +179,7 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
         }
         DestinationAction::Cont => Some(start_guest(driver)),
         DestinationAction::AnnounceSelf => {
-            driver.arrived();
+            driver.guest_started();
             None
         }
         DestinationAction::Quit => {

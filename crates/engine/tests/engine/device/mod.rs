@@ -28,8 +28,8 @@ pub(crate) struct Device {
     pub(crate) rest: u64,
     /// Whether it reports an endless amount until everything that is saved ahead was saved.
     pub(crate) overstates: bool,
-    /// Signalled when the source's device has been dropped.
-    pub(crate) dropped: Option<Signal>,
+    /// Signalled when saving the source's device has ended.
+    pub(crate) ended: Option<Signal>,
     /// Saving or loading fails after so many bytes.
     pub(crate) save_fails: Option<u64>,
     pub(crate) load_fails: Option<u64>,
@@ -94,6 +94,13 @@ impl Devices {
             destination.device(device.id(), Box::new(TestLoader(device.clone())))
         };
         self.0.iter().rev().fold(destination, take)
+    }
+
+    /// Returns the devices for a destination whose monitor makes them.
+    pub(crate) fn to_load(&self) -> Vec<(DeviceId, Box<dyn LoadDevice>)> {
+        let load =
+            |device: &Device| -> (_, Box<dyn LoadDevice>) { (device.id(), Box::new(TestLoader(device.clone()))) };
+        self.0.iter().map(load).collect()
     }
 
     pub(crate) fn all_whole(&self) -> bool {
@@ -183,11 +190,10 @@ impl SaveDevice for TestSaver {
             None => Ok(()),
         }
     }
-}
 
-impl Drop for TestSaver {
-    fn drop(&mut self) {
-        self.device.dropped.iter().for_each(Signal::set);
+    fn saving_ended(&mut self) {
+        (self.at, self.turns) = (0, 0);
+        self.device.ended.iter().for_each(Signal::set);
     }
 }
 

@@ -19,7 +19,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Listening;
 use sterna_engine::migration::MigrationError;
 use sterna_engine::report::ReceiveReport;
-use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 
@@ -225,6 +225,8 @@ pub(crate) struct Monitor {
     pub(crate) save_writes: u64,
     pub(crate) no_post_copy: Option<&'static str>,
     pub(crate) called: Vec<&'static str>,
+    /// Why the guest was resumed at the source, each time.
+    pub(crate) resumed: Vec<ResumeReason>,
     /// Is called before each method is executed.
     pub(crate) on_call: Option<Box<dyn Fn(&'static str) + Send>>,
     digest: u64,
@@ -355,6 +357,7 @@ impl Monitor {
             save_writes: 0,
             no_post_copy: None,
             called: Vec::new(),
+            resumed: Vec::new(),
             on_call: None,
             digest: 0,
             behind: None,
@@ -484,7 +487,8 @@ impl SourceVmm for Monitor {
         self.fails_at("paused")
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
+        self.resumed.push(reason);
         self.may_fail("resume")?;
         // Pausing may have failed.
         if !self.runs() {
