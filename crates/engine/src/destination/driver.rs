@@ -96,8 +96,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         }
     }
 
-    fn arrived(&mut self) {
-        if let Err(error) = self.vmm.arrived() {
+    fn guest_started(&mut self) {
+        if let Err(error) = self.vmm.guest_started() {
             self.kernel.observer.note(&error.to_string());
         }
     }

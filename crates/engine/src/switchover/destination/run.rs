@@ -182,7 +182,7 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             Some(start_guest(driver))
         }
         DestinationAction::AnnounceSelf => {
-            driver.arrived();
+            driver.guest_started();
             None
         }
         DestinationAction::Quit => {

@@ -94,7 +94,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         Ok(DestinationGuest::Running)
     }
 
-    fn arrived(&mut self) {
+    fn guest_started(&mut self) {
         qemu::announce(&self.qmp);
     }
 
