@@ -70,10 +70,23 @@ impl Pacer {
         self.lock().unused
     }
 
-    /// Changes the limit, also for waiting threads. Removing the limit ends all waits (a cancelled migration needs
-    /// this).
+    /// Changes the limit, also for waiting threads; with `None` or 0 no thread waits. Does nothing after [`Pacer::release`].
     pub fn set_limit(&self, bytes_per_second: Option<u64>) {
-        self.lock().set_rate(self.started.elapsed(), bytes_per_second);
+        let mut line = self.lock();
+        if !line.released {
+            line.set_rate(self.started.elapsed(), bytes_per_second);
+        }
+        drop(line);
+        self.changed.notify_all();
+    }
+
+    /// Removes the limit for good, which ends all waits: the migration is being taken down, and its threads must not wait again, whatever
+    /// limit is requested meanwhile.
+    pub fn release(&self) {
+        let mut line = self.lock();
+        line.set_rate(self.started.elapsed(), None);
+        line.released = true;
+        drop(line);
         self.changed.notify_all();
     }
 
@@ -104,6 +117,8 @@ struct Line {
     reserved: u64,
     /// The time of all parts of the line that no thread reserved in time.
     unused: Duration,
+    /// Whether there is no limit any more, for good.
+    released: bool,
 }
 
 impl Line {
@@ -114,6 +129,7 @@ impl Line {
             since: Duration::ZERO,
             reserved: 0,
             unused: Duration::ZERO,
+            released: false,
         }
     }
 

@@ -39,6 +39,7 @@ pub use self::convergence::{NotConverging, Throttle};
 pub use self::driver::required_features;
 use crate::cancel::Cancel;
 use crate::device_state::{DeviceChannels, DeviceId, SaveDevice};
+use crate::live_control::Control;
 use crate::migration::MigrationError;
 use crate::report::{Observer, Report};
 use crate::session::DIAL_PAUSE;
@@ -52,6 +53,7 @@ pub struct Source {
     log: Box<dyn DirtyLog>,
     devices: Vec<(DeviceId, Box<dyn SaveDevice>)>,
     settings: Settings,
+    control: Control,
 }
 
 /// How long a source waits before it gives up.
@@ -156,6 +158,7 @@ struct Settings {
     packet_size: usize,
     checksums: bool,
     not_converging: NotConverging,
+    allow_post_copy: bool,
     give_up_after: Option<Duration>,
     state_dir: Option<PathBuf>,
     offload: Option<Arc<Offload>>,
@@ -212,6 +215,7 @@ impl Source {
             packet_size: DEFAULT_PACKET_SIZE,
             checksums: true,
             not_converging: NotConverging::default(),
+            allow_post_copy: false,
             give_up_after: None,
             state_dir: None,
             offload: None,
@@ -222,7 +226,7 @@ impl Source {
             device_channels: DeviceChannels::default(),
             monitor: MonitorRecord::default(),
         };
-        Self { ram, log, devices: Vec::new(), settings }
+        Self { ram, log, devices: Vec::new(), settings, control: Control::new() }
     }
 
     /// Sets the number of RAM channels, 1 … 64; 2 by default.
@@ -293,6 +297,22 @@ impl Source {
     #[must_use]
     pub fn when_not_converging(mut self, answer: NotConverging) -> Self {
         self.settings.not_converging = answer;
+        self
+    }
+
+    /// Sets whether both sides agree on post-copy, so that [`Control::post_copy`] may begin it; not by default. Where post-copy is
+    /// [chosen](Source::when_not_converging) for rounds that do not converge, they agree on it in any case.
+    #[must_use]
+    pub fn allow_post_copy(mut self, allow: bool) -> Self {
+        self.settings.allow_post_copy = allow;
+        self
+    }
+
+    /// Sets how other threads control the migration while it runs. Each migration needs a [`Control`] of its own; one whose migration has
+    /// failed before anything was begun ([`Untouched`](crate::migration::GuestState::Untouched)) may be used again unless it was cancelled.
+    #[must_use]
+    pub fn control(mut self, control: &Control) -> Self {
+        self.control = control.clone();
         self
     }
 

@@ -9,6 +9,7 @@ use crate::guest::{Memory, Monitor, Running, Workload};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
+use sterna_engine::migration::Phase;
 use sterna_engine::report::{Observer, Progress, ReceiveProgress};
 use sterna_engine::source::{NotConverging, Source};
 use sterna_engine::transport::Security;
@@ -136,7 +137,7 @@ fn a_destination_reports_how_much_of_the_announced_memory_it_has_placed() {
         for progress in all.iter().filter(|progress| progress.placed_bytes > 0) {
             assert_eq!((progress.total_bytes, progress.missing_bytes), (ALL, 0), "{progress:?}");
             assert_eq!(progress.placed_bytes, (progress.normal_pages + progress.zero_pages) * 4096);
-            assert_eq!(progress.phase, "receiving memory");
+            assert_eq!(progress.phase, Phase::Rounds);
         }
         assert!(all.iter().any(|progress| progress.placed_rate > 0.0));
     });
