@@ -99,6 +99,19 @@ struct Shared {
 
 /// Controls one migration at its source while the migration runs, from any thread: [`Source::control`](crate::source::Source::control).
 ///
+/// ```no_run
+/// # use sterna_engine::{cancel::Cancel, live_control::{Answer, Control}, source::Source, transport::Security, vmm::SourceVmm};
+/// # fn migrate(source: Source, vmm: &mut dyn SourceVmm) -> Result<(), Box<dyn std::error::Error>> {
+/// let control = Control::new();
+/// let source = source.control(&control);
+/// std::thread::spawn(move || match control.switch_over() {
+///     Answer::Accepted => println!("the guest is paused as soon as possible"),
+///     answer => println!("not any more: {answer:?}"),
+/// });
+/// let report = source.run("destination:4920", &Security::Insecure, vmm, &Cancel::new(), &())?;
+/// # Ok(())
+/// # }
+/// ```
 /// Requests made before [`Source::run`](crate::source::Source::run) count from its beginning. All methods return at once. They may be
 /// called from the monitor's own methods and from an observer, too.
 #[derive(Clone)]
@@ -123,7 +136,10 @@ impl Default for Control {
 impl fmt::Debug for Control {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = self.state();
-        f.debug_struct("Control").field("stage", &state.stage).field("requests", &state.requests).finish_non_exhaustive()
+        f.debug_struct("Control")
+            .field("stage", &state.stage)
+            .field("requests", &state.requests)
+            .finish_non_exhaustive()
     }
 }
 

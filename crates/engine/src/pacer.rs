@@ -325,6 +325,42 @@ mod tests {
     }
 
     #[test]
+    fn every_second_keeps_to_the_limit_of_that_second() {
+        // Three senders that always have more to send, with a limit that changes each second.
+        let limits = [50_000_000, 2_000_000, 400_000_000, 10_000_000];
+        let mut line = Line::new(Some(limits[0]));
+        let mut places = [0, 1, 2].map(|_| line.reserve(Duration::ZERO, piece(limits[0])).unwrap());
+        let mut sizes = [piece(limits[0]); 3];
+        let (mut now, mut sent) = (Duration::ZERO, [0u64; 4]);
+        while now < SECOND * 4 {
+            let second = now.as_secs() as usize;
+            if line.rate != Some(limits[second]) {
+                line.set_rate(now, Some(limits[second]));
+            }
+            for (place, size) in places.iter_mut().zip(&mut sizes) {
+                if line.wait(now, *place).is_zero() {
+                    sent[second] += *size;
+                    *size = piece(limits[second]);
+                    *place = line.reserve(now, *size).unwrap();
+                }
+            }
+            now += Duration::from_micros(200);
+        }
+        for (second, (sent, limit)) in sent.into_iter().zip(limits).enumerate() {
+            let ratio = sent as f64 / limit as f64;
+            assert!((0.9..=1.1).contains(&ratio), "second {second}: {ratio} of the limit");
+        }
+    }
+
+    #[test]
+    fn a_released_pacer_has_no_limit_any_more_whatever_is_set() {
+        let pacer = Pacer::new(Some(1));
+        pacer.release();
+        pacer.set_limit(Some(1));
+        assert_eq!((pacer.limit(), pacer.pace(usize::MAX)), (None, Duration::ZERO));
+    }
+
+    #[test]
     fn enormous_numbers_do_not_overflow() {
         let mut line = Line::new(Some(u64::MAX));
         assert!(line.reserve(Duration::MAX, u64::MAX).is_some());

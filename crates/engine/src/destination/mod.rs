@@ -112,8 +112,10 @@ impl Fence {
 
 impl Destination {
     /// The features of a migration that is [accepted](Destination::take) after its handshake was made elsewhere.
-    pub const FEATURES: Features<'static> =
-        Features { offered: &[GUEST_STATE, UNCHECKED, RETRANSMIT, DELTA, DEVICE_STATE, PROGRESS], required: &[GUEST_STATE] };
+    pub const FEATURES: Features<'static> = Features {
+        offered: &[GUEST_STATE, UNCHECKED, RETRANSMIT, DELTA, DEVICE_STATE, PROGRESS],
+        required: &[GUEST_STATE],
+    };
 
     /// [`Destination::FEATURES`] and post-copy, for a caller that refuses a source that [wants](Destination::wants_post_copy) it where it is not
     /// possible.

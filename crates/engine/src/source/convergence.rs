@@ -632,6 +632,8 @@ impl Convergence {
 
 #[cfg(test)]
 mod tests {
+    mod requested;
+
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -950,7 +952,7 @@ mod tests {
         (simulation.at.dirtied, simulation.at.logged) = (simulation.at.remaining, 400 * MIB);
         let before = format!("{:?}", simulation.convergence);
 
-        let (dirty, predicted) = simulation.convergence.estimate(&simulation.at);
+        let Estimate { dirty, predicted, .. } = simulation.convergence.estimate(&simulation.at);
 
         let expected = simulation.at.remaining as f64 / 118e6;
         let predicted = predicted.unwrap().as_secs_f64();

@@ -413,7 +413,7 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         self.announce();
         let mut handed_over = 0;
         if self.ends_early() {
-            return Ok(());
+            return Ok(self.search.flush()?);
         }
         for number in 0..pending.len() {
             let mut at = 0;

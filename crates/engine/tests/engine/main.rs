@@ -14,6 +14,7 @@ mod guest;
 mod guest_ranges;
 mod iaa;
 mod library;
+mod live_control;
 mod moving;
 mod odd_devices;
 mod odd_peers;

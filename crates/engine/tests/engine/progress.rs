@@ -143,6 +143,33 @@ fn a_destination_reports_how_much_of_the_announced_memory_it_has_placed() {
     });
 }
 
+#[test]
+fn both_sides_estimate_the_time_left_within_the_first_round() {
+    within_a_minute(|| {
+        let at_source = RecordingObserver::until(|_| false);
+        let at_destination = RecordingObserver::until(|observed| {
+            let all = observed.received.lock().unwrap();
+            let estimated = all.iter().filter(|progress| progress.time_left_ms.is_some()).count();
+            let shrinks = |pair: &[ReceiveProgress]| pair[0].remaining_bytes > pair[1].remaining_bytes;
+            estimated >= 3 && all.windows(2).filter(|pair| shrinks(pair)).count() >= 3
+        });
+        migrate(4 << 20, BUSY, &at_source, &at_destination, |source| source.method("none".parse().unwrap()));
+
+        let (sent, received) = (at_source.progress.lock().unwrap(), at_destination.received.lock().unwrap());
+        let reported = |remaining: u64| sent.iter().any(|progress| progress.remaining_bytes == remaining);
+        for remaining in received.iter().filter_map(|progress| progress.remaining_bytes) {
+            assert!(reported(remaining), "{remaining} bytes are none of the source's figures");
+        }
+        let left = sent.iter().filter(|progress| progress.round == 1).filter_map(|progress| progress.time_left_ms);
+        // 64 MB at 4 MiB/s are 15 s: an estimate that is wrong by orders of magnitude would be of no use.
+        assert!(
+            left.clone().count() >= 3 && left.clone().all(|ms| (1_000..100_000).contains(&ms)),
+            "{:?}",
+            left.collect::<Vec<_>>()
+        );
+    });
+}
+
 /// Writes so much that no round fits.
 const TOO_BUSY: Workload = Workload { writers: 2, span: 6_000, seed: 11, burst: 0 };
 

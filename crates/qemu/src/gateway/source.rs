@@ -80,7 +80,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         Direct::Not(why) => why,
     };
     qemu::check_sockets(&options.socket_dir, Listens::Sterna, &qmp).map_err(GatewayError::untouched)?;
-    let steering = Steering::begin(&options.control, cancel).map_err(|error| GatewayError::untouched(error.to_string()))?;
+    let steering =
+        Steering::begin(&options.control, cancel).map_err(|error| GatewayError::untouched(error.to_string()))?;
     let (control, cancel) = (steering.control(), steering.cancel());
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
     let engines = options.qatzip.engines(options.method, options.channels);

@@ -49,7 +49,8 @@ impl Driver<'_> {
             Phase::SwitchingOver | Phase::Committed => {
                 let paused = self.kernel.moments.paused.map_or(0.0, |paused| paused.elapsed().as_secs_f64() * 1e3);
                 let left = self.progress.predicted_downtime_ms - paused;
-                self.progress.time_left_ms = (self.progress.predicted_downtime_ms > 0.0).then_some(left.max(0.0) as u64);
+                self.progress.time_left_ms =
+                    (self.progress.predicted_downtime_ms > 0.0).then_some(left.max(0.0) as u64);
             }
             Phase::PostCopy => {
                 self.progress.remaining_bytes = self.unsent.pages() * PAGE_SIZE as u64;

@@ -40,12 +40,16 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
             let measure = self.measure(pending);
             self.convergence.measure_anew(&measure);
             self.note(match limit {
-                Some(limit) => format!("as requested, the bandwidth limit is {} from now on", report::rate(limit as f64)),
+                Some(limit) => {
+                    format!("as requested, the bandwidth limit is {} from now on", report::rate(limit as f64))
+                }
                 None => "as requested, there is no bandwidth limit from now on".into(),
             });
         }
         match now.ending.filter(|_| now.ending != before.ending) {
-            Some(RoundsEnd::SwitchOver) => self.note("as requested, the guest is paused whatever is left to be sent".into()),
+            Some(RoundsEnd::SwitchOver) => {
+                self.note("as requested, the guest is paused whatever is left to be sent".into())
+            }
             Some(RoundsEnd::PostCopy) => self.note("as requested, the guest will go on in post-copy".into()),
             None => {}
         }

@@ -21,7 +21,10 @@ impl Driver<'_> {
     pub(super) fn downtime_limit(&self) -> Duration {
         match self.kernel.requests().ending {
             Some(RoundsEnd::SwitchOver) => MAX_DOWNTIME_LIMIT,
-            _ => self.downtime().saturating_sub(self.window.allowance() + COMMIT_ESTIMATE).clamp(MIN_DOWNTIME_LIMIT, MAX_DOWNTIME_LIMIT),
+            _ => self
+                .downtime()
+                .saturating_sub(self.window.allowance() + COMMIT_ESTIMATE)
+                .clamp(MIN_DOWNTIME_LIMIT, MAX_DOWNTIME_LIMIT),
         }
     }
 
