@@ -30,6 +30,7 @@ pub mod directory;
 pub mod entry;
 mod in_place;
 pub mod item;
+pub mod live_control;
 pub mod migration;
 mod monitor;
 mod occupied;

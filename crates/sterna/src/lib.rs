@@ -142,6 +142,7 @@ pub mod vm_memory;
 // Both ends.
 pub use sterna_engine::cancel::Cancel;
 pub use sterna_engine::destination::{Before, Destination, Fence, Listening};
+pub use sterna_engine::live_control::{Answer, Control};
 pub use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase, Side};
 pub use sterna_engine::opening::{Block, Opening, Prepared};
 pub use sterna_engine::source::{NotConverging, Source, Throttle, TimeLimits};

@@ -216,6 +216,15 @@ pub struct DestinationFigures {
     pub start_ms: f64,
 }
 
+/// The source's progress, for what the destination shows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceProgress {
+    /// Bytes of guest RAM that have not arrived, as far as the source knows.
+    pub remaining_bytes: u64,
+    /// Milliseconds until the guest runs at the destination, as the source estimates them; none where it cannot.
+    pub time_left_ms: Option<u64>,
+}
+
 /// The destination's figures of post-copy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PostCopyFigures {
@@ -295,6 +304,8 @@ pub enum ControlMessage {
         /// The device's number.
         device: u16,
     },
+    /// Source, where both sides have the capability `progress-1`: progress, a few times a second before the guest runs at the destination.
+    Progress(SourceProgress),
     /// Destination: figures of post-copy for the report, sent before [`SwitchoverMessage::Running`].
     PostCopyFigures(PostCopyFigures),
     /// Destination: figures for the report.

@@ -34,7 +34,9 @@ use self::target::Target;
 use crate::cancel::Cancel;
 use crate::device_state::load::share;
 use crate::device_state::{DeviceId, LoadDevice};
-use crate::migration::{Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, RETRANSMIT};
+use crate::migration::{
+    Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, PROGRESS, RETRANSMIT,
+};
 use crate::report::{Observer, ReceiveReport};
 use crate::session::{AcceptedSource, Features, UNCHECKED};
 use crate::switchover::MonitorRecord;
@@ -147,13 +149,15 @@ impl Fence {
 
 impl Destination {
     /// The features of a migration that is [accepted](Destination::take) after its handshake was made elsewhere.
-    pub const FEATURES: Features<'static> =
-        Features { offered: &[GUEST_STATE, UNCHECKED, RETRANSMIT, DELTA, DEVICE_STATE], required: &[GUEST_STATE] };
+    pub const FEATURES: Features<'static> = Features {
+        offered: &[GUEST_STATE, UNCHECKED, RETRANSMIT, DELTA, DEVICE_STATE, PROGRESS],
+        required: &[GUEST_STATE],
+    };
 
     /// [`Destination::FEATURES`] and post-copy, for a caller that refuses a source that [wants](Destination::wants_post_copy) it where it is not
     /// possible.
     pub const FEATURES_WITH_POST_COPY: Features<'static> = Features {
-        offered: &[GUEST_STATE, UNCHECKED, RETRANSMIT, DELTA, DEVICE_STATE, POST_COPY],
+        offered: &[GUEST_STATE, UNCHECKED, RETRANSMIT, DELTA, DEVICE_STATE, PROGRESS, POST_COPY],
         required: Self::FEATURES.required,
     };
 

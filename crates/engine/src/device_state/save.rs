@@ -117,6 +117,8 @@ impl DeviceState {
 #[derive(Debug)]
 struct State {
     devices: Vec<DeviceState>,
+    /// The target downtime.
+    downtime: Duration,
     /// Which device saves now, where one saves after the other.
     turn: Option<usize>,
     /// Whether the destination has loaded what the monitor has saved ahead, or the monitor has saved nothing ahead.
@@ -134,11 +136,11 @@ struct State {
 
 impl State {
     /// Returns the phase of each device.
-    fn phases(&self, downtime: Duration) -> impl Iterator<Item = DevicePhase> {
+    fn phases(&self) -> impl Iterator<Item = DevicePhase> {
         // Whether all devices before this one are loaded, where one device goes after the other.
         let mut comes_next = true;
         self.devices.iter().enumerate().map(move |(number, known)| {
-            let phase = known.phase(self.paused, downtime);
+            let phase = known.phase(self.paused, self.downtime);
             let waits = self.turn.is_some_and(|turn| match phase {
                 DevicePhase::Saving => number > turn,
                 DevicePhase::Loading => !comes_next,
@@ -178,8 +180,6 @@ impl State {
 #[derive(Debug)]
 pub(crate) struct SavingDevices {
     ids: Vec<DeviceId>,
-    /// The target downtime.
-    downtime: Duration,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -201,6 +201,7 @@ impl SavingDevices {
         let turn = serial.then_some(0);
         let state = State {
             devices,
+            downtime,
             turn,
             monitor_loaded_ahead: false,
             paused: false,
@@ -209,7 +210,7 @@ impl SavingDevices {
             rate: 0.0,
             over: false,
         };
-        Self { ids, downtime, state: Mutex::new(state), changed: Condvar::new() }
+        Self { ids, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -257,12 +258,17 @@ impl SavingDevices {
         state.monitor_loaded_ahead && state.devices.iter().all(|known| known.loaded_ahead)
     }
 
+    /// Sets the target downtime.
+    pub(crate) fn set_downtime(&self, downtime: Duration) {
+        self.state().downtime = downtime;
+    }
+
     /// Lists the devices that the migration waits for, and the monitor before the guest is stopped; none where it waits for neither.
     pub(crate) fn waiting_for(&self) -> Option<String> {
         let state = self.state();
         let monitor =
             (!state.monitor_loaded_ahead).then_some((&"the monitor" as &dyn Display, DevicePhase::LoadingAhead));
-        let devices = self.ids.iter().map(|id| id as &dyn Display).zip(state.phases(self.downtime));
+        let devices = self.ids.iter().map(|id| id as &dyn Display).zip(state.phases());
         super::waiting_for(monitor.into_iter().chain(devices))
     }
 
@@ -407,7 +413,7 @@ impl SavingDevices {
     /// Calls `describe` for each device, and returns the results.
     fn describe<T>(&self, describe: impl Fn(&DeviceId, DevicePhase, &DeviceState) -> T) -> Vec<T> {
         let state = self.state();
-        let known = state.phases(self.downtime).zip(&state.devices);
+        let known = state.phases().zip(&state.devices);
         self.ids.iter().zip(known).map(|(id, (phase, known))| describe(id, phase, known)).collect()
     }
 

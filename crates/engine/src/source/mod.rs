@@ -39,6 +39,7 @@ pub use self::convergence::{NotConverging, Throttle};
 pub use self::driver::required_features;
 use crate::cancel::Cancel;
 use crate::device_state::{DeviceChannels, DeviceId, SaveDevice, SharedDevice};
+use crate::live_control::Control;
 use crate::migration::{ErrorKind, GuestState, MigrationError, Phase, Side};
 use crate::monitor::CaughtLog;
 use crate::report::{Observer, Report};
@@ -54,6 +55,7 @@ pub struct Source {
     log: CaughtLog,
     devices: Vec<(DeviceId, SharedDevice)>,
     settings: Settings,
+    control: Control,
     /// Whether a migration has moved the guest, or may have.
     moved: bool,
 }
@@ -160,6 +162,7 @@ struct Settings {
     packet_size: usize,
     checksums: bool,
     not_converging: NotConverging,
+    allow_post_copy: bool,
     give_up_after: Option<Duration>,
     state_dir: Option<PathBuf>,
     offload: Option<Arc<Offload>>,
@@ -217,6 +220,7 @@ impl Source {
             packet_size: DEFAULT_PACKET_SIZE,
             checksums: true,
             not_converging: NotConverging::default(),
+            allow_post_copy: false,
             give_up_after: None,
             state_dir: None,
             offload: None,
@@ -228,7 +232,8 @@ impl Source {
             opening: Vec::new(),
             monitor: MonitorRecord::default(),
         };
-        Self { ram, log: CaughtLog::new(log), devices: Vec::new(), settings, moved: false }
+        let control = Control::new();
+        Self { ram, log: CaughtLog::new(log), devices: Vec::new(), settings, control, moved: false }
     }
 
     /// Sets the number of RAM channels, 1 … 64; 2 by default.
@@ -299,6 +304,22 @@ impl Source {
     #[must_use]
     pub fn when_not_converging(mut self, answer: NotConverging) -> Self {
         self.settings.not_converging = answer;
+        self
+    }
+
+    /// Sets whether both sides agree on post-copy, so that [`Control::post_copy`] may begin it; not by default. Where post-copy is
+    /// [chosen](Source::when_not_converging) for rounds that do not converge, they agree on it in any case.
+    #[must_use]
+    pub fn allow_post_copy(mut self, allow: bool) -> Self {
+        self.settings.allow_post_copy = allow;
+        self
+    }
+
+    /// Sets how other threads control the migration while it runs. Each migration needs a [`Control`] of its own; one whose migration has
+    /// failed before anything was begun ([`Untouched`](crate::migration::GuestState::Untouched)) may be used again unless it was cancelled.
+    #[must_use]
+    pub fn control(mut self, control: &Control) -> Self {
+        self.control = control.clone();
         self
     }
 
@@ -427,6 +448,9 @@ impl Source {
         }
         self.check()?;
         let result = driver::run(self, &to.into(), security, vmm, cancel, observer);
+        if self.control.has_ended() {
+            self.control = Control::new();
+        }
         self.moved = result.as_ref().err().is_none_or(|error| {
             !matches!(error.guest, GuestState::Untouched | GuestState::RunsAtSource | GuestState::PausedAtSource)
         });

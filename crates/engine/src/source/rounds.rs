@@ -5,6 +5,8 @@
 //! has written guest RAM ([`SourceVmm::settle_io`](crate::vmm::SourceVmm::settle_io)). After the guest has stopped the log is collected
 //! twice: at once, for the last round, and when the monitor and its devices have saved their state, which may write guest RAM.
 
+mod requests;
+
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -16,6 +18,7 @@ use sterna_memory::holes::PageMap;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, Totals};
 
+pub(super) use self::requests::Controlled;
 use super::convergence::{Arrived, Convergence, Decision, Measure};
 use super::unsent::Unsent;
 use crate::abort::Abort;
@@ -25,7 +28,7 @@ use crate::control_link::ControlSender;
 use crate::device_state::SavingDevices;
 use crate::entry::{PageSearch, Pipeline};
 use crate::item::SendMode;
-use crate::report::Progress;
+use crate::report::{Progress, milliseconds};
 use crate::send::{Refusals, SendChannel, Sent};
 use crate::window::{Delivered, WindowClosed};
 
@@ -95,6 +98,8 @@ pub(super) struct RoundStats {
     pub(super) to_deliver: u64,
     pub(super) dirty_rate: f64,
     pub(super) predicted: Option<Duration>,
+    /// Time until the guest runs at the destination.
+    pub(super) time_left: Option<Duration>,
     pub(super) verdict: Option<String>,
     /// Why the downtime is longer than its target, where that was to be expected.
     pub(super) out_of_reach: Option<String>,
@@ -106,6 +111,7 @@ impl RoundStats {
         progress.round = self.round;
         progress.remaining_bytes = self.to_deliver.saturating_sub(delivered) * PAGE_SIZE as u64;
         progress.dirty_rate = self.dirty_rate;
+        progress.time_left_ms = self.time_left.map(milliseconds);
         progress.predicted_downtime_ms = self.predicted.map_or(0.0, |time| time.as_secs_f64() * 1e3);
     }
 }
@@ -182,6 +188,11 @@ impl CurrentRound {
         (self.began, self.next, self.next_collecting) = (now, now + ESTIMATE_INTERVAL, now + FIRST_COLLECTING);
     }
 
+    /// Returns whether the guest is paused, so that this round is the last.
+    fn is_last(&self) -> bool {
+        self.next == Duration::MAX
+    }
+
     /// Ends the updates of estimates: the guest is paused, and its log names nothing more.
     fn end(&mut self) {
         (self.next, self.next_collecting) = (Duration::MAX, Duration::MAX);
@@ -212,6 +223,7 @@ pub(super) struct Rounds<N> {
     pub(super) written: Vec<PageBitmap>,
     pub(super) current: CurrentRound,
     pub(super) may_stop: bool,
+    pub(super) control: Controlled,
     /// How long the missing permission alone has kept the guest from being stopped.
     pub(super) held: Held,
     /// How often the guest was stopped and resumed.
@@ -278,7 +290,8 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
                     let found = self.collect(&mut pending)?;
                     // State that devices have saved ahead is of no use once they were stopped and go on.
                     let stays = self.retries == MAX_RETRIES || !self.devices.is_empty();
-                    if stays || self.convergence.still_fits(&self.measure(found)) {
+                    self.obey(found);
+                    if self.stays_paused(stays || self.convergence.still_fits(&self.measure(found))) {
                         break;
                     }
                     self.retries += 1;
@@ -434,13 +447,16 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
     }
 
     /// Hands all pending pages to the channels, and suspect pages. Afterwards only the pages are pending that the log has named
-    /// meanwhile ([`Rounds::update_estimates`]).
+    /// meanwhile ([`Rounds::update_estimates`]), and the rest of the round where the rounds end early.
     fn send(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
         self.note_refusals();
         self.resend_suspect()?;
         self.current.left = pending.iter().map(PageBitmap::count).sum();
         self.announce();
         let mut handed_over = 0;
+        if self.ends_early() {
+            return Ok(self.search.flush()?);
+        }
         for number in 0..pending.len() {
             let mut at = 0;
             while let Some(run) = pending[number].next_run(at, ESTIMATE_PAGES) {
@@ -452,6 +468,9 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
                 if handed_over >= ESTIMATE_PAGES {
                     handed_over = 0;
                     self.update_estimates(pending)?;
+                    if self.ends_early() {
+                        return Ok(self.search.flush()?);
+                    }
                 }
             }
         }
@@ -473,12 +492,13 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
             self.current.next_collecting = now + (now - self.current.began);
         }
         let measure = self.measure(self.current.left);
-        let (dirty, predicted) = self.convergence.estimate(&measure);
+        let estimate = self.convergence.estimate(&measure);
         let mut stats = self.stats.lock().expect("no thread panics with the lock held");
         if collects {
-            stats.dirty_rate = dirty;
+            stats.dirty_rate = estimate.dirty;
         }
-        stats.predicted = predicted.or(stats.predicted);
+        stats.predicted = estimate.predicted.or(stats.predicted);
+        stats.time_left = estimate.time_left;
         drop(stats);
         self.announce();
         Ok(())
@@ -559,16 +579,19 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         while let Ok(order) = self.orders.try_recv() {
             self.heed(order);
         }
+        self.obey(found);
         let measure = self.measure(found);
         let (verdict_before, may_stop) = (self.convergence.verdict().is_some(), self.may_stop);
         let in_vain_before = self.convergence.throttled_in_vain();
         let decision = self.convergence.after_round(&measure, may_stop);
+        let decision = self.as_requested(decision, &measure);
         self.current.logged = 0;
         self.announce();
         let mut stats = self.stats.lock().expect("no thread panics with the lock held");
         let round = stats.round;
         stats.dirty_rate = self.convergence.rates().dirty;
         stats.predicted = self.convergence.predicted(&measure);
+        stats.time_left = self.convergence.time_left(&measure);
         stats.verdict = self.verdict();
         drop(stats);
         if let (false, Some(verdict)) = (verdict_before, self.verdict()) {

@@ -15,6 +15,7 @@ mod guest;
 mod guest_ranges;
 mod iaa;
 mod library;
+mod live_control;
 mod moving;
 mod odd_devices;
 mod odd_peers;

@@ -19,7 +19,7 @@ use crate::migration::{Phase, RETRANSMIT};
 use crate::monitor;
 use crate::send::{DeltaSetting, SendChannel, SendContext};
 use crate::source::convergence::Convergence;
-use crate::source::rounds::{CurrentRound, Held, Order, RoundEvent, Rounds, no_pages};
+use crate::source::rounds::{Controlled, CurrentRound, Held, Order, RoundEvent, Rounds, no_pages};
 use crate::state::{Part, StateWriter};
 use crate::switchover::after;
 
@@ -109,6 +109,7 @@ impl Driver<'_> {
             accelerator: self.accelerator.clone(),
             written: self.accelerator.iter().flat_map(|_| no_pages(&self.ram)).collect(),
             may_stop: self.may_stop(),
+            control: Controlled::new(self.kernel.control.clone()),
             held: Held::default(),
             retries: 0,
             waited_for_saving: Duration::ZERO,
@@ -201,7 +202,7 @@ impl Driver<'_> {
             page_size: sterna_memory::PAGE_SIZE,
         };
         self.kernel.abort.on_end(move || {
-            pacer.set_limit(None);
+            pacer.release();
             window.close();
             pool.close();
         });

@@ -29,8 +29,9 @@ use crate::control_link::ControlEvent;
 use crate::cpu_time::CpuTime;
 use crate::device_state::SavingDevices;
 use crate::device_state::save::SaveEvent;
+use crate::live_control::Steering;
 use crate::migration::{
-    Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, Phase, RETRANSMIT, machine,
+    Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, PROGRESS, Phase, RETRANSMIT, machine,
 };
 use crate::monitor::{CaughtLog, CaughtObserver, SourceMonitor};
 use crate::occupied::Occupied;
@@ -63,7 +64,10 @@ pub(super) fn run(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Report, MigrationError> {
-    let Source { ram, log, devices, settings, .. } = source;
+    let Source { ram, log, devices, settings, control, .. } = source;
+    let steering = Steering::begin(control, cancel)
+        .map_err(|error| MigrationError::untouched(Cause::new(ErrorKind::Settings, error.to_string())))?;
+    let cancel = steering.cancel();
     let cpu = CpuTime::default();
     let _counted = cpu.count();
     let observer = &CaughtObserver(observer);
@@ -81,7 +85,8 @@ pub(super) fn run(
         ..machine(vmm.name(), ram, settings.downtime.as_millis() as u64)
     };
     check_devices(&machine).map_err(MigrationError::untouched)?;
-    let post_copy = matches!(settings.not_converging, NotConverging::PostCopy | NotConverging::PostCopyAfter(_));
+    let chosen = matches!(settings.not_converging, NotConverging::PostCopy | NotConverging::PostCopyAfter(_));
+    let post_copy = chosen || settings.allow_post_copy;
     if post_copy && let Some(reason) = vmm.post_copy_refusal().map_err(untouched)? {
         return Err(MigrationError::untouched(format!("post-copy is not possible at the source: {reason}")));
     }
@@ -98,7 +103,7 @@ pub(super) fn run(
     required.extend((!known.is_empty()).then_some(DEVICE_STATE));
     required.extend((!settings.opening.is_empty()).then_some(OPENING));
     let mut offered = required.clone();
-    offered.push(RETRANSMIT);
+    offered.extend([RETRANSMIT, PROGRESS]);
     let offer = Offer {
         to,
         security,
@@ -122,6 +127,7 @@ pub(super) fn run(
     if cancel.is_cancelled() {
         return Err(cancelled());
     }
+    control.agreed(post_copy);
     let state = RecordState::Source(SourceState::Started);
     let ledger = Ledger::new(settings.state_dir.as_deref(), &session, state, to.to_string(), &settings.monitor);
     let ledger = ledger.map_err(MigrationError::untouched)?;
@@ -146,6 +152,7 @@ pub(super) fn run(
         events,
         limits: DeliveryLimits { decision: settings.limits.delivery, abort: settings.limits.telling },
         cancel,
+        control,
         observer,
     });
     let mut driver = Driver {
@@ -179,6 +186,7 @@ pub(super) fn run(
         ended: false,
         moved: (0, 0),
     };
+    driver.kernel.pace_by(&driver.pacer);
     let end = run_source(&mut driver, &inbox, first);
     driver.finish(end)
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Driver;
+use crate::live_control::RoundsEnd;
 use crate::migration::Phase;
 use crate::source::rounds::Order;
 use crate::state::{Part, StateWriter};
@@ -12,6 +13,8 @@ use crate::vmm::{ResumeReason, VmmError};
 
 /// The name of the monitor's state in reasons: the source waits for it while the guest is paused.
 pub(super) const MONITORS_STATE: &str = "the monitor's state";
+/// How many times the predicted downtime is added to the limit of a step where the guest was paused by request.
+const FORCED_MARGIN: u32 = 3;
 
 impl Driver<'_> {
     pub(super) fn throttle(&mut self, percent: u8) {
@@ -142,7 +145,16 @@ impl Driver<'_> {
         Ok(())
     }
 
+    /// Returns how long a step may take while the guest is paused: longer where the guest is paused by request, however much is left.
     pub(super) fn step_time(&self) -> Duration {
-        self.settings.limits.step.max(self.settings.downtime.saturating_mul(10))
+        let forced = self.kernel.requests().ending == Some(RoundsEnd::SwitchOver);
+        let predicted = self.stats.lock().expect("no thread panics with the lock held").predicted;
+        let longer = predicted.filter(|_| forced).unwrap_or_default().saturating_mul(FORCED_MARGIN);
+        self.settings.limits.step.max(self.downtime().saturating_mul(10)).saturating_add(longer)
+    }
+
+    /// Returns the target downtime.
+    pub(super) fn downtime(&self) -> Duration {
+        self.kernel.requests().downtime.unwrap_or(self.settings.downtime)
     }
 }

@@ -76,13 +76,6 @@ fn report_progress<'a, D: DestinationDriver<'a>>(driver: &mut D) {
         return;
     }
     let (observer, phase) = (kernel.observer, kernel.phase);
-    let phase = match phase {
-        Phase::SettingUp => "setting up",
-        Phase::Rounds => "receiving memory",
-        Phase::SwitchingOver => "switching over",
-        Phase::Committed => "starting the guest",
-        Phase::PostCopy => "receiving the rest of memory after the guest",
-    };
     if let Some(receiving) = driver.receiving() {
         receiving.report_progress(observer, phase, missing);
     }
@@ -264,6 +257,8 @@ fn translate<'a, D: DestinationDriver<'a>>(driver: &mut D, event: Event<D::Event
         }
         Event::Broken(_) => channels_failed(driver),
         Event::Cancelled => cancel(driver),
+        // Only a source has a control.
+        Event::Requested => None,
         Event::Own(event) => driver.handle(event),
     }
 }
@@ -287,6 +282,12 @@ fn handle_peer<'a, D: DestinationDriver<'a>>(driver: &mut D, news: ConnectionEve
             ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
             ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
                 Some(DestinationEvent::Failed { reason: format!("the source failed: {}", cleaned(&reason)) })
+            }
+            ControlMessage::Progress(progress) => {
+                if let Some(receiving) = driver.receiving() {
+                    receiving.source_reports(progress);
+                }
+                None
             }
             message => driver.receive(message),
         },

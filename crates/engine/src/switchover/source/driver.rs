@@ -79,6 +79,10 @@ pub trait SourceDriver<'a> {
     /// Handles a message of the destination that is not about the switchover.
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent>;
 
+    /// Carries out the requests of other threads ([`SourceKernel::requests`]), where the driver had them
+    /// [reported](crate::switchover::Events::on_request).
+    fn handle_requests(&mut self) {}
+
     /// Handles an event of the driver's own.
     fn handle(&mut self, event: Self::Event) -> Option<SourceEvent>;
 

@@ -42,6 +42,8 @@ pub(super) struct Driver<'a> {
     pub(super) placement: Vec<String>,
     pub(super) progress: Progress,
     pub(super) watch: RoundsWatch,
+    /// QEMU's downtime limit.
+    pub(super) limit: Duration,
     /// Bytes of normal pages at the last tick.
     pub(super) content_reported: u64,
     /// The blocks of which the destination accepts deltas; none if it accepts no deltas.
@@ -74,6 +76,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
 
     fn start_migration(&mut self) -> Result<(), String> {
         self.begin_migration().map_err(|error| error.to_string())?;
+        self.carry_out_requests();
         self.await_progress();
         Ok(())
     }
@@ -149,6 +152,10 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         }
     }
 
+    fn handle_requests(&mut self) {
+        self.carry_out_requests();
+    }
+
     fn handle(&mut self, event: Event) -> Option<SourceEvent> {
         match event {
             Event::Qemu(event) => {
@@ -206,6 +213,7 @@ impl Driver<'_> {
             QemuEvent::Stopped => {
                 self.compression.set_urgent(true);
                 self.kernel.moments.stopped();
+                self.kernel.guest_stays_paused();
                 if self.kernel.moments.drained.is_none() && self.stage.accepted() {
                     self.kernel.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
                 }
@@ -289,6 +297,6 @@ impl Driver<'_> {
 
     /// Returns how long a step may take while the guest is paused.
     fn step_time(&self) -> Duration {
-        MIN_STEP_LIMIT.max(10 * self.options.downtime)
+        MIN_STEP_LIMIT.max(self.downtime().saturating_mul(10)).saturating_add(self.forced_time())
     }
 }
