@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use sterna_engine::cancel::Cancel;
+use sterna_engine::migration::Side;
 use sterna_engine::report::{self, Observer, Progress, ReceiveProgress};
 // Notes may quote QEMU or the peer.
 use sterna_wire::text::printable;
@@ -90,11 +91,11 @@ impl Observer for Screen {
         match &self.view {
             View::Bar(bar) => {
                 bar.set_position(percent_placed(progress) as u64);
-                bar.set_prefix(printable(&progress.phase));
+                bar.set_prefix(progress.phase.words(Side::Destination));
                 bar.set_message(placed(progress));
             }
             View::Lines(lines) => {
-                let line = format!("{}, {}", progress.phase, placed(progress));
+                let line = format!("{}, {}", progress.phase.words(Side::Destination), placed(progress));
                 lines.lock().expect("writing does not panic").progress(&line, Instant::now());
             }
             View::Quiet => {}
@@ -147,7 +148,12 @@ fn headline(progress: &Progress) -> String {
     format!("{phase}, round {round}, {normal_pages} pages{deltas}, {zero_pages} zero")
 }
 
-/// Formats rates, ratio and the predicted downtime.
+/// Formats the estimated time left, if there is an estimate.
+fn left(time_left_ms: Option<u64>) -> String {
+    time_left_ms.map_or_else(String::new, |ms| format!(", {:.1} s left", ms as f64 / 1e3))
+}
+
+/// Formats rates, the predicted downtime, ratio and the time left.
 fn figures(progress: &Progress) -> String {
     let downtime = progress.predicted_downtime_ms;
     // There is no prediction before the first rates are known, or while the guest dirties memory faster than the network carries it.
@@ -157,12 +163,13 @@ fn figures(progress: &Progress) -> String {
         "unknown".to_owned()
     };
     format!(
-        "{}, wire {} at {}, dirty {}, downtime {downtime}, ratio {:.2}",
+        "{}, wire {} at {}, dirty {}, downtime {downtime}, ratio {:.2}{}",
         report::rate(progress.content_rate),
         report::bytes(progress.wire_bytes as f64),
         report::rate(progress.wire_rate),
         report::rate(progress.dirty_rate),
         progress.ratio,
+        left(progress.time_left_ms)
     )
 }
 
@@ -174,7 +181,8 @@ fn placed(progress: &ReceiveProgress) -> String {
     let of = if *total_bytes > 0 { format!(" of {} of RAM", size(*total_bytes)) } else { String::new() };
     let missing = if *missing_bytes > 0 { format!(", {} at the source", size(*missing_bytes)) } else { String::new() };
     let rate = report::rate(*placed_rate);
-    format!("{}{of} placed ({normal_pages} pages, {zero_pages} zero){missing}, {rate}", size(*placed_bytes))
+    let left = left(progress.time_left_ms);
+    format!("{}{of} placed ({normal_pages} pages, {zero_pages} zero){missing}, {rate}{left}", size(*placed_bytes))
 }
 
 /// Returns the share of RAM that is placed. Pages that are sent again count again.
@@ -196,6 +204,7 @@ fn percent(progress: &Progress) -> f64 {
 mod tests {
     use super::*;
     use std::sync::Arc;
+    use sterna_engine::migration::Phase;
 
     #[derive(Clone, Default)]
     struct Sink(Arc<Mutex<Vec<u8>>>);
@@ -218,7 +227,7 @@ mod tests {
 
     fn sample() -> Progress {
         Progress {
-            phase: "precopy".to_owned(),
+            phase: Phase::Rounds,
             elapsed_ms: 1500,
             round: 2,
             total_bytes: 4 << 30,
@@ -233,6 +242,7 @@ mod tests {
             ratio: 2.0,
             dirty_rate: 1.25e8,
             predicted_downtime_ms: 210.4,
+            time_left_ms: Some(3_450),
             devices: Vec::new(),
         }
     }
@@ -241,15 +251,15 @@ mod tests {
     fn a_line_has_every_figure() {
         assert_eq!(
             line(&sample()),
-            "precopy, round 2, 786432 pages, 1000 zero, 75 % of it done, 1.20 GB/s, wire 1.50 GiB at 600.00 MB/s, \
-             dirty 125.00 MB/s, downtime 210 ms, ratio 2.00"
+            "sending memory, round 2, 786432 pages, 1000 zero, 75 % of it done, 1.20 GB/s, wire 1.50 GiB at 600.00 MB/s, \
+             dirty 125.00 MB/s, downtime 210 ms, ratio 2.00, 3.5 s left"
         );
     }
 
     #[test]
     fn delta_pages_and_unchanged_pages_are_shown_separately() {
         let progress = Progress { delta_pages: 20_000, same_pages: 7, ..sample() };
-        assert_eq!(headline(&progress), "precopy, round 2, 786432 pages (20000 deltas, 7 same), 1000 zero");
+        assert_eq!(headline(&progress), "sending memory, round 2, 786432 pages (20000 deltas, 7 same), 1000 zero");
     }
 
     #[test]
@@ -271,7 +281,7 @@ mod tests {
     #[test]
     fn a_destination_shows_how_much_of_the_announced_ram_it_has_placed() {
         let mut progress = ReceiveProgress {
-            phase: "receiving memory".to_owned(),
+            phase: Phase::Rounds,
             elapsed_ms: 1500,
             total_bytes: 4 << 30,
             placed_bytes: 1 << 30,
@@ -279,8 +289,10 @@ mod tests {
             zero_pages: 144,
             placed_rate: 1.2e9,
             missing_bytes: 0,
+            remaining_bytes: Some(3 << 30),
+            time_left_ms: Some(2_500),
         };
-        let text = "1.00 GiB of 4.00 GiB of RAM placed (262000 pages, 144 zero), 1.20 GB/s";
+        let text = "1.00 GiB of 4.00 GiB of RAM placed (262000 pages, 144 zero), 1.20 GB/s, 2.5 s left";
         assert_eq!((placed(&progress).as_str(), percent_placed(&progress)), (text, 25.0));
         assert!(text.len() <= 80, "a row of the bar");
         let sink = Sink::default();

@@ -5,6 +5,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use sterna_codec::EngineMissing;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::place::PlaceError;
@@ -33,6 +34,9 @@ pub const RETRANSMIT: &str = "send-again-1";
 /// The capability to send pages as deltas against their earlier content, version 1.
 pub const DELTA: &str = "delta-1";
 
+/// The capability to show the source's progress at the destination, version 1.
+pub(crate) const PROGRESS: &str = "progress-1";
+
 /// The capability to send the state of devices separately from the monitor's, version 1.
 pub(crate) const DEVICE_STATE: &str = "device-state-1";
 
@@ -51,11 +55,13 @@ pub enum Side {
     Destination,
 }
 
-/// The phase that a migration had reached.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The phase that a migration has reached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Phase {
     /// Settings, connection, handshake: nothing was begun.
+    #[default]
     SettingUp,
     /// The guest runs and the rounds send dirty pages.
     Rounds,
@@ -67,15 +73,26 @@ pub enum Phase {
     PostCopy,
 }
 
+impl Phase {
+    /// Returns the phase in words for people, as `side` sees it. [`fmt::Display`] has those of the source.
+    pub fn words(self, side: Side) -> &'static str {
+        let at_source = side == Side::Source;
+        match self {
+            Self::SettingUp => "setting up",
+            Self::Rounds if at_source => "sending memory",
+            Self::Rounds => "receiving memory",
+            Self::SwitchingOver => "switching over",
+            Self::Committed if at_source => "starting the guest at the destination",
+            Self::Committed => "starting the guest",
+            Self::PostCopy if at_source => "sending the rest of memory after the guest",
+            Self::PostCopy => "receiving the rest of memory after the guest",
+        }
+    }
+}
+
 impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::SettingUp => "setting up",
-            Self::Rounds => "sending memory",
-            Self::SwitchingOver => "switching over",
-            Self::Committed => "starting the guest at the destination",
-            Self::PostCopy => "sending the rest of memory after the guest",
-        })
+        f.write_str(self.words(Side::Source))
     }
 }
 
@@ -293,6 +310,7 @@ pub fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
         blocks: ram.blocks().iter().map(block).collect(),
         devices: Vec::new(),
         device_channels: DeviceChannels::default(),
+        opening: Vec::new(),
     }
 }
 

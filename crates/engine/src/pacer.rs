@@ -70,10 +70,23 @@ impl Pacer {
         self.lock().unused
     }
 
-    /// Changes the limit, also for waiting threads. Removing the limit ends all waits (a cancelled migration needs
-    /// this).
+    /// Changes the limit, also for waiting threads; with `None` or 0 no thread waits. Does nothing after [`Pacer::release`].
     pub fn set_limit(&self, bytes_per_second: Option<u64>) {
-        self.lock().set_rate(self.started.elapsed(), bytes_per_second);
+        let mut line = self.lock();
+        if !line.released {
+            line.set_rate(self.started.elapsed(), bytes_per_second);
+        }
+        drop(line);
+        self.changed.notify_all();
+    }
+
+    /// Removes the limit for good, which ends all waits: the migration is being taken down, and its threads must not wait again, whatever
+    /// limit is requested meanwhile.
+    pub fn release(&self) {
+        let mut line = self.lock();
+        line.set_rate(self.started.elapsed(), None);
+        line.released = true;
+        drop(line);
         self.changed.notify_all();
     }
 
@@ -104,6 +117,8 @@ struct Line {
     reserved: u64,
     /// The time of all parts of the line that no thread reserved in time.
     unused: Duration,
+    /// Whether there is no limit any more, for good.
+    released: bool,
 }
 
 impl Line {
@@ -114,6 +129,7 @@ impl Line {
             since: Duration::ZERO,
             reserved: 0,
             unused: Duration::ZERO,
+            released: false,
         }
     }
 
@@ -306,6 +322,42 @@ mod tests {
         line.set_rate(SECOND * 2, Some(1000));
         let place = line.reserve(SECOND * 2, 1).unwrap();
         assert_eq!(line.wait(SECOND * 2, place), Duration::ZERO, "nothing is owed from before");
+    }
+
+    #[test]
+    fn every_second_keeps_to_the_limit_of_that_second() {
+        // Three senders that always have more to send, with a limit that changes each second.
+        let limits = [50_000_000, 2_000_000, 400_000_000, 10_000_000];
+        let mut line = Line::new(Some(limits[0]));
+        let mut places = [0, 1, 2].map(|_| line.reserve(Duration::ZERO, piece(limits[0])).unwrap());
+        let mut sizes = [piece(limits[0]); 3];
+        let (mut now, mut sent) = (Duration::ZERO, [0u64; 4]);
+        while now < SECOND * 4 {
+            let second = now.as_secs() as usize;
+            if line.rate != Some(limits[second]) {
+                line.set_rate(now, Some(limits[second]));
+            }
+            for (place, size) in places.iter_mut().zip(&mut sizes) {
+                if line.wait(now, *place).is_zero() {
+                    sent[second] += *size;
+                    *size = piece(limits[second]);
+                    *place = line.reserve(now, *size).unwrap();
+                }
+            }
+            now += Duration::from_micros(200);
+        }
+        for (second, (sent, limit)) in sent.into_iter().zip(limits).enumerate() {
+            let ratio = sent as f64 / limit as f64;
+            assert!((0.9..=1.1).contains(&ratio), "second {second}: {ratio} of the limit");
+        }
+    }
+
+    #[test]
+    fn a_released_pacer_has_no_limit_any_more_whatever_is_set() {
+        let pacer = Pacer::new(Some(1));
+        pacer.release();
+        pacer.set_limit(Some(1));
+        assert_eq!((pacer.limit(), pacer.pace(usize::MAX)), (None, Duration::ZERO));
     }
 
     #[test]

@@ -170,6 +170,11 @@ impl State {
     }
 }
 
+/// Returns how long packets may queue for this target downtime.
+fn queueing(downtime: Duration) -> Duration {
+    MAX_ALLOWANCE.min(downtime / PART_OF_DOWNTIME)
+}
+
 /// The window of one migration, shared by all its channels.
 #[derive(Debug)]
 pub struct Window {
@@ -188,7 +193,7 @@ impl Window {
     /// path's as far as it is known, `downtime` the target downtime.
     pub fn new(batch: u64, round_trip: Duration, downtime: Duration) -> Self {
         let part = downtime / PART_OF_DOWNTIME;
-        let queueing = MAX_ALLOWANCE.min(part);
+        let queueing = queueing(downtime);
         let allowance = round_trip.min(part) + queueing;
         let smallest = 2 * batch;
         let budget = Budget {
@@ -219,6 +224,11 @@ impl Window {
             changed: Condvar::new(),
             allowance,
         }
+    }
+
+    /// Has packets queue no longer than fits another target downtime, from now on. Does not change [`Window::allowance`].
+    pub fn set_downtime(&self, downtime: Duration) {
+        self.lock().budget.queueing = queueing(downtime);
     }
 
     /// Waits until `bytes` may be in flight, and counts them. An empty window has room for any number.

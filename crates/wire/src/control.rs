@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::limits::MAX_CONTROL_MESSAGE;
 #[cfg(doc)]
-use crate::limits::MAX_DEVICE_CHANNELS;
+use crate::limits::{MAX_DEVICE_CHANNELS, MAX_OPENING};
 pub use crate::mode::Mode;
 use crate::reason::Reason;
 use crate::switchover::SwitchoverMessage;
@@ -76,6 +76,29 @@ pub struct Machine {
     /// The channels for that state.
     #[serde(default, skip_serializing_if = "DeviceChannels::is_usual")]
     pub device_channels: DeviceChannels,
+    /// With the capability `opening-1`: bytes of the source's monitor for the destination's, at most [`MAX_OPENING`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty", with = "hexadecimal")]
+    pub opening: Vec<u8>,
+}
+
+/// Bytes as a text of hexadecimal digits.
+mod hexadecimal {
+    use serde::de::{Deserialize, Deserializer, Error};
+    use serde::ser::Serializer;
+
+    use crate::identity::to_hex;
+
+    pub(super) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&to_hex(bytes))
+    }
+
+    pub(super) fn deserialize<'a, D: Deserializer<'a>>(from: D) -> Result<Vec<u8>, D::Error> {
+        let text = String::deserialize(from)?;
+        let digit = |digit: u8| char::from(digit).to_digit(16).map(|digit| digit as u8);
+        let byte = |pair: &[u8]| Some(digit(pair[0])? << 4 | digit(*pair.get(1)?)?);
+        let bytes: Option<_> = text.as_bytes().chunks(2).map(byte).collect();
+        bytes.ok_or_else(|| D::Error::custom("no text of hexadecimal digits"))
+    }
 }
 
 /// A RAM block, which must be the same on both sides.
@@ -180,6 +203,15 @@ pub struct DestinationFigures {
     pub start_ms: f64,
 }
 
+/// The source's progress, for what the destination shows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceProgress {
+    /// Bytes of guest RAM that have not arrived, as far as the source knows.
+    pub remaining_bytes: u64,
+    /// Milliseconds until the guest runs at the destination, as the source estimates them; none where it cannot.
+    pub time_left_ms: Option<u64>,
+}
+
 /// The destination's figures of post-copy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PostCopyFigures {
@@ -256,6 +288,8 @@ pub enum ControlMessage {
         /// The device's number.
         device: u16,
     },
+    /// Source, where both sides have the capability `progress-1`: progress, a few times a second before the guest runs at the destination.
+    Progress(SourceProgress),
     /// Destination: figures of post-copy for the report, sent before [`SwitchoverMessage::Running`].
     PostCopyFigures(PostCopyFigures),
     /// Destination: figures for the report.
@@ -346,6 +380,20 @@ mod tests {
         let mut reader = ControlReader::default();
         reader.push(&u32::MAX.to_le_bytes());
         assert!(matches!(reader.next_message(), Err(ControlError::TooLong(_))));
+    }
+
+    #[test]
+    fn an_opening_message_is_hexadecimal_digits_and_nothing_else() {
+        let machine = Machine { opening: (0..=255).collect(), ..Machine::default() };
+        let json = serde_json::to_string(&machine).unwrap();
+        assert!(json.contains(r#""opening":"000102"#) && json.contains(r#"feff""#), "{json}");
+        assert_eq!(serde_json::from_str::<Machine>(&json).unwrap(), machine);
+        let without = serde_json::to_string(&Machine::default()).unwrap();
+        assert!(!without.contains("opening"));
+        for wrong in [r#""0""#, r#""0g""#, r#""00 1""#, r#""é""#, "[1]", "null"] {
+            let json = without.replacen('{', &format!(r#"{{"opening":{wrong},"#), 1);
+            assert!(serde_json::from_str::<Machine>(&json).is_err(), "{json}");
+        }
     }
 
     #[test]

@@ -7,7 +7,9 @@ use std::collections::BTreeSet;
 use crate::control::{Capabilities, DeviceChannels, Hello, Machine, Welcome};
 use crate::header::ChannelHeader;
 use crate::identity::MigrationKey;
-use crate::limits::{MAX_CONTENT, MAX_DEVICE_CHANNELS, MAX_DEVICES, MAX_NAME, MAX_RAM_CHANNELS, MIN_PACKET_SIZE};
+use crate::limits::{
+    MAX_CONTENT, MAX_DEVICE_CHANNELS, MAX_DEVICES, MAX_NAME, MAX_OPENING, MAX_RAM_CHANNELS, MIN_PACKET_SIZE,
+};
 use crate::text::cleaned;
 
 /// The most bytes that all channels of a migration together may make a destination buffer, whatever the requested packet size.
@@ -40,6 +42,9 @@ pub enum Refusal {
     /// Two devices are the same.
     #[error("the device {0} is there twice")]
     DeviceTwice(String),
+    /// The opening message is too long.
+    #[error("the opening message has {0} bytes; up to {MAX_OPENING} are possible")]
+    Opening(usize),
     /// A packet size out of range.
     #[error("a packet size of {0} bytes is not between {MIN_PACKET_SIZE} and {MAX_CONTENT}")]
     PacketSize(u32),
@@ -80,6 +85,9 @@ pub fn choose(
         return Err(Refusal::Channels(hello.channels));
     }
     check_devices(&hello.machine)?;
+    if hello.machine.opening.len() > MAX_OPENING {
+        return Err(Refusal::Opening(hello.machine.opening.len()));
+    }
     let offered = &hello.capabilities;
     require(offered, local, "source", "destination")?;
     require(local, offered, "destination", "source")?;
@@ -237,6 +245,9 @@ mod tests {
             let absurd = Hello { channels, ..good.clone() };
             assert_eq!(choose(&local, &header, b"tls", &absurd).unwrap_err(), Refusal::Channels(channels));
         }
+        let mut long = good.clone();
+        long.machine.opening = vec![0; MAX_OPENING + 1];
+        assert_eq!(choose(&local, &header, b"tls", &long).unwrap_err(), Refusal::Opening(MAX_OPENING + 1));
         let mut tiny = good;
         tiny.capabilities.packet_size = 12;
         assert_eq!(choose(&local, &header, b"tls", &tiny).unwrap_err(), Refusal::PacketSize(12));

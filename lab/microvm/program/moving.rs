@@ -6,11 +6,11 @@ use crate::signals::Requests;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use sterna::{
-    Destination, DevicePhase, DeviceProgress, MigrationError, Observer, Offload, Progress, ReceiveReport, Report,
-    Security, Source, format_bytes, format_rate,
+    Destination, DevicePhase, DeviceProgress, MigrationError, Observer, Offload, Phase, Progress, ReceiveProgress,
+    ReceiveReport, Report, Security, Side, Source, format_bytes, format_rate,
 };
 use sterna_microvm::Machine;
-use sterna_microvm::migration::{Movable, devices_to_load, devices_to_save, guest_ram};
+use sterna_microvm::migration::{Movable, devices_to_load, devices_to_save, guest_ram, opening_message};
 
 /// Why there was no migration at all.
 pub(crate) type NotBegun = Box<dyn std::error::Error>;
@@ -38,7 +38,9 @@ pub(crate) fn send(
         .downtime(settings.downtime())
         .give_up_after(settings.give_up_after())
         .when_not_converging(settings.not_converging())
-        .device_channels(settings.device_channels());
+        .control(requests.control())
+        .device_channels(settings.device_channels())
+        .opening_message(opening_message(machine));
     for (id, device) in devices_to_save(machine) {
         source = source.device(id, device);
     }
@@ -67,7 +69,7 @@ pub(crate) fn receive(
     Ok(listening.run(&mut Movable::new(machine), requests.cancel(), &ProgressPrinter::default()))
 }
 
-/// Prints the library's notes, and a line for each round and each device that take long enough.
+/// Prints the library's notes, and a line for each round, each device and each phase of a destination that take long enough.
 #[derive(Default)]
 struct ProgressPrinter {
     round: AtomicU64,
@@ -75,6 +77,8 @@ struct ProgressPrinter {
     loaded: AtomicUsize,
     /// The text about the awaited devices.
     waiting_for: Mutex<Option<String>>,
+    /// The phase of the destination.
+    phase: Mutex<Option<Phase>>,
 }
 
 impl Observer for ProgressPrinter {
@@ -96,19 +100,37 @@ impl Observer for ProgressPrinter {
             return;
         }
         note(format_args!(
-            "round {}: {} left, {} dirtied, {} sent, downtime would be {:.0} ms{}",
+            "round {}: {} left, {} dirtied, {} sent, downtime would be {:.0} ms{}{}",
             progress.round,
             format_bytes(progress.remaining_bytes as f64),
             format_rate(progress.dirty_rate),
             format_rate(progress.wire_rate),
             progress.predicted_downtime_ms,
+            time_left(progress.time_left_ms),
             devices_text(devices)
         ));
+    }
+
+    fn received(&self, progress: &ReceiveProgress) {
+        let mut phase = self.phase.lock().expect("no thread panics with it locked");
+        if phase.replace(progress.phase) != Some(progress.phase) {
+            note(format_args!(
+                "{}: {} placed{}",
+                progress.phase.words(Side::Destination),
+                format_bytes(progress.placed_bytes as f64),
+                time_left(progress.time_left_ms)
+            ));
+        }
     }
 
     fn note(&self, text: &str) {
         note(format_args!("{text}"));
     }
+}
+
+/// Nothing where it is unknown.
+fn time_left(ms: Option<u64>) -> String {
+    ms.map_or_else(String::new, |ms| format!(", {:.1} s left", ms as f64 / 1e3))
 }
 
 /// Nothing where there are none.

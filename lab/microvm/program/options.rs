@@ -16,8 +16,8 @@ Exit codes:
   2  the options or the machine are not possible
   3  the guest was not moved: it runs on at the source, and nothing was found wrong there
   4  the migration ended after the guest was given to the destination: look there
-Signals: SIGUSR1 begins what --on-signal waits for; SIGINT and SIGTERM cancel the migration, and end the program where there
-is none or it is being cancelled already.";
+Signals: SIGUSR1 begins what --on-signal waits for; SIGUSR2 has the source pause its guest and send the rest, however long that
+takes; SIGINT and SIGTERM cancel the migration, and end the program where there is none or it is being cancelled already.";
 
 /// Runs a bare guest that fills, writes and verifies its memory, and moves it to another microvm.
 #[derive(Parser)]

@@ -1,12 +1,13 @@
 //! Signals, by which a user or a script controls the running program.
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use crate::note;
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 use std::io;
 use std::process;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use sterna::Cancel;
+use sterna::{Answer, Cancel, Control};
 
 /// The signals received so far.
 #[derive(Clone, Default)]
@@ -18,6 +19,7 @@ struct State {
     end: AtomicBool,
     migration: Mutex<Migration>,
     cancel: Cancel,
+    control: Control,
 }
 
 /// The migration's state.
@@ -40,11 +42,12 @@ impl Requests {
             requests.set(Migration::InProgress);
         }
         let shared = requests.clone();
-        let mut signals = Signals::new([SIGINT, SIGTERM, SIGUSR1])?;
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGUSR1, SIGUSR2])?;
         std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
             for signal in signals.forever() {
                 match signal {
                     SIGUSR1 => shared.0.begin.store(true, Ordering::Relaxed),
+                    SIGUSR2 => shared.switch_over(),
                     _ => shared.request_end(),
                 }
             }
@@ -69,6 +72,13 @@ impl Requests {
         }
     }
 
+    fn switch_over(&self) {
+        match self.0.control.switch_over() {
+            Answer::Accepted => note(format_args!("the guest will be paused as soon as possible")),
+            refused => note(format_args!("the guest is not paused by request: {refused:?}")),
+        }
+    }
+
     /// Records that the migration is over.
     pub(crate) fn moved(&self) {
         self.set(Migration::None);
@@ -82,6 +92,11 @@ impl Requests {
     /// Returns whether the program is to end.
     pub(crate) fn end(&self) -> bool {
         self.0.end.load(Ordering::Relaxed)
+    }
+
+    /// Returns the control of the migration from here.
+    pub(crate) fn control(&self) -> &Control {
+        &self.0.control
     }
 
     /// Returns the migration's cancellation.

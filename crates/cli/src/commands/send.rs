@@ -1,5 +1,6 @@
 //! `sterna send`: the source's side of a migration.
 
+use sterna_engine::live_control::Control;
 use sterna_engine::report::{Outcome, Report};
 use sterna_qemu::gateway::{DirectOptions, DryRun, SendOptions, dry_run, send};
 
@@ -51,6 +52,7 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         direct: direct(args)?,
         source_after: args.source_after.into(),
         waits: (&args.waits).into(),
+        control: Control::new(),
         state_dir: state_dir::choose(&args.state)?,
         socket_dir: args.sockets.directory(),
     };

@@ -105,8 +105,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         Ok(None)
     }
 
-    fn arrived(&mut self) {
-        if let Err(error) = self.vmm.call(|vmm| vmm.arrived()) {
+    fn guest_started(&mut self) {
+        if let Err(error) = self.vmm.call(|vmm| vmm.guest_started()) {
             self.kernel.observer.note(&error.to_string());
         }
     }

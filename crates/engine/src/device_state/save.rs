@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::io::{self, Write};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_wire::device::{DeviceError, DeviceSender, Piece};
@@ -118,6 +118,8 @@ impl DeviceState {
 #[derive(Debug)]
 struct State {
     devices: Vec<DeviceState>,
+    /// The target downtime.
+    downtime: Duration,
     /// Which device saves now, where one saves after the other.
     turn: Option<usize>,
     /// Whether the destination has loaded what the monitor has saved ahead, or the monitor has saved nothing ahead.
@@ -135,11 +137,11 @@ struct State {
 
 impl State {
     /// Returns the phase of each device.
-    fn phases(&self, downtime: Duration) -> impl Iterator<Item = DevicePhase> {
+    fn phases(&self) -> impl Iterator<Item = DevicePhase> {
         // Whether all devices before this one are loaded, where one device goes after the other.
         let mut comes_next = true;
         self.devices.iter().enumerate().map(move |(number, known)| {
-            let phase = known.phase(self.paused, downtime);
+            let phase = known.phase(self.paused, self.downtime);
             let waits = self.turn.is_some_and(|turn| match phase {
                 DevicePhase::Saving => number > turn,
                 DevicePhase::Loading => !comes_next,
@@ -179,8 +181,6 @@ impl State {
 #[derive(Debug)]
 pub(crate) struct SavingDevices {
     ids: Vec<DeviceId>,
-    /// The target downtime.
-    downtime: Duration,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -202,6 +202,7 @@ impl SavingDevices {
         let turn = serial.then_some(0);
         let state = State {
             devices,
+            downtime,
             turn,
             monitor_loaded_ahead: false,
             paused: false,
@@ -210,7 +211,7 @@ impl SavingDevices {
             rate: 0.0,
             over: false,
         };
-        Self { ids, downtime, state: Mutex::new(state), changed: Condvar::new() }
+        Self { ids, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -258,12 +259,17 @@ impl SavingDevices {
         state.monitor_loaded_ahead && state.devices.iter().all(|known| known.loaded_ahead)
     }
 
+    /// Sets the target downtime.
+    pub(crate) fn set_downtime(&self, downtime: Duration) {
+        self.state().downtime = downtime;
+    }
+
     /// Lists the devices that the migration waits for, and the monitor before the guest is stopped; none where it waits for neither.
     pub(crate) fn waiting_for(&self) -> Option<String> {
         let state = self.state();
         let monitor =
             (!state.monitor_loaded_ahead).then_some((&"the monitor" as &dyn Display, DevicePhase::LoadingAhead));
-        let devices = self.ids.iter().map(|id| id as &dyn Display).zip(state.phases(self.downtime));
+        let devices = self.ids.iter().map(|id| id as &dyn Display).zip(state.phases());
         super::waiting_for(monitor.into_iter().chain(devices))
     }
 
@@ -315,6 +321,20 @@ impl SavingDevices {
         let state = self.state();
         let saved: Option<Vec<Instant>> = state.devices.iter().map(|known| known.saved).collect();
         saved.map(|saved| saved.into_iter().max())
+    }
+
+    /// Waits until all devices have saved, or fails where the migration is being taken down.
+    pub(crate) fn await_saved(&self) -> Result<(), WindowClosed> {
+        let mut state = self.state();
+        while !state.over && state.devices.iter().any(|known| known.saved.is_none()) {
+            state = self.wait(state);
+        }
+        if state.over { Err(WindowClosed) } else { Ok(()) }
+    }
+
+    /// Returns whether the devices' state goes on the stream channel, where the monitor's state follows that of the last device.
+    pub(crate) fn precede_monitor(&self) -> bool {
+        !self.is_empty() && self.state().turn.is_some()
     }
 
     /// Ends all waits here: the migration has ended or is being taken down.
@@ -394,7 +414,7 @@ impl SavingDevices {
     /// Calls `describe` for each device, and returns the results.
     fn describe<T>(&self, describe: impl Fn(&DeviceId, DevicePhase, &DeviceState) -> T) -> Vec<T> {
         let state = self.state();
-        let known = state.phases(self.downtime).zip(&state.devices);
+        let known = state.phases().zip(&state.devices);
         self.ids.iter().zip(known).map(|(id, (phase, known))| describe(id, phase, known)).collect()
     }
 
@@ -422,6 +442,9 @@ impl SavingDevices {
     }
 }
 
+/// A device that outlives the migrations in which it is saved, one after the other. The thread that saves it holds the lock.
+pub(crate) type SharedDevice = Arc<Mutex<Box<dyn SaveDevice>>>;
+
 /// Which channels pieces take.
 #[derive(Clone)]
 pub(crate) enum Route {
@@ -434,8 +457,7 @@ pub(crate) enum Route {
 }
 
 impl Route {
-    /// Returns whether pieces count in the window, as pages do. Not on the stream channel: the destination reads nothing there between
-    /// the beginning of the monitor's state and the last page.
+    /// Returns whether pieces count in the window, as pages do. Not on the stream channel, where records do not count either.
     fn enters_window(&self) -> bool {
         !matches!(self, Self::Serial(_))
     }
@@ -462,14 +484,14 @@ pub(crate) struct PieceTarget {
 /// # Errors
 /// A thread cannot be started. Those that were started end with [`SavingDevices::end`].
 pub(crate) fn start(
-    devices: Vec<Box<dyn SaveDevice>>,
+    devices: Vec<SharedDevice>,
     threads: &mut Threads,
     target: impl Fn() -> PieceTarget,
     news: impl Fn(SaveEvent) + Clone + Send + 'static,
 ) -> io::Result<()> {
     for (number, device) in devices.into_iter().enumerate() {
         let id = target().devices.ids[number].clone();
-        let saving = Saving {
+        let mut saving = Saving {
             id: id.clone(),
             number,
             writer: PieceWriter {
@@ -481,10 +503,12 @@ pub(crate) fn start(
                 piece: None,
                 next: number,
             },
-            device,
         };
         let news = news.clone();
-        threads.start(format!("save-device-{number}"), id, move || saving.run(&news))?;
+        threads.start(format!("save-device-{number}"), id, move || {
+            // Panics of the device are caught within the lock.
+            saving.run(&mut **device.lock().unwrap_or_else(PoisonError::into_inner), &news);
+        })?;
     }
     Ok(())
 }
@@ -494,26 +518,32 @@ struct Saving {
     id: DeviceId,
     number: usize,
     writer: PieceWriter,
-    device: Box<dyn SaveDevice>,
 }
 
 impl Saving {
-    fn run(mut self, news: &impl Fn(SaveEvent)) {
-        if let Err(error) = unless_it_panics(|| self.serve(news)) {
+    fn run(&mut self, device: &mut dyn SaveDevice, news: &impl Fn(SaveEvent)) {
+        if let Err(error) = unless_it_panics(|| self.serve(device, news)) {
             let text = format_args!("saving the state of device {} failed: {error}", self.id);
             news(SaveEvent::Failed(Reason::new(ErrorKind::Monitor, text)));
         }
+        let ended = unless_it_panics(|| {
+            device.saving_ended();
+            Ok(())
+        });
+        if let Err(error) = ended {
+            tracing::warn!(device = %self.id, %error, "the device failed when its saving had ended");
+        }
     }
 
-    fn serve(&mut self, news: &impl Fn(SaveEvent)) -> Result<(), VmmError> {
+    fn serve(&mut self, device: &mut dyn SaveDevice, news: &impl Fn(SaveEvent)) -> Result<(), VmmError> {
         let number = self.number;
         // The estimate until something has been saved ahead.
-        self.update_remaining(Ahead::Nothing);
+        self.update_remaining(device, Ahead::Nothing);
         self.writer.begin()?;
         let serial = self.devices().state().turn.is_some();
-        let mut ahead = if serial { Ahead::Nothing } else { self.device.save_ahead(&mut self.writer)? };
+        let mut ahead = if serial { Ahead::Nothing } else { device.save_ahead(&mut self.writer)? };
         self.writer.send_piece()?;
-        self.update_remaining(ahead);
+        self.update_remaining(device, ahead);
         if self.devices().state().devices[number].pieces == 0 {
             news(SaveEvent::NothingAhead(number as u16));
         } else {
@@ -524,9 +554,9 @@ impl Saving {
             match self.devices().next_order(number) {
                 None => return Ok(()),
                 Some(Order::SaveMoreAhead) if ahead == Ahead::Later => {
-                    ahead = self.device.save_ahead(&mut self.writer)?;
+                    ahead = device.save_ahead(&mut self.writer)?;
                     self.writer.send_piece()?;
-                    self.update_remaining(ahead);
+                    self.update_remaining(device, ahead);
                 }
                 Some(Order::SaveMoreAhead) => {}
                 Some(Order::Save) => break,
@@ -534,7 +564,7 @@ impl Saving {
         }
         self.devices().await_turn(number)?;
         self.devices().state().devices[number].begun = Some(Instant::now());
-        self.device.save(&mut self.writer)?;
+        device.save(&mut self.writer)?;
         self.writer.send_piece()?;
         self.writer.mark(Piece::End)?;
         let mut state = self.devices().state();
@@ -554,8 +584,8 @@ impl Saving {
         &self.writer.target.devices
     }
 
-    fn update_remaining(&mut self, ahead: Ahead) {
-        let remaining = self.device.remaining();
+    fn update_remaining(&mut self, device: &mut dyn SaveDevice, ahead: Ahead) {
+        let remaining = device.remaining();
         let mut state = self.devices().state();
         let known = &mut state.devices[self.number];
         (known.remaining, known.more_ahead) = (remaining, ahead == Ahead::Later);

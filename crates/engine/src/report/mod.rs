@@ -5,6 +5,7 @@
 
 mod devices;
 mod downtime;
+mod time_left;
 
 use serde::{Deserialize, Serialize};
 use sterna_wire::reason::ErrorKind;
@@ -14,6 +15,8 @@ use sterna_wire::text::cleaned;
 pub use self::devices::{DevicePhase, DeviceProgress, DeviceReport};
 pub(crate) use self::devices::{named, waiting_for};
 pub use self::downtime::{DowntimeParts, Moments, between};
+pub(crate) use self::time_left::{Shrinking, milliseconds};
+use crate::migration::Phase;
 
 /// Placements that are shown on a terminal: a destination may have thousands of RAM blocks, or claim so.
 const MAX_PLACEMENTS: usize = 64;
@@ -394,8 +397,8 @@ pub fn rate(bytes_per_second: f64) -> String {
 /// What a migration is doing right now.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// A word for the phase.
-    pub phase: String,
+    /// The phase.
+    pub phase: Phase,
     /// Milliseconds since the start.
     pub elapsed_ms: u64,
     /// Round over the dirty pages, from 1.
@@ -425,6 +428,9 @@ pub struct Progress {
     pub dirty_rate: f64,
     /// The downtime if the switchover began now, in ms.
     pub predicted_downtime_ms: f64,
+    /// Estimated time in ms until the guest runs at the destination, in post-copy until all of its memory is there. None before the speed
+    /// was measured, and where the guest dirties memory about as fast as it leaves.
+    pub time_left_ms: Option<u64>,
     /// The devices whose state travels apart from the monitor's.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<DeviceProgress>,
@@ -441,8 +447,8 @@ impl Progress {
 /// What a destination is doing right now.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ReceiveProgress {
-    /// A word for the phase.
-    pub phase: String,
+    /// The phase, as far as this side knows: a guest that is being paused at the source counts as running until its state arrives.
+    pub phase: Phase,
     /// Milliseconds since the source was accepted.
     pub elapsed_ms: u64,
     /// Bytes of guest RAM, as the source announced them; 0 where it did not.
@@ -456,8 +462,14 @@ pub struct ReceiveProgress {
     pub zero_pages: u64,
     /// Bytes of pages placed per second, over the last interval.
     pub placed_rate: f64,
-    /// In post-copy: bytes of the guest's memory that are still at the source. Else 0.
+    /// In post-copy: bytes of the guest's memory that are still at the source, in whole pages. Else 0.
     pub missing_bytes: u64,
+    /// Bytes of the guest's memory that have not arrived, as the source has reported them a few times a second; in post-copy
+    /// `missing_bytes`. Becomes more when the guest dirties memory. None where the source does not report them.
+    pub remaining_bytes: Option<u64>,
+    /// Estimated time in ms until the guest runs here, as the source has reported it; in post-copy until all of its memory is here. None
+    /// where that is unknown.
+    pub time_left_ms: Option<u64>,
 }
 
 /// What a migration tells while it runs. Called on the driver's thread.

@@ -47,6 +47,8 @@ const SHORT_REST: Duration = Duration::from_millis(5);
 /// A further round, or waiting, pays where it leaves this part of the rest, or less: then it saves more downtime than
 /// it adds to the total time.
 const WORTH_WHILE: f64 = 0.5;
+/// Where the guest dirties more than all but this part of what leaves, no time is estimated until the guest is moved.
+const MIN_SHRINKING: f64 = 0.05;
 /// A target downtime that is this many times the prediction ends the rounds: the prediction varies a little.
 const MARGIN: f64 = 1.1;
 
@@ -137,6 +139,17 @@ impl Measure {
     fn handed_over(&self) -> u64 {
         self.arrived.pages + self.on_the_way()
     }
+}
+
+/// The estimates within a round.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Estimate {
+    /// Bytes per second that the guest dirties.
+    pub(super) dirty: f64,
+    /// The downtime if the guest were stopped now.
+    pub(super) predicted: Option<Duration>,
+    /// The time until the guest runs at the destination.
+    pub(super) time_left: Option<Duration>,
 }
 
 /// The beginning of a measurement of how fast pages leave.
@@ -299,12 +312,41 @@ impl Convergence {
         self.throttled_in_vain
     }
 
-    /// Returns, within a round, the rate at which the guest dirties memory, and the downtime if it were stopped now. Changes nothing, so the
-    /// decision after the round does not depend on when this was called.
-    pub(super) fn estimate(&self, at: &Measure) -> (f64, Option<Duration>) {
+    /// Returns the estimates within a round. Changes nothing, so the decision after the round does not depend on when this was called.
+    pub(super) fn estimate(&self, at: &Measure) -> Estimate {
         let mut now = self.clone();
         now.measure_rates(at);
-        (now.rates.dirty, now.predicted(at))
+        Estimate { dirty: now.rates.dirty, predicted: now.predicted(at), time_left: now.time_left(at) }
+    }
+
+    /// Compares predictions with another target downtime from now on. Rounds are judged anew.
+    pub(super) fn set_downtime(&mut self, downtime: Duration) {
+        self.downtime = downtime;
+        self.judge_anew();
+    }
+
+    /// Forgets how fast pages leave: the limit of the bandwidth has changed. Rounds are judged anew.
+    pub(super) fn measure_anew(&mut self, at: &Measure) {
+        self.since = (at.arrived.packets > 0).then_some(Since { arrived: at.arrived, now: at.now, full: at.full });
+        (self.busy, self.free, self.kept_up) = (true, (at.now, at.arrived), None);
+        (self.rates.drain, self.rates.wire, self.wire_is_known) = (0.0, 0.0, false);
+        self.judge_anew();
+    }
+
+    fn judge_anew(&mut self) {
+        (self.best, self.without_progress, self.verdict) = (MAX_DURATION, 0, None);
+        (self.shrunk_from, self.throttled_in_vain) = (None, false);
+    }
+
+    /// Estimates the time until the guest runs at the destination. None before anything was measured, and where the guest dirties memory
+    /// about as fast as it leaves.
+    pub(super) fn time_left(&self, at: &Measure) -> Option<Duration> {
+        let (sending, predicted) = (self.sending(at)?, self.predicted(at)?);
+        let Some(excess) = sending.checked_sub(self.budget(at)?) else { return Some(predicted) };
+        let shrinks = 1.0 - self.rates.dirty / self.rates.drain;
+        // Not a number without a rate.
+        let converges = shrinks >= MIN_SHRINKING;
+        converges.then(|| seconds(excess.as_secs_f64() / shrinks) + predicted.saturating_sub(excess))
     }
 
     /// Returns how much the guest is slowed down, in percent.
@@ -590,6 +632,8 @@ impl Convergence {
 
 #[cfg(test)]
 mod tests {
+    mod requested;
+
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -908,7 +952,7 @@ mod tests {
         (simulation.at.dirtied, simulation.at.logged) = (simulation.at.remaining, 400 * MIB);
         let before = format!("{:?}", simulation.convergence);
 
-        let (dirty, predicted) = simulation.convergence.estimate(&simulation.at);
+        let Estimate { dirty, predicted, .. } = simulation.convergence.estimate(&simulation.at);
 
         let expected = simulation.at.remaining as f64 / 118e6;
         let predicted = predicted.unwrap().as_secs_f64();

@@ -2,8 +2,10 @@
 //!
 //! The order makes it right. Tracking is on before holes are searched, so that pages written meanwhile are sent too. The log is
 //! collected, and so cleared, before the pages that it names are read. In between the monitor waits until the input and output under way
-//! has written guest RAM ([`SourceVmm::settle_io`](crate::vmm::SourceVmm::settle_io)). The last collecting comes after the guest has
-//! stopped.
+//! has written guest RAM ([`SourceVmm::settle_io`](crate::vmm::SourceVmm::settle_io)). After the guest has stopped the log is collected
+//! twice: at once, for the last round, and when the monitor and its devices have saved their state, which may write guest RAM.
+
+mod requests;
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
@@ -17,6 +19,7 @@ use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, Totals};
 use sterna_wire::reason::{ErrorKind, Reason};
 
+pub(super) use self::requests::Controlled;
 use super::convergence::{Arrived, Convergence, Decision, Measure};
 use super::unsent::Unsent;
 use crate::abort::Abort;
@@ -26,7 +29,7 @@ use crate::control_link::ControlSender;
 use crate::device_state::SavingDevices;
 use crate::entry::{PageSearch, Pipeline};
 use crate::item::SendMode;
-use crate::report::Progress;
+use crate::report::{Progress, milliseconds};
 use crate::send::{Refusals, SendChannel, Sent};
 use crate::window::{Delivered, WindowClosed};
 
@@ -54,6 +57,8 @@ pub(super) enum Order {
     Settled,
     /// The guest has stopped: send the rest, or in post-copy the list of the rest.
     LastRound,
+    /// The monitor has saved its state, and writes guest RAM no more.
+    Saved,
     /// In post-copy: the guest belongs to the destination, send the rest.
     Stream,
 }
@@ -79,7 +84,11 @@ pub(super) enum RoundEvent {
     /// A line for people.
     Note(String),
     /// All of RAM, or in post-copy the list of missing pages, was acknowledged at this moment; the totals were sent to the destination.
-    Drained(Instant),
+    Drained {
+        at: Instant,
+        /// How long nothing but saving the state was waited for before.
+        saving: Duration,
+    },
 }
 
 /// The state of the rounds, for progress and the report.
@@ -90,6 +99,8 @@ pub(super) struct RoundStats {
     pub(super) to_deliver: u64,
     pub(super) dirty_rate: f64,
     pub(super) predicted: Option<Duration>,
+    /// Time until the guest runs at the destination.
+    pub(super) time_left: Option<Duration>,
     pub(super) verdict: Option<String>,
     /// Why the downtime is longer than its target, where that was to be expected.
     pub(super) out_of_reach: Option<String>,
@@ -101,6 +112,7 @@ impl RoundStats {
         progress.round = self.round;
         progress.remaining_bytes = self.to_deliver.saturating_sub(delivered) * PAGE_SIZE as u64;
         progress.dirty_rate = self.dirty_rate;
+        progress.time_left_ms = self.time_left.map(milliseconds);
         progress.predicted_downtime_ms = self.predicted.map_or(0.0, |time| time.as_secs_f64() * 1e3);
     }
 }
@@ -177,6 +189,11 @@ impl CurrentRound {
         (self.began, self.next, self.next_collecting) = (now, now + ESTIMATE_INTERVAL, now + FIRST_COLLECTING);
     }
 
+    /// Returns whether the guest is paused, so that this round is the last.
+    fn is_last(&self) -> bool {
+        self.next == Duration::MAX
+    }
+
     /// Ends the updates of estimates: the guest is paused, and its log names nothing more.
     fn end(&mut self) {
         (self.next, self.next_collecting) = (Duration::MAX, Duration::MAX);
@@ -207,10 +224,13 @@ pub(super) struct Rounds<N> {
     pub(super) written: Vec<PageBitmap>,
     pub(super) current: CurrentRound,
     pub(super) may_stop: bool,
+    pub(super) control: Controlled,
     /// How long the missing permission alone has kept the guest from being stopped.
     pub(super) held: Held,
     /// How often the guest was stopped and resumed.
     pub(super) retries: u32,
+    /// How long, with the guest paused and all pages acknowledged, saving the state was waited for.
+    pub(super) waited_for_saving: Duration,
     pub(super) abort: Arc<Abort>,
 }
 
@@ -272,7 +292,8 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
                     let found = self.collect(&mut pending)?;
                     // State that devices have saved ahead is of no use once they were stopped and go on.
                     let stays = self.retries == MAX_RETRIES || !self.devices.is_empty();
-                    if stays || self.convergence.still_fits(&self.measure(found)) {
+                    self.obey(found);
+                    if self.stays_paused(stays || self.convergence.still_fits(&self.measure(found))) {
                         break;
                     }
                     self.retries += 1;
@@ -285,7 +306,30 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         (self.news)(RoundEvent::Stopped);
         self.current.end();
         self.send(&mut pending)?;
+        if self.collect_after_saving(&mut pending)? > 0 {
+            self.send(&mut pending)?;
+        }
         self.send_totals()
+    }
+
+    /// Adds to `pending` the pages that the monitor and its devices have written in saving their state: rings, clocks, steal time. Returns
+    /// how many pages are pending.
+    fn collect_after_saving(&mut self, pending: &mut [PageBitmap]) -> Result<u64, Ended> {
+        let waiting = Instant::now();
+        match self.order()? {
+            Order::Saved => {}
+            order => unreachable!("{order:?} was not requested"),
+        }
+        self.devices.await_saved()?;
+        let window = &self.pipeline().window;
+        if window.in_flight() == 0 {
+            let acknowledged = window.delivered().1.last.map_or(waiting, |last| last.max(waiting));
+            self.waited_for_saving = acknowledged.elapsed();
+        }
+        let saved = Instant::now();
+        let found = self.collect(pending)?;
+        tracing::debug!(pages = found, elapsed = ?saved.elapsed(), "collected what saving has written");
+        Ok(found)
     }
 
     /// Waits until everything is acknowledged, and reports it to the destination and to the driver.
@@ -308,7 +352,7 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
             // The link reports the loss to the driver.
             tracing::info!(%error, "the totals could not be sent to the destination");
         }
-        (self.news)(RoundEvent::Drained(drained));
+        (self.news)(RoundEvent::Drained { at: drained, saving: self.waited_for_saving });
         Ok(())
     }
 
@@ -326,20 +370,31 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         // This collecting may have shown that a device errs.
         self.take_suspect_pages_into(&mut pending);
         (self.news)(RoundEvent::Stopped);
-        self.unsent.add(&self.ram, &pending);
-        drop(pending);
-        let mut outcome = Ok(());
-        let (unsent, search) = (&self.unsent, &mut self.search);
-        unsent.for_each_run(|block, run| {
-            if outcome.is_ok() {
-                outcome = search.discard(block, run);
-            }
-        });
-        outcome?;
-        self.search.flush()?;
+        self.unsent.add(&self.ram, &mut pending);
+        self.discard(&pending)?;
+        let mut late = no_pages(&self.ram);
+        self.collect_after_saving(&mut late)?;
+        self.take_suspect_pages_into(&mut late);
+        self.unsent.add_late(&self.ram, &mut late, &pending).map_err(Ended::memory)?;
+        self.discard(&late)?;
+        drop((pending, late));
         self.send_totals()?;
         while self.order()? != Order::Stream {}
         Ok(self.unsent.stream(&mut self.search)?)
+    }
+
+    /// Has the destination discard what it has of `pages`.
+    fn discard(&mut self, pages: &[PageBitmap]) -> Result<(), Ended> {
+        let mut outcome = Ok(());
+        for (number, pages) in pages.iter().enumerate() {
+            pages.for_each_run(|run| {
+                if outcome.is_ok() {
+                    outcome = self.search.discard(number as u16, run);
+                }
+            });
+        }
+        outcome?;
+        Ok(self.search.flush()?)
     }
 
     fn take_suspect_pages_into(&self, pending: &mut [PageBitmap]) {
@@ -394,13 +449,16 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
     }
 
     /// Hands all pending pages to the channels, and suspect pages. Afterwards only the pages are pending that the log has named
-    /// meanwhile ([`Rounds::update_estimates`]).
+    /// meanwhile ([`Rounds::update_estimates`]), and the rest of the round where the rounds end early.
     fn send(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
         self.note_refusals();
         self.resend_suspect()?;
         self.current.left = pending.iter().map(PageBitmap::count).sum();
         self.announce();
         let mut handed_over = 0;
+        if self.ends_early() {
+            return Ok(self.search.flush()?);
+        }
         for number in 0..pending.len() {
             let mut at = 0;
             while let Some(run) = pending[number].next_run(at, ESTIMATE_PAGES) {
@@ -412,6 +470,9 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
                 if handed_over >= ESTIMATE_PAGES {
                     handed_over = 0;
                     self.update_estimates(pending)?;
+                    if self.ends_early() {
+                        return Ok(self.search.flush()?);
+                    }
                 }
             }
         }
@@ -433,12 +494,13 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
             self.current.next_collecting = now + (now - self.current.began);
         }
         let measure = self.measure(self.current.left);
-        let (dirty, predicted) = self.convergence.estimate(&measure);
+        let estimate = self.convergence.estimate(&measure);
         let mut stats = self.stats.lock().expect("no thread panics with the lock held");
         if collects {
-            stats.dirty_rate = dirty;
+            stats.dirty_rate = estimate.dirty;
         }
-        stats.predicted = predicted.or(stats.predicted);
+        stats.predicted = estimate.predicted.or(stats.predicted);
+        stats.time_left = estimate.time_left;
         drop(stats);
         self.announce();
         Ok(())
@@ -519,16 +581,19 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         while let Ok(order) = self.orders.try_recv() {
             self.heed(order);
         }
+        self.obey(found);
         let measure = self.measure(found);
         let (verdict_before, may_stop) = (self.convergence.verdict().is_some(), self.may_stop);
         let in_vain_before = self.convergence.throttled_in_vain();
         let decision = self.convergence.after_round(&measure, may_stop);
+        let decision = self.as_requested(decision, &measure);
         self.current.logged = 0;
         self.announce();
         let mut stats = self.stats.lock().expect("no thread panics with the lock held");
         let round = stats.round;
         stats.dirty_rate = self.convergence.rates().dirty;
         stats.predicted = self.convergence.predicted(&measure);
+        stats.time_left = self.convergence.time_left(&measure);
         stats.verdict = self.verdict();
         drop(stats);
         if let (false, Some(verdict)) = (verdict_before, self.verdict()) {

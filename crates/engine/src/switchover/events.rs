@@ -5,6 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::abort::Abort;
 use crate::cancel::Cancel;
+use crate::live_control::Control;
 use crate::session::{ConnectionEvent, OnConnectionEvent};
 use crate::wakers::Registration;
 
@@ -17,6 +18,8 @@ pub enum Event<E> {
     Broken(u32),
     /// The migration was cancelled on this side.
     Cancelled,
+    /// A request was made of the migration's control.
+    Requested,
     /// Of the driver's own threads.
     Own(E),
 }
@@ -53,6 +56,12 @@ impl<E: Send + 'static> Events<E> {
     pub fn watch(&self, abort: &Abort, incarnation: u32) {
         let events = self.0.clone();
         abort.on_end(move || drop(events.send(Event::Broken(incarnation))));
+    }
+
+    /// Reports each request that `control` accepts, until the migration has ended. A cancellation is reported by [`Events::on_cancel`].
+    pub fn on_request(&self, control: &Control) {
+        let events = self.0.clone();
+        control.on_request(move || drop(events.send(Event::Requested)));
     }
 
     /// Reports a cancellation, as long as the returned value is held. `first` is called before, on the cancelling thread.

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-use sterna_wire::control::{DestinationFigures, Totals, Welcome};
+use sterna_wire::control::{DestinationFigures, SourceProgress, Totals, Welcome};
 use sterna_wire::reason::{ErrorKind, Reason};
 
 use super::placing::Placing;
 use super::{after, passed};
 use crate::cpu_time;
+use crate::migration::Phase;
 use crate::report::Observer;
 use crate::session::ChannelAcceptor;
 use crate::transport::Incoming;
@@ -100,10 +101,15 @@ impl Receiving {
     }
 
     /// Reports progress, when it is time to.
-    pub(super) fn report_progress(&mut self, observer: &dyn Observer, phase: &str, missing_bytes: u64) {
+    pub(super) fn report_progress(&mut self, observer: &dyn Observer, phase: Phase, missing_bytes: u64) {
         if self.progress.is_due() {
             self.progress.report(observer, phase, self.acceptor.pages_placed(), missing_bytes);
         }
+    }
+
+    /// Records the source's progress, for this side's.
+    pub(super) fn source_reports(&mut self, progress: SourceProgress) {
+        self.progress.source_reports(progress);
     }
 
     /// Returns the time limit that has passed, if one has.

@@ -15,6 +15,8 @@ pub(crate) use self::run::too_long;
 use super::{Events, Ledger, after, passed};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
+use crate::live_control::{Control, Requests, RoundsEnd};
+use crate::pacer::Pacer;
 use crate::report::{Moments, Observer};
 use crate::session::{OnConnectionEvent, Peer, Redial, Session};
 use crate::transport::{Address, Security};
@@ -59,6 +61,8 @@ pub struct SourceSetup<'a, E> {
     pub limits: DeliveryLimits,
     /// Whether the migration was cancelled.
     pub cancel: &'a Cancel,
+    /// The requests of other threads.
+    pub control: Control,
     /// Receives notes, progress and steps.
     pub observer: &'a dyn Observer,
 }
@@ -79,6 +83,7 @@ pub struct SourceKernel<'a, E> {
     limits: DeliveryLimits,
     /// Whether the migration was cancelled.
     pub cancel: &'a Cancel,
+    pub(crate) control: Control,
     /// Receives notes, progress and steps.
     pub observer: &'a dyn Observer,
     /// The alarm of the current data channels.
@@ -113,6 +118,7 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
             events: setup.events,
             limits: setup.limits,
             cancel: setup.cancel,
+            control: setup.control,
             observer: setup.observer,
             abort: Arc::default(),
             data_incarnation: 1,
@@ -151,6 +157,29 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
     /// Returns whether the migration was cancelled. The event of the cancellation may still be queued.
     pub fn cancelled(&self) -> bool {
         self.cancelled || self.cancel.is_cancelled() && self.reason().kind == ErrorKind::Cancelled
+    }
+
+    /// Begins to handle requests of other threads ([`SourceDriver::handle_requests`]): both sides have agreed on the migration, by a monitor
+    /// that migrates by itself, without post-copy.
+    pub fn await_requests(&self) {
+        self.control.agreed(false);
+        self.events.on_request(&self.control);
+    }
+
+    /// Returns what other threads have requested so far.
+    pub fn requests(&self) -> Requests {
+        self.control.requests()
+    }
+
+    /// Has `pacer`, that of the data channels, follow the requested limit.
+    pub fn pace_by(&self, pacer: &Arc<Pacer>) {
+        self.control.pace_by(pacer);
+    }
+
+    /// Records that a monitor which migrates by itself has paused its guest for the switchover.
+    pub fn guest_stays_paused(&self) {
+        self.control.begin_ending(RoundsEnd::SwitchOver);
+        self.control.stays_paused(true);
     }
 
     /// Returns whether the driver waits for the destination's reason for a broken channel.

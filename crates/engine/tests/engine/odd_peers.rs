@@ -167,7 +167,7 @@ fn source_against(
     let listener = Listener::bind(port).unwrap();
     let address = listener.local_address();
     let limits = TimeLimits::default().telling(Duration::from_millis(100));
-    let migration = Source::new(memory.ram(), Box::new(log))
+    let mut migration = Source::new(memory.ram(), Box::new(log))
         .method(MethodChoice::default())
         .when_not_converging(not_converging)
         .time_limits(limits)
@@ -221,7 +221,7 @@ fn a_destination_that_takes_no_state_is_given_up_in_time_and_the_guest_runs_on()
         let address = listener.local_address();
         let short = Duration::from_millis(100);
         let limits = TimeLimits::default().step(short).telling(short);
-        let migration = Source::new(memory.ram(), Box::new(log))
+        let mut migration = Source::new(memory.ram(), Box::new(log))
             .method(MethodChoice::default())
             .time_limits(limits)
             .downtime(Duration::from_millis(10))
@@ -252,7 +252,7 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let stop = incoming.stop_handle();
         let limits = TimeLimits::default().telling(Duration::from_secs(1));
-        let migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
+        let mut migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
         let (error, dials) = std::thread::scope(|scope| {
             let destination = scope.spawn(move || {
                 let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };

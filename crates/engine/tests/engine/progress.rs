@@ -9,6 +9,7 @@ use crate::guest::{Memory, Monitor, Running, Workload};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
+use sterna_engine::migration::Phase;
 use sterna_engine::report::{Observer, Progress, ReceiveProgress};
 use sterna_engine::source::{NotConverging, Source};
 use sterna_engine::transport::Security;
@@ -136,9 +137,36 @@ fn a_destination_reports_how_much_of_the_announced_memory_it_has_placed() {
         for progress in all.iter().filter(|progress| progress.placed_bytes > 0) {
             assert_eq!((progress.total_bytes, progress.missing_bytes), (ALL, 0), "{progress:?}");
             assert_eq!(progress.placed_bytes, (progress.normal_pages + progress.zero_pages) * 4096);
-            assert_eq!(progress.phase, "receiving memory");
+            assert_eq!(progress.phase, Phase::Rounds);
         }
         assert!(all.iter().any(|progress| progress.placed_rate > 0.0));
+    });
+}
+
+#[test]
+fn both_sides_estimate_the_time_left_within_the_first_round() {
+    within_a_minute(|| {
+        let at_source = RecordingObserver::until(|_| false);
+        let at_destination = RecordingObserver::until(|observed| {
+            let all = observed.received.lock().unwrap();
+            let estimated = all.iter().filter(|progress| progress.time_left_ms.is_some()).count();
+            let shrinks = |pair: &[ReceiveProgress]| pair[0].remaining_bytes > pair[1].remaining_bytes;
+            estimated >= 3 && all.windows(2).filter(|pair| shrinks(pair)).count() >= 3
+        });
+        migrate(4 << 20, BUSY, &at_source, &at_destination, |source| source.method("none".parse().unwrap()));
+
+        let (sent, received) = (at_source.progress.lock().unwrap(), at_destination.received.lock().unwrap());
+        let reported = |remaining: u64| sent.iter().any(|progress| progress.remaining_bytes == remaining);
+        for remaining in received.iter().filter_map(|progress| progress.remaining_bytes) {
+            assert!(reported(remaining), "{remaining} bytes are none of the source's figures");
+        }
+        let left = sent.iter().filter(|progress| progress.round == 1).filter_map(|progress| progress.time_left_ms);
+        // 64 MB at 4 MiB/s are 15 s: an estimate that is wrong by orders of magnitude would be of no use.
+        assert!(
+            left.clone().count() >= 3 && left.clone().all(|ms| (1_000..100_000).contains(&ms)),
+            "{:?}",
+            left.collect::<Vec<_>>()
+        );
     });
 }
 
@@ -196,7 +224,7 @@ fn pages_written_during_a_long_round_arrive() {
         let address = listening.address().clone();
         let collected = Arc::new(AtomicU64::new(0));
         // All pages that are left after the first round fit.
-        let source = Source::new(memory.ram(), Box::new(Counting(log, Arc::clone(&collected))))
+        let mut source = Source::new(memory.ram(), Box::new(Counting(log, Arc::clone(&collected))))
             .method(MethodChoice::default())
             .bandwidth(Some(24 << 20))
             .downtime(Duration::from_secs(30));

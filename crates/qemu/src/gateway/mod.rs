@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sterna_codec::{MethodChoice, Qatzip};
+use sterna_engine::live_control::Control;
 use sterna_engine::record_file::Side;
 use sterna_engine::source::{IaaVerify, NotConverging};
 use sterna_engine::transport::Security;
@@ -82,6 +83,9 @@ pub struct SendOptions {
     pub source_after: SourceAfter,
     /// Time limits until the guest is stopped for its switchover.
     pub waits: WaitLimits,
+    /// Controls the migration from other threads while it runs. Direct mode carries out all requests; with QEMU's own stream `post_copy` is
+    /// not agreed on.
+    pub control: Control,
     /// The directory of the migrations' records.
     pub state_dir: PathBuf,
     /// Where the private sockets for QEMU are made.

@@ -71,7 +71,7 @@ impl Plane {
         let sync = Arc::new(SyncPoints::new(readers));
         let (window, waiting, pacer) = (Arc::clone(&context.window), Arc::clone(&sync), Arc::clone(&context.pacer));
         context.abort.on_end(move || {
-            pacer.set_limit(None);
+            pacer.release();
             window.close();
             pool.close();
             waiting.close();

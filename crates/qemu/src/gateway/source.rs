@@ -6,6 +6,7 @@
 mod driver;
 mod migration;
 mod report;
+mod requests;
 mod rounds;
 
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use sterna_codec::{Engine, EngineMissing};
 use sterna_engine::cancel::Cancel;
+use sterna_engine::live_control::Steering;
 use sterna_engine::migration::DELTA;
 use sterna_engine::record_file::RecordFile;
 use sterna_engine::report::{Observer, Progress, Report};
@@ -79,6 +81,9 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         Direct::Not(why) => why,
     };
     qemu::check_sockets(&options.socket_dir, Listens::Sterna, &qmp).map_err(GatewayError::untouched)?;
+    let steering =
+        Steering::begin(&options.control, cancel).map_err(|error| GatewayError::untouched(error.to_string()))?;
+    let (control, cancel) = (steering.control(), steering.cancel());
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
     let engines = options.qatzip.engines(options.method, options.channels);
     let (engines, line) = engines.map_err(GatewayError::untouched)?;
@@ -139,8 +144,10 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         events,
         limits: DeliveryLimits { decision: DELIVERY_TIME, abort: ABORT_TIME },
         cancel,
+        control: control.clone(),
         observer,
     });
+    kernel.await_requests();
     let mut driver = Driver {
         kernel,
         options,
@@ -153,6 +160,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         placement: Vec::new(),
         progress: Progress::default(),
         watch: RoundsWatch::new(options.downtime),
+        limit,
         content_reported: 0,
         deltas,
         refusals,

@@ -138,6 +138,11 @@ impl SourceSwitchover {
         matches!(self.phase, Committed | Serving | ReportingLoss | EndingGuest | WritingFinished | Finished)
     }
 
+    /// Returns whether `event` makes the decision: the source then records that the guest belongs to the destination.
+    pub fn decides_at(&self, event: &SourceEvent) -> bool {
+        self.phase == Phase::Relaying && *event == SourceEvent::Guest(SourceGuest::Completed)
+    }
+
     /// Returns whether the guest runs at the destination and part of its memory is only here.
     pub fn serves_pages(&self) -> bool {
         self.phase == Phase::Serving

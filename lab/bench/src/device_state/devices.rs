@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_engine::device_state::{DeviceId, LoadDevice, SaveDevice};
-use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 
 /// What a device gives or takes at once.
 const AT_ONCE: usize = 256 << 10;
@@ -81,6 +81,8 @@ impl SaveDevice for Giver {
         }
         Ok(())
     }
+
+    fn saving_ended(&mut self) {}
 }
 
 struct Taker {
@@ -117,7 +119,7 @@ impl SourceVmm for Idle {
         Ok(())
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, _: ResumeReason) -> Result<(), VmmError> {
         Ok(())
     }
 

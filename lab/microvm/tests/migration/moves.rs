@@ -108,3 +108,16 @@ fn a_migration_begins_when_a_signal_comes_or_is_cancelled_before() {
     assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.output);
     sent.guest_is_well();
 }
+
+/// A guest whose rounds never end: it writes as fast as it can, and 20 MB/s are sent.
+#[test]
+fn a_signal_pauses_a_guest_whose_rounds_do_not_end() {
+    let (receiving, address) = Microvm::destination("--insecure --execution threads");
+    let endless = "--execution threads --write-rate unlimited --method none --bandwidth 20000000 --downtime 1";
+    let mut sending = Microvm::start(&format!("--insecure --migrate-to {address} {endless}"));
+    sending.wait_for("round 1: ");
+    sending.signal(Signal::USR2);
+    sending.wait_for("the guest will be paused as soon as possible");
+    let (sent, _) = moved(sending.end(), receiving);
+    assert!(sent.report()["downtime_ms"].as_f64() > Some(1.0), "{}", sent.output);
+}

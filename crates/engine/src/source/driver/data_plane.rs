@@ -6,6 +6,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use sterna_memory::dirty::DirtyLog;
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::header::ChannelKind;
 use sterna_wire::reason::{ErrorKind, Reason};
@@ -20,7 +21,7 @@ use crate::monitor;
 use crate::send::{DeltaSetting, SendChannel, SendContext};
 use crate::session::SessionError;
 use crate::source::convergence::Convergence;
-use crate::source::rounds::{CurrentRound, Held, Order, RoundEvent, Rounds, no_pages};
+use crate::source::rounds::{Controlled, CurrentRound, Held, Order, RoundEvent, Rounds, no_pages};
 use crate::state::{Part, StateWriter};
 use crate::switchover::after;
 
@@ -63,7 +64,9 @@ impl Driver<'_> {
     /// Opens the channels, sends the state that is saved ahead, and starts the rounds.
     pub(super) fn begin_rounds(&mut self) -> Result<(), Reason> {
         self.phase = Phase::Rounds;
-        let log = self.log.take().ok_or_else(|| Reason::other("the rounds were begun already"))?;
+        if self.moving.is_some() {
+            return Err(Reason::other("the rounds were begun already"));
+        }
         let ram = self.ram.clone();
         self.progress.total_bytes = ram.bytes();
         let context = self.send_context();
@@ -89,7 +92,7 @@ impl Driver<'_> {
         let convergence =
             Convergence::new(self.settings.downtime, self.settings.not_converging, self.settings.give_up_after);
         let rounds = Rounds {
-            log: Box::new(log),
+            log: Box::new(self.log.clone()),
             search: PageSearch::new(Arc::clone(&pipeline), ram.clone(), self.kernel.session.packet_size),
             current: CurrentRound::new(&ram),
             ram,
@@ -109,14 +112,18 @@ impl Driver<'_> {
             accelerator: self.accelerator.clone(),
             written: self.accelerator.iter().flat_map(|_| no_pages(&self.ram)).collect(),
             may_stop: self.may_stop(),
+            control: Controlled::new(self.kernel.control.clone()),
             held: Held::default(),
             retries: 0,
+            waited_for_saving: Duration::ZERO,
             abort: Arc::clone(&self.kernel.abort),
         };
-        let panicked = self.kernel.events.clone();
+        let (panicked, mut log) = (self.kernel.events.clone(), self.log.clone());
         let run = move || {
             // Reported, because the driver waits for messages of this thread.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| rounds.run())) {
+                // The first error is the one to report.
+                let _ = log.stop();
                 let text = monitor::panic_text(panic);
                 let reason = Reason::other(format_args!("the thread of the rounds panicked: {text}"));
                 panicked.send(Event::Rounds(RoundEvent::Failed(reason)));
@@ -200,7 +207,7 @@ impl Driver<'_> {
             page_size: sterna_memory::PAGE_SIZE,
         };
         self.kernel.abort.on_end(move || {
-            pacer.set_limit(None);
+            pacer.release();
             window.close();
             pool.close();
         });

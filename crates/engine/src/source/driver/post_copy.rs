@@ -13,6 +13,7 @@ use super::{Driver, new_window};
 use crate::cpu_time::{self, CpuTime};
 use crate::entry::PageSearch;
 use crate::pacer::Pacer;
+use crate::report::Shrinking;
 use crate::session::SessionError;
 use crate::source::unsent::PageServer;
 
@@ -24,6 +25,8 @@ pub(super) struct PostCopy {
     /// The destination's figures, once it has all pages.
     pub(super) figures: PostCopyFigures,
     pub(super) reconnected: u32,
+    /// The memory that the destination lacks, for estimates.
+    pub(super) rest: Shrinking,
 }
 
 impl PostCopy {
@@ -49,6 +52,7 @@ impl Driver<'_> {
         self.kernel.renew_channels();
         self.window = new_window(&self.kernel.session, &self.settings);
         self.pacer = Arc::new(Pacer::new(self.settings.bandwidth));
+        self.kernel.pace_by(&self.pacer);
         let pipeline = self.open_ram_channels(&self.send_context(), None)?;
         self.moving = Some(Moving {
             pipeline: Arc::clone(&pipeline),

@@ -3,12 +3,13 @@
 use std::time::Instant;
 
 use sterna_memory::PAGE_SIZE;
+use sterna_wire::control::{ControlMessage, SourceProgress};
 use sterna_wire::switchover::{SourceAfter, SourceEnd};
 
 use super::Driver;
 use crate::accelerator::Accelerator;
-use crate::migration::{MigrationError, Phase, Side};
-use crate::report::{Moments, PostCopyReport, Report, between};
+use crate::migration::{MigrationError, PROGRESS, Phase, Side};
+use crate::report::{Moments, PostCopyReport, Progress, Report, between, milliseconds};
 use crate::send::Sent;
 use crate::switchover::Ending;
 use crate::transport::Security;
@@ -26,7 +27,7 @@ impl Driver<'_> {
         let elapsed_ms = self.started.elapsed().as_millis() as u64;
         let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
         let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / interval;
-        self.progress.phase = self.phase().to_string();
+        self.progress.phase = self.phase();
         self.progress.content_rate = rate(sent.content_bytes, self.content_reported);
         self.progress.wire_rate = rate(sent.wire_bytes, self.progress.wire_bytes);
         self.progress.elapsed_ms = elapsed_ms;
@@ -42,10 +43,32 @@ impl Driver<'_> {
             .lock()
             .expect("no thread panics with the lock held")
             .fill(&mut self.progress, delivered.carried.pages());
-        if self.phase() == Phase::PostCopy {
-            self.progress.remaining_bytes = self.unsent.pages() * PAGE_SIZE as u64;
+        match self.progress.phase {
+            Phase::SettingUp => self.progress.time_left_ms = None,
+            Phase::Rounds => {}
+            Phase::SwitchingOver | Phase::Committed => {
+                let paused = self.kernel.moments.paused.map_or(0.0, |paused| paused.elapsed().as_secs_f64() * 1e3);
+                let left = self.progress.predicted_downtime_ms - paused;
+                self.progress.time_left_ms =
+                    (self.progress.predicted_downtime_ms > 0.0).then_some(left.max(0.0) as u64);
+            }
+            Phase::PostCopy => {
+                self.progress.remaining_bytes = self.unsent.pages() * PAGE_SIZE as u64;
+                let left = self.post_copy.rest.time_left(self.progress.remaining_bytes, Instant::now());
+                self.progress.time_left_ms = left.map(milliseconds);
+            }
         }
         self.kernel.observer.progress(&self.progress);
+        self.send_progress();
+    }
+
+    /// Sends the destination what it cannot know by itself. In post-copy it knows what it lacks.
+    fn send_progress(&self) {
+        let Progress { phase, remaining_bytes, time_left_ms, .. } = self.progress;
+        if matches!(phase, Phase::Rounds | Phase::SwitchingOver) && self.kernel.session.has(PROGRESS) {
+            let progress = SourceProgress { remaining_bytes, time_left_ms };
+            self.kernel.peer.send(&ControlMessage::Progress(progress));
+        }
     }
 
     pub(super) fn finish(mut self, end: SourceEnd) -> Result<Report, MigrationError> {
@@ -110,7 +133,7 @@ impl Driver<'_> {
             rounds: stats.round,
             convergence: match (stats.verdict, self.throttled) {
                 (None, _) => {
-                    let wanted = self.settings.downtime.as_secs_f64() * 1e3;
+                    let wanted = self.downtime().as_secs_f64() * 1e3;
                     stats.out_of_reach.filter(|_| self.kernel.moments.downtime_ms() > wanted)
                 }
                 (Some(verdict), 0) => Some(verdict),

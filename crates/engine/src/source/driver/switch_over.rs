@@ -6,15 +6,18 @@ use std::time::{Duration, Instant};
 use sterna_wire::reason::{ErrorKind, Reason};
 
 use super::Driver;
+use crate::live_control::RoundsEnd;
 use crate::migration::Phase;
 use crate::record_file::RecordFileError;
 use crate::source::rounds::Order;
 use crate::state::{Part, StateWriter};
 use crate::switchover::{after, too_long};
-use crate::vmm::VmmError;
+use crate::vmm::{ResumeReason, VmmError};
 
 /// The name of the monitor's state in reasons: the source waits for it while the guest is paused.
 pub(super) const MONITORS_STATE: &str = "the monitor's state";
+/// How many times the predicted downtime is added to the limit of a step where the guest was paused by request.
+const FORCED_MARGIN: u32 = 3;
 
 /// Returns a closure that makes the reason of an error of the monitor.
 fn monitor(what: &str) -> impl Fn(VmmError) -> Reason {
@@ -88,15 +91,15 @@ impl Driver<'_> {
     /// Resumes the guest, because the downtime would be too long after all.
     pub(super) fn run_on(&mut self) -> Result<(), Reason> {
         self.kernel.observer.note("the guest had dirtied too much until it was paused: it runs on");
-        self.resume_guest()?;
+        self.resume_guest(ResumeReason::RoundsGoOn)?;
         self.keep_throttled();
         self.kernel.ledger.note_pausing(false).map_err(RecordFileError::into_reason)?;
         (self.phase, self.kernel.due) = (Phase::Rounds, self.rounds_due());
         Ok(())
     }
 
-    pub(super) fn resume_guest(&mut self) -> Result<(), Reason> {
-        self.vmm.resume().map_err(monitor("the monitor does not resume the guest"))?;
+    pub(super) fn resume_guest(&mut self, reason: ResumeReason) -> Result<(), Reason> {
+        self.vmm.resume(reason).map_err(monitor("the monitor does not resume the guest"))?;
         self.kernel.moments.runs_on();
         self.set_urgent(false);
         Ok(())
@@ -110,16 +113,22 @@ impl Driver<'_> {
         }
     }
 
-    /// Sends the state of the guest, which stays paused, while its last pages are on their way.
+    /// Has the state of the guest, which stays paused, saved and sent while its last pages are on their way.
     pub(super) fn send_state(&mut self) -> Result<(), Reason> {
-        let Some(moving) = &self.moving else { return Ok(()) };
-        if self.kernel.abort.is_over() {
+        if self.moving.is_none() || self.kernel.abort.is_over() {
             return Ok(());
         }
         self.devices.known.save();
+        // The destination reads nothing behind the monitor's state before it has all of RAM, so devices on the same channel go first.
+        if self.devices.known.precede_monitor() { Ok(()) } else { self.save_monitor() }
+    }
+
+    /// Saves the monitor's own state, lets the rounds collect what that has written, and sends the state.
+    pub(super) fn save_monitor(&mut self) -> Result<(), Reason> {
+        let Some(moving) = self.moving.as_ref().filter(|_| !self.kernel.abort.is_over()) else { return Ok(()) };
         let stream = moving.stream.as_ref().ok_or_else(|| Reason::other("there is no stream channel"))?;
         let mut state = StateWriter::new(stream, Part::Final, self.kernel.session.packet_size);
-        // The deadline ends the call where the destination does not read and so blocks the monitor, on this thread.
+        // The deadline ends the wait for a destination that does not read, on this thread.
         let deadline = self.kernel.due.map(|(deadline, step)| {
             let devices = Arc::clone(&self.devices.known);
             let lacks = move || [Some(MONITORS_STATE.to_owned()), devices.waiting_for()];
@@ -128,7 +137,10 @@ impl Driver<'_> {
         });
         let inside = self.occupied.enter(&self.kernel.abort, deadline);
         let saved = self.vmm.save(&mut state).map_err(monitor("saving the guest's state failed"));
-        let finished = saved.and_then(|()| state.finish().map_err(Reason::other));
+        let finished = saved.and_then(|()| {
+            moving.order(Order::Saved);
+            state.finish().map_err(Reason::other)
+        });
         drop(inside);
         let bytes = match finished {
             Ok(bytes) => bytes,
@@ -141,7 +153,16 @@ impl Driver<'_> {
         Ok(())
     }
 
+    /// Returns how long a step may take while the guest is paused: longer where the guest is paused by request, however much is left.
     pub(super) fn step_time(&self) -> Duration {
-        self.settings.limits.step.max(self.settings.downtime.saturating_mul(10))
+        let forced = self.kernel.requests().ending == Some(RoundsEnd::SwitchOver);
+        let predicted = self.stats.lock().expect("no thread panics with the lock held").predicted;
+        let longer = predicted.filter(|_| forced).unwrap_or_default().saturating_mul(FORCED_MARGIN);
+        self.settings.limits.step.max(self.downtime().saturating_mul(10)).saturating_add(longer)
+    }
+
+    /// Returns the target downtime.
+    pub(super) fn downtime(&self) -> Duration {
+        self.kernel.requests().downtime.unwrap_or(self.settings.downtime)
     }
 }

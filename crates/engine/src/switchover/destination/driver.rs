@@ -55,7 +55,7 @@ pub trait DestinationDriver<'a> {
     fn start_guest(&mut self) -> Result<Option<DestinationGuest>, Reason>;
 
     /// Called when the guest runs here.
-    fn arrived(&mut self);
+    fn guest_started(&mut self);
 
     /// Ends the monitor: its copy of the guest never ran and never will.
     ///

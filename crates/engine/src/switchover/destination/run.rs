@@ -76,13 +76,6 @@ fn report_progress<'a, D: DestinationDriver<'a>>(driver: &mut D) {
         return;
     }
     let (observer, phase) = (kernel.observer, kernel.phase);
-    let phase = match phase {
-        Phase::SettingUp => "setting up",
-        Phase::Rounds => "receiving memory",
-        Phase::SwitchingOver => "switching over",
-        Phase::Committed => "starting the guest",
-        Phase::PostCopy => "receiving the rest of memory after the guest",
-    };
     if let Some(receiving) = driver.receiving() {
         receiving.report_progress(observer, phase, missing);
     }
@@ -185,7 +178,7 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             }
         }
         DestinationAction::AnnounceSelf => {
-            driver.arrived();
+            driver.guest_started();
             None
         }
         DestinationAction::Quit => {
@@ -264,6 +257,8 @@ fn translate<'a, D: DestinationDriver<'a>>(driver: &mut D, event: Event<D::Event
         }
         Event::Broken(_) => channels_failed(driver),
         Event::Cancelled => cancel(driver),
+        // Only a source has a control.
+        Event::Requested => None,
         Event::Own(event) => match driver.handle(event)? {
             DestinationEvent::Guest(state) => Some(guest_is(driver, state)),
             event => Some(event),
@@ -290,6 +285,12 @@ fn handle_peer<'a, D: DestinationDriver<'a>>(driver: &mut D, news: ConnectionEve
             ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
             ControlMessage::Failed(reason) | ControlMessage::Refused(reason) => {
                 Some(DestinationEvent::Failed { reason: reason.from_peer().within("the source failed") })
+            }
+            ControlMessage::Progress(progress) => {
+                if let Some(receiving) = driver.receiving() {
+                    receiving.source_reports(progress);
+                }
+                None
             }
             message => driver.receive(message),
         },

@@ -49,8 +49,8 @@ pub trait SourceDriver<'a> {
     /// Why the guest does not run: `sterna recover` has to settle the migration.
     fn resume(&mut self) -> Result<SourceGuest, Reason>;
 
-    /// The guest runs here again, and stays.
-    fn stays(&mut self);
+    /// Called when the migration has failed and the guest runs here, as it does from now on.
+    fn guest_stays(&mut self);
 
     /// Ends the monitor, or keeps it: the guest runs at the destination. Returns the state of the guest here.
     ///
@@ -79,6 +79,10 @@ pub trait SourceDriver<'a> {
 
     /// Handles a message of the destination that is not about the switchover.
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent>;
+
+    /// Carries out the requests of other threads ([`SourceKernel::requests`]), where the driver had them
+    /// [reported](crate::switchover::Events::on_request).
+    fn handle_requests(&mut self) {}
 
     /// Handles an event of the driver's own.
     fn handle(&mut self, event: Self::Event) -> Option<SourceEvent>;

@@ -35,20 +35,22 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
                 action => answers.extend(perform_observed(driver, action)),
             }
         }
-        actions.extend(answers.into_iter().flat_map(|answer| driver.kernel().machine.on(answer)));
+        for answer in answers {
+            actions.extend(feed(driver, answer));
+        }
         if !actions.is_empty() {
             continue;
         }
         let event = driver.kernel().gives_up().or_else(|| overdue(driver));
         if let Some(event) = event {
-            actions = driver.kernel().machine.on(event);
+            actions = feed(driver, event);
             continue;
         }
         let wake = driver.kernel().last_words.map_or(next_tick, |deadline| deadline.min(next_tick));
         match inbox.recv_timeout(time_left(wake)) {
             Ok(event) => {
                 if let Some(event) = translate(driver, event) {
-                    actions = driver.kernel().machine.on(event);
+                    actions = feed(driver, event);
                 }
             }
             Err(RecvTimeoutError::Timeout) if Instant::now() < next_tick => {}
@@ -59,6 +61,17 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
             Err(RecvTimeoutError::Disconnected) => unreachable!("the kernel holds a sender"),
         }
     }
+}
+
+/// Passes an event to the machine and returns the machine's actions. A cancellation that was accepted is in time, although its event may
+/// still be queued: instead of the decision the machine gets the cancellation.
+fn feed<'a, D: SourceDriver<'a>>(driver: &mut D, event: SourceEvent) -> Vec<SourceAction> {
+    let kernel = driver.kernel();
+    if kernel.machine.decides_at(&event) && kernel.control.decide().is_err() {
+        kernel.cancelled = true;
+        return kernel.machine.on(SourceEvent::Failed { reason: cancelled() });
+    }
+    kernel.machine.on(event)
 }
 
 /// Returns the failure, where a step took too long or the destination sent no reason for a broken channel in time.
@@ -116,7 +129,7 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
         SourceAction::EndMigration => Some(state_of(driver.end_migration())),
         SourceAction::Cont => Some(state_of(driver.resume())),
         SourceAction::AnnounceSelf => {
-            driver.stays();
+            driver.guest_stays();
             None
         }
         SourceAction::EndGuest => {
@@ -165,6 +178,10 @@ fn translate<'a, D: SourceDriver<'a>>(driver: &mut D, event: Event<D::Event>) ->
         Event::Broken(incarnation) if incarnation != driver.kernel().data_incarnation => None,
         Event::Broken(_) => channels_broke(driver),
         Event::Cancelled => cancel(driver),
+        Event::Requested => {
+            driver.handle_requests();
+            None
+        }
         Event::Own(event) => driver.handle(event),
     }
 }

@@ -98,7 +98,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         Ok(Some(DestinationGuest::Running))
     }
 
-    fn arrived(&mut self) {
+    fn guest_started(&mut self) {
         qemu::announce(&self.qmp);
     }
 

@@ -187,6 +187,7 @@ pub(super) fn send(
         .checksums(direct.checksums)
         .when_not_converging(direct.not_converging)
         .give_up_after(options.waits.total)
+        .control(&options.control)
         .time_limits(TimeLimits::default().stall(Some(options.waits.stall)))
         .state_dir(&options.state_dir);
     if let Some(offload) = offload {

@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
+use sterna_engine::live_control::Control;
 use sterna_engine::process;
 use sterna_engine::session::{Backoff, DIAL_PAUSE, Redial, Session};
 use sterna_engine::switchover::{
@@ -46,6 +47,7 @@ pub(super) fn recover(recovery: Recovery<'_>, state: SourceState) -> Result<Stri
         events,
         limits: DeliveryLimits { decision: DIAL_TIME, abort: TELL_TIME },
         cancel,
+        control: Control::new(),
         observer,
     });
     let mut driver = Driver { kernel, qmp };
@@ -134,7 +136,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         Ok(SourceGuest::Running)
     }
 
-    fn stays(&mut self) {
+    fn guest_stays(&mut self) {
         restore_settings(self.qmp.as_ref(), self.kernel.ledger.record(), self.kernel.observer);
         self.qmp.iter().for_each(qemu::announce);
     }

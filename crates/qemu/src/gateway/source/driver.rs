@@ -43,6 +43,8 @@ pub(super) struct Driver<'a> {
     pub(super) placement: Vec<String>,
     pub(super) progress: Progress,
     pub(super) watch: RoundsWatch,
+    /// QEMU's downtime limit.
+    pub(super) limit: Duration,
     /// Bytes of normal pages at the last tick.
     pub(super) content_reported: u64,
     /// The blocks of which the destination accepts deltas; none if it accepts no deltas.
@@ -75,6 +77,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
 
     fn start_migration(&mut self) -> Result<(), Reason> {
         self.begin_migration().map_err(|error| Reason::new(error.kind, error.text))?;
+        self.carry_out_requests();
         self.await_progress();
         Ok(())
     }
@@ -94,7 +97,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         Ok(SourceGuest::Running)
     }
 
-    fn stays(&mut self) {
+    fn guest_stays(&mut self) {
         if let Stage::Begun(begun) = &mut self.stage {
             begun.restore = None;
             if begun.accepted {
@@ -149,6 +152,10 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
                 None
             }
         }
+    }
+
+    fn handle_requests(&mut self) {
+        self.carry_out_requests();
     }
 
     fn handle(&mut self, event: Event) -> Option<SourceEvent> {
@@ -208,6 +215,7 @@ impl Driver<'_> {
             QemuEvent::Stopped => {
                 self.compression.set_urgent(true);
                 self.kernel.moments.stopped();
+                self.kernel.guest_stays_paused();
                 if self.kernel.moments.drained.is_none() && self.stage.accepted() {
                     self.kernel.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
                 }
@@ -296,6 +304,6 @@ impl Driver<'_> {
 
     /// Returns how long a step may take while the guest is paused.
     fn step_time(&self) -> Duration {
-        MIN_STEP_LIMIT.max(10 * self.options.downtime)
+        MIN_STEP_LIMIT.max(self.downtime().saturating_mul(10)).saturating_add(self.forced_time())
     }
 }

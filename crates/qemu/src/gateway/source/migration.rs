@@ -87,13 +87,15 @@ impl Driver<'_> {
         let (sockets, listener) = SocketPlace::find(&self.options.socket_dir, self.qmp.peer_pid())
             .and_then(|place| SocketDir::listening(&place, self.kernel.session.id))
             .map_err(|error| GatewayError::new(format!("cannot make the private socket for QEMU: {error}")))?;
+        let pacer = Arc::new(Pacer::new(self.options.bandwidth));
+        self.kernel.pace_by(&pacer);
         let context = SendContext {
             refusals: self.refusals.clone(),
             // The channels get their caches once the blocks are known (`settle_deltas`).
             deltas: self.deltas.clone().map_or(DeltaSetting::None, DeltaSetting::SomeBlocks),
             ..SendContext::new(
                 Arc::clone(&self.window),
-                Arc::new(Pacer::new(self.options.bandwidth)),
+                pacer,
                 Arc::clone(&self.kernel.abort),
                 self.compression.clone(),
                 self.kernel.session.rules(),

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use sterna_engine::migration::Phase;
 use sterna_engine::process::own_cpu_seconds;
 use sterna_engine::report::{Outcome, Progress, Report};
 use sterna_engine::send::Sent;
@@ -36,7 +37,7 @@ impl Driver<'_> {
         let wire_rate = sent.wire_bytes.saturating_sub(self.progress.wire_bytes) as f64 / interval;
         let drain = (ram.remaining + self.window.in_flight()) as f64 / content_rate.max(1.0) * 1e3;
         self.progress = Progress {
-            phase: info.status,
+            phase: self.phase(),
             elapsed_ms,
             round: ram.dirty_sync_count,
             total_bytes: self.progress.total_bytes.max(ram.total),
@@ -51,15 +52,25 @@ impl Driver<'_> {
             ratio: sent.ratio(),
             dirty_rate: (ram.dirty_pages_rate * ram.page_size.max(1)) as f64,
             predicted_downtime_ms: drain + COMMIT_ESTIMATE.as_secs_f64() * 1e3,
+            // Only QEMU knows when it will be content.
+            time_left_ms: None,
             devices: Vec::new(),
         };
         self.kernel.observer.progress(&self.progress);
         // Before the first pages are sent there is no rate to predict from; after the stop the rounds are over.
-        if self.progress.phase == "active"
+        if info.status == "active"
             && content_rate > 0.0
             && let Some(note) = self.watch.report(self.progress.round, self.progress.predicted_downtime_ms)
         {
             self.kernel.observer.note(note);
+        }
+    }
+
+    fn phase(&self) -> Phase {
+        match () {
+            () if self.kernel.decided() => Phase::Committed,
+            () if self.kernel.moments.paused.is_some() => Phase::SwitchingOver,
+            () => Phase::Rounds,
         }
     }
 
