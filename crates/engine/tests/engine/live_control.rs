@@ -101,7 +101,7 @@ impl Pair {
         Source::new(self.memory.ram(), Box::new(log)).method("none".parse().unwrap()).control(&self.control)
     }
 
-    fn run(&mut self, source: Source, at_source: &dyn Observer, at_destination: &dyn Observer) -> Ends {
+    fn run(&mut self, mut source: Source, at_source: &dyn Observer, at_destination: &dyn Observer) -> Ends {
         let listening = Destination::new(self.there.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
         let address = listening.address().clone();
         let (from, to) = (&mut self.from, &mut self.to);

@@ -644,6 +644,7 @@ impl StreamSink for RecordSink {
 mod tests {
     use super::*;
     use std::sync::mpsc::channel;
+    use sterna_wire::reason::Reason;
 
     use sterna_memory::place::{FileWrite, ZeroBy};
 
