@@ -124,9 +124,8 @@ impl PostCopy {
     /// Begins to watch for missing pages of `ram`: all pages that were sent so far are in place.
     pub(super) fn begin(ram: &GuestRam, news: Box<dyn Fn(PostCopyEvent) + Send + Sync>) -> Result<Arc<Self>, String> {
         let features = features(ram)?;
-        let process = ram.guest().map(|guest| &**guest.process());
-        let huge_pages = HugePageAdvice::of(process).map_err(|error| format!("the mappings of guest RAM: {error}"))?;
-        let userfault = Arc::new(ram.open_userfault(features).map_err(|error| error.to_string())?);
+        let huge_pages = ram.huge_page_advice().map_err(|error| format!("the mappings of guest RAM: {error}"))?;
+        let userfault = ram.open_userfault(features).map_err(|error| error.to_string())?;
         let watch = |block: &RamBlock| {
             let failed = |error: DiscardError| format!("RAM block {}: {error}", block.name());
             if ram.guest().is_some()
