@@ -36,6 +36,7 @@ mod occupied;
 mod off_cpu;
 pub mod pacer;
 pub mod process;
+mod random;
 mod reading;
 pub mod receive;
 pub mod record_file;

@@ -43,14 +43,14 @@ pub(super) fn run(
     // Ends the listening and all handshakes, however this function returns.
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
-    let cpu = CpuTime::default();
+    let cpu = CpuTime::new(ready.sandboxed);
     let _counted = cpu.count();
     let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     observer.listening(&address.to_string());
     let ram = ready.target.ram();
     let ours = machine(vmm.name(), ram, 0).blocks;
     let ids: Vec<DeviceId> = ready.devices.iter().map(|(id, _)| id.clone()).collect();
-    let no_post_copy = no_post_copy(&mut vmm, ram)?;
+    let no_post_copy = no_post_copy(&mut vmm, ram, ready.sandboxed)?;
     let refusals = |hello: &Hello| -> Vec<String> {
         let post_copy = || {
             let reason = no_post_copy.as_ref()?;
@@ -76,9 +76,13 @@ pub(super) fn run(
 }
 
 /// Returns why post-copy is not possible here, if it is not.
-fn no_post_copy(vmm: &mut DestinationMonitor<'_>, ram: &GuestRam) -> Result<Option<String>, MigrationError> {
+fn no_post_copy(
+    vmm: &mut DestinationMonitor<'_>,
+    ram: &GuestRam,
+    sandboxed: bool,
+) -> Result<Option<String>, MigrationError> {
     let refused = vmm.post_copy_refusal().map_err(MigrationError::not_accepted)?;
-    Ok(refused.or_else(|| post_copy::refusal(ram)))
+    Ok(refused.or_else(|| post_copy::refusal(ram, sandboxed)))
 }
 
 /// Runs the migration of a source whose hello the caller has accepted already, to learn which RAM is needed.
@@ -93,7 +97,7 @@ pub(super) fn run_accepted(
 ) -> Result<ReceiveReport, MigrationError> {
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
-    let cpu = CpuTime::default();
+    let cpu = CpuTime::new(ready.sandboxed);
     let _counted = cpu.count();
     let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     let ids: Vec<DeviceId> = ready.devices.iter().map(|(id, _)| id.clone()).collect();
@@ -124,13 +128,23 @@ fn take<'a>(
     cancel: &'a Cancel,
     observer: &'a dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let ReadyDestination { target, devices, device_share, state_dir, linger, stall, give_up_after, monitor, fence } =
-        ready;
+    let ReadyDestination {
+        target,
+        devices,
+        device_share,
+        state_dir,
+        sandboxed,
+        linger,
+        stall,
+        give_up_after,
+        monitor,
+        fence,
+    } = ready;
     let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = source;
     observer.note(&format!("migration {} from {peer}", session.id));
 
     let state = RecordState::Destination(DestinationState::Started);
-    let ledger = Ledger::new(state_dir.as_deref(), &session, state, address.to_string(), &monitor);
+    let ledger = Ledger::new(state_dir.as_ref(), &session, state, address.to_string(), &monitor);
     let ledger = ledger.map_err(|error| refuse(&mut writer, error.to_string()))?;
 
     let (events, inbox) = Events::channel();
@@ -190,7 +204,7 @@ fn take<'a>(
         loading: Loading::arriving(ahead, last),
         target,
         occupied,
-        faults_before: process::faults(std::process::id()),
+        faults_before: if sandboxed { 0 } else { process::faults(std::process::id()) },
         linger,
     };
     let outcome = run_destination(&mut driver, &inbox, first);

@@ -89,14 +89,17 @@ pub(super) struct PostCopy {
 }
 
 /// Returns why `ram` cannot be filled after the guest has started; none if it can. Does nothing in another process that runs the guest:
-/// the caller must know whether a userfaultfd can be made there.
-pub(super) fn refusal(ram: &GuestRam) -> Option<String> {
+/// the caller must know whether a userfaultfd can be made there. `sandboxed`: this process can open none.
+pub(super) fn refusal(ram: &GuestRam, sandboxed: bool) -> Option<String> {
     let features = match features(ram) {
         Ok(features) => features,
         Err(reason) => return Some(reason),
     };
     if ram.guest().is_some() {
         return None;
+    }
+    if sandboxed && !ram.has_userfault() {
+        return Some("the destination is sandboxed, and has no userfaultfd (GuestRam::with_userfault)".into());
     }
     ram.open_userfault(features).err().map(|error| error.to_string())
 }

@@ -20,6 +20,9 @@ mod odd_peers;
 mod post_copy;
 mod progress;
 mod refused_deltas;
+// The names of system calls differ between architectures.
+#[cfg(target_arch = "x86_64")]
+mod sandboxed;
 mod settle_io;
 mod simulated_network;
 mod small_window;

@@ -62,7 +62,7 @@ pub(super) fn run(
     observer: &dyn Observer,
 ) -> Result<Report, MigrationError> {
     let Source { ram, log, devices, settings } = source;
-    let cpu = CpuTime::default();
+    let cpu = CpuTime::new(settings.sandboxed);
     let _counted = cpu.count();
     let observer = &CaughtObserver(observer);
     let untouched = |error: VmmError| MigrationError::untouched(error);
@@ -119,7 +119,7 @@ pub(super) fn run(
         return Err(cancelled());
     }
     let state = RecordState::Source(SourceState::Started);
-    let ledger = Ledger::new(settings.state_dir.as_deref(), &session, state, to.to_string(), &settings.monitor);
+    let ledger = Ledger::new(settings.state_dir.as_ref(), &session, state, to.to_string(), &settings.monitor);
     let ledger = ledger.map_err(MigrationError::untouched)?;
 
     let monitor_call = occupied.clone();
