@@ -19,6 +19,7 @@ mod odd_devices;
 mod odd_peers;
 mod post_copy;
 mod progress;
+mod recovery;
 mod refused_deltas;
 // The names of system calls differ between architectures.
 #[cfg(target_arch = "x86_64")]
