@@ -25,6 +25,7 @@ pub use self::sink::{
     ChannelSink, Content, DeviceBufferSink, DevicePieceSink, MAX_PLACES, OpaqueSink, PageSink, Places, SinkError,
     StreamSink,
 };
+use crate::cpu_time;
 use crate::off_cpu::OffCpu;
 use crate::transport::{Reader, Writer};
 
@@ -133,7 +134,7 @@ pub fn receive_packets(
         decoders: Decoders::default(),
         payload: vec![0; rules.packet_size],
         content: vec![0; rules.packet_size],
-        waits: OffCpu::new(),
+        waits: OffCpu::new(cpu_time::may_open_files()),
         answered: Instant::now(),
     };
     receiving.run(acknowledgements, sink)

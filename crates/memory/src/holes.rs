@@ -85,14 +85,18 @@ impl PageMap {
     }
 
     fn open(path: String) -> Result<Self, HoleError> {
-        let file = File::open(&path).map_err(|source| HoleError::Open { path, source })?;
+        File::open(&path).map(Self::of_file).map_err(|source| HoleError::Open { path, source })
+    }
+
+    /// Wraps a page map that was opened before.
+    pub(crate) fn of_file(file: File) -> Self {
         let mut map =
             Self { scanner: Scanner::new(file), way: PageMapMethod::Scan, entries: Box::new([0; ENTRIES * ENTRY]) };
         // Scanning an empty range tests only whether the operation exists: older kernels return ENOTTY.
         if map.scanner.scan(0..0, Query::POPULATED).is_err() {
             map.way = PageMapMethod::Read;
         }
-        Ok(map)
+        map
     }
 
     /// Returns the method in use.

@@ -145,6 +145,8 @@ pub use sterna_engine::destination::{Before, Destination, Fence, Listening};
 pub use sterna_engine::live_control::{Answer, Control};
 pub use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase, Side};
 pub use sterna_engine::opening::{Block, Opening, Prepared};
+pub use sterna_engine::record_file::{RecordFileError as RecordError, StateDir};
+pub use sterna_engine::recovery::{Recovery, Remains, Settled};
 pub use sterna_engine::source::{NotConverging, Source, Throttle, TimeLimits};
 pub use sterna_engine::vmm::{AfterMove, DestinationVmm, ResumeReason, SourceVmm, VmmError};
 pub use sterna_engine::wakers::Registration;
@@ -159,8 +161,8 @@ pub use sterna_engine::report::{
 pub use sterna_engine::device_state::{Ahead, DeviceChannels, DeviceId, DevicePhase, LoadDevice, SaveDevice};
 
 // Connections.
-pub use sterna_engine::tls::{TlsError, TlsSettings};
-pub use sterna_engine::transport::{Address, Security};
+pub use sterna_engine::tls::{TlsError, TlsPem, TlsSettings};
+pub use sterna_engine::transport::{Address, Security, SocketQueue};
 
 /// A network in memory with planned faults, for an embedder's own tests.
 pub mod simulated {

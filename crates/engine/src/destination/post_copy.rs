@@ -91,14 +91,17 @@ pub(super) struct PostCopy {
 }
 
 /// Returns why `ram` cannot be filled after the guest has started; none if it can. Does nothing in another process that runs the guest:
-/// the caller must know whether a userfaultfd can be made there.
-pub(super) fn refusal(ram: &GuestRam) -> Option<String> {
+/// the caller must know whether a userfaultfd can be made there. `sandboxed`: this process can open none.
+pub(super) fn refusal(ram: &GuestRam, sandboxed: bool) -> Option<String> {
     let features = match features(ram) {
         Ok(features) => features,
         Err(reason) => return Some(reason),
     };
     if ram.guest().is_some() {
         return None;
+    }
+    if sandboxed && !ram.has_userfault() {
+        return Some("the destination is sandboxed, and has no userfaultfd (GuestRam::with_userfault)".into());
     }
     ram.open_userfault(features).err().map(|error| error.to_string())
 }
@@ -126,9 +129,8 @@ impl PostCopy {
     /// Begins to watch for missing pages of `ram`: all pages that were sent so far are in place.
     pub(super) fn begin(ram: &GuestRam, news: Box<dyn Fn(PostCopyEvent) + Send + Sync>) -> Result<Arc<Self>, String> {
         let features = features(ram)?;
-        let process = ram.guest().map(|guest| &**guest.process());
-        let huge_pages = HugePageAdvice::of(process).map_err(|error| format!("the mappings of guest RAM: {error}"))?;
-        let userfault = Arc::new(ram.open_userfault(features).map_err(|error| error.to_string())?);
+        let huge_pages = ram.huge_page_advice().map_err(|error| format!("the mappings of guest RAM: {error}"))?;
+        let userfault = ram.open_userfault(features).map_err(|error| error.to_string())?;
         let watch = |block: &RamBlock| {
             let failed = |error: DiscardError| format!("RAM block {}: {error}", block.name());
             if ram.guest().is_some()

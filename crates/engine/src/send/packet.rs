@@ -18,6 +18,7 @@ use super::coding::{Bottleneck, Coding, Costs, Kernel, Seen, Times};
 use super::error::SendError;
 use super::ledger::{ChannelLedger, InFlight, Suspect};
 use crate::cpu_allowance::CpuAllowance;
+use crate::cpu_time;
 use crate::in_place;
 use crate::off_cpu::{OffCpu, thread_time};
 use crate::pacer::Pacer;
@@ -166,7 +167,7 @@ impl PacketWriter {
 
     /// Begins to measure the time of the calling thread, if the choice of an encoder or a limit of CPU time needs it.
     pub(super) fn start_clock(&mut self) {
-        self.clock.waits = self.coding.is_auto().then(OffCpu::new);
+        self.clock.waits = self.coding.is_auto().then(|| OffCpu::new(cpu_time::may_open_files()));
         self.clock.cpus = self.max_cpus.as_ref().map(|cpus| (Arc::clone(cpus), thread_time()));
     }
 

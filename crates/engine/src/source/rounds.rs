@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
-use sterna_memory::holes::PageMap;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, Totals};
 
@@ -407,7 +406,7 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
 
     /// Finds the pages of the first round: all that were ever populated.
     fn find_populated(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
-        let mut map = PageMap::own().map_err(Ended::failed)?;
+        let mut map = self.ram.page_map().map_err(Ended::failed)?;
         for (number, (block, pending)) in self.ram.blocks().iter().zip(pending).enumerate() {
             block.populated(&mut map, |run| pending.set(run)).map_err(Ended::failed)?;
             // From here on the log knows that memory which the guest releases was populated.

@@ -14,7 +14,7 @@ use sterna_wire::header::{ChannelHeader, ChannelReply};
 
 use super::socket::{Host, Sending};
 use super::unix::SocketFile;
-use super::{Address, Connection, Limits, Security, Socket, TransportError, channel, simulated, unix};
+use super::{Address, Connection, Limits, Security, Socket, TransportError, channel, given, simulated, unix};
 
 /// Stack of a handshake's thread, in bytes: handshakes are not deep, and there may be many at once.
 const HANDSHAKE_STACK: usize = 512 << 10;
@@ -37,6 +37,7 @@ pub(super) enum Bound {
     /// The listener is dropped before its file.
     Unix(UnixListener, SocketFile),
     Simulated(simulated::Acceptor),
+    Given(given::Acceptor),
 }
 
 impl Bound {
@@ -45,6 +46,7 @@ impl Bound {
             Address::Tcp(address) => TcpListener::bind(address).map(Self::Tcp),
             Address::Unix(path) => unix::listen(path).map(|(listener, file)| Self::Unix(listener, file)),
             Address::Simulated(port) => port.listen().map(Self::Simulated),
+            Address::Given(given) => given.bind().map(Self::Given),
         }
     }
 
@@ -53,6 +55,7 @@ impl Bound {
             Self::Tcp(listener) => listener.local_addr().map(Address::from),
             Self::Unix(_, file) => Ok(Address::Unix(file.path().to_owned())),
             Self::Simulated(acceptor) => Ok(acceptor.port().into()),
+            Self::Given(acceptor) => Ok(Address::Given(acceptor.given().clone())),
         }
     }
 
@@ -61,6 +64,7 @@ impl Bound {
             Self::Tcp(listener) => listener.accept().map(|(stream, _)| stream.into()),
             Self::Unix(listener, _) => listener.accept().map(|(stream, _)| stream.into()),
             Self::Simulated(acceptor) => acceptor.accept().map(Socket::from),
+            Self::Given(acceptor) => acceptor.accept(),
         }
     }
 
@@ -75,6 +79,10 @@ impl Bound {
                 ended
             }
             Self::Simulated(acceptor) => {
+                acceptor.stop();
+                Ok(())
+            }
+            Self::Given(acceptor) => {
                 acceptor.stop();
                 Ok(())
             }

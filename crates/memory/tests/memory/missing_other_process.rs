@@ -126,7 +126,7 @@ fn a_process_waits_for_its_missing_pages_and_finds_pages_placed_from_outside() {
         child.ask("populate 0");
         let ram = child.ram(kind);
         let features = ram.discardable(&ram.blocks()[0]).unwrap().unwrap().userfault_features();
-        let userfault = Arc::new(ram.open_userfault(features).unwrap());
+        let userfault = ram.open_userfault(features).unwrap();
         let missing = watched(&userfault, &ram);
         missing.declare_all_stale(&[3..5, 10..12, 20..21]).unwrap();
         assert_eq!(missing.stale_count(), 5);
@@ -167,7 +167,7 @@ fn a_waiting_thread_continues_to_wait_when_the_filling_program_is_gone() {
         child.ask("populate 0");
         let ram = child.ram(kind);
         let features = ram.discardable(&ram.blocks()[0]).unwrap().unwrap().userfault_features();
-        let userfault = Arc::new(ram.open_userfault(features).unwrap());
+        let userfault = ram.open_userfault(features).unwrap();
         let missing = watched(&userfault, &ram);
         missing.declare_stale(5..7).unwrap();
         child.process.lock().unwrap().send("read 0 5");
@@ -196,7 +196,7 @@ fn a_waiting_thread_continues_to_wait_when_the_filling_program_is_gone() {
 fn a_process_that_has_ended_is_noticed() {
     let child = Child::start("small");
     let ram = child.ram("small");
-    let userfault = Arc::new(ram.open_userfault(0).unwrap());
+    let userfault = ram.open_userfault(0).unwrap();
     let missing = watched(&userfault, &ram);
     missing.declare_stale(5..6).unwrap();
     assert!(!userfault.is_orphaned());

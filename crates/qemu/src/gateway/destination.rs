@@ -29,7 +29,7 @@ use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
 
 /// How long the source may stay connected after the end here, except where the guest runs here.
-pub(super) const LINGER: Duration = SILENCE_LIMIT;
+const LINGER: Duration = SILENCE_LIMIT;
 /// How long a source may take, from the start of the guest here, to close its connection, or to reconnect where the connection was lost:
 /// until it notices the loss, and some attempts to dial.
 pub(super) const RETURN_TIME: Duration = SILENCE_LIMIT.saturating_add(Duration::from_secs(12));
