@@ -14,7 +14,7 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_microvm");
 /// The user and group that own nothing (Linux's overflow ids).
 const NOBODY: u32 = 65534;
 /// A time limit that no correct test reaches.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(300);
 
 /// How vCPUs run and how written pages are tracked, as options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
