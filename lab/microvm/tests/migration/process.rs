@@ -228,6 +228,20 @@ pub(crate) fn moves(both: &str, source: &str, destination: &str) -> (Ended, Ende
     moved(sending.end(), receiving)
 }
 
+/// Moves a guest as [`moves`] does, again as long as `shows` does not hold for the migration's report, at most five times: on a busy machine
+/// a vCPU may have got no CPU while it was moved, and has then written nothing.
+#[track_caller]
+pub(crate) fn moves_until(both: &str, source: &str, shows: impl Fn(&Value) -> bool) -> (Ended, Ended) {
+    for _ in 0..5 {
+        let (sent, received) = moves(both, source, "");
+        if shows(sent.report()) {
+            return (sent, received);
+        }
+        println!("once more: {both}: {}", sent.report());
+    }
+    panic!("{both}: no move of five was as expected");
+}
+
 /// Waits for both ends, and checks that the migration completed and the guest is intact.
 #[track_caller]
 pub(crate) fn moved(sent: Ended, mut receiving: Microvm) -> (Ended, Ended) {
