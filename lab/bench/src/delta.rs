@@ -249,12 +249,10 @@ mod tests {
 
     #[test]
     fn every_target_is_about_cells_that_are_measured() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let rows = cells().into_iter().map(row).collect();
-        let mut findings = Findings { name: "delta", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("delta", COLUMNS, cells());
         judge(&mut findings);
         assert_eq!(findings.targets.len(), KINDS.len() + 1);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()));
+        assert!(findings.has_all_values());
         // All the same, and nothing moved: only what allows for noise is met.
         assert_eq!(findings.targets.iter().filter(|target| target.met() == Some(true)).count(), 4);
     }

@@ -200,19 +200,15 @@ fn notes(args: &BenchArgs) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::harness::Row;
     use super::*;
 
     #[test]
     fn every_target_is_about_cells_that_there_are() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let rows: Vec<Row> = cells().into_iter().map(row).collect();
-        assert_eq!(rows.len(), 40);
-        let mut findings =
-            Findings { name: "device-faults", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("device-faults", COLUMNS, cells());
+        assert_eq!(findings.rows.len(), 40);
         judge(&mut findings);
         assert_eq!(findings.targets.len(), 34);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()));
+        assert!(findings.has_all_values());
         assert!(findings.targets.iter().all(|target| target.limit > 0.0 && target.limit < 1.0));
     }
 

@@ -344,16 +344,12 @@ fn notes(rig: &Rig<'_>) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::harness::Row;
     use super::*;
 
     #[test]
     fn every_target_is_about_cells_that_there_are() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let rows = cells().into_iter().map(row).collect();
-        let mut findings =
-            Findings { name: "device-state", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("device-state", COLUMNS, cells());
         judge(&mut findings);
-        assert!(findings.targets.len() == 17 && findings.targets.iter().all(|target| target.value.is_some()));
+        assert!(findings.targets.len() == 17 && findings.has_all_values());
     }
 }

@@ -132,6 +132,24 @@ pub(crate) fn interleaved(
 }
 
 impl Findings {
+    /// Findings with one row for each name, in which every figure is 1: what a test of the targets judges.
+    #[cfg(test)]
+    pub(crate) fn all_ones(
+        name: &'static str,
+        columns: &'static [Column],
+        rows: impl IntoIterator<Item = String>,
+    ) -> Findings {
+        let row = |name| Row { name, detail: String::new(), runs: vec![vec![1.0; columns.len()]], void: None };
+        let rows = rows.into_iter().map(row).collect();
+        Findings { name, columns, rows, targets: Vec::new(), notes: Vec::new() }
+    }
+
+    /// Whether every target is about cells that were measured.
+    #[cfg(test)]
+    pub(crate) fn has_all_values(&self) -> bool {
+        self.targets.iter().all(|target| target.value.is_some())
+    }
+
     fn column(&self, name: &str) -> usize {
         self.columns.iter().position(|column| column.name == name).expect("a column of this benchmark")
     }

@@ -255,19 +255,15 @@ fn judge(findings: &mut Findings) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::harness::Row;
     use super::*;
 
     #[test]
     fn every_target_is_about_cells_that_there_are_and_no_two_have_one_name() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
         let names = cells();
         let distinct: std::collections::BTreeSet<&String> = names.iter().collect();
         assert_eq!(distinct.len(), names.len());
-        let rows = cells().into_iter().map(row).collect();
-        let mut findings =
-            Findings { name: "many-vms", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("many-vms", COLUMNS, cells());
         judge(&mut findings);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()), "{:?}", findings.targets);
+        assert!(findings.has_all_values(), "{:?}", findings.targets);
     }
 }

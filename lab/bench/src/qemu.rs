@@ -320,33 +320,27 @@ fn figures(measured: &Measured) -> Vec<f64> {
 /// The targets of direct mode, and of memory.
 fn judge(findings: &mut Findings, ram: u64) {
     let (time, cpu, downtime) = ("total_ms", "cpu_seconds", "downtime_ms");
-    for (name, limit, cell, ours, theirs, column) in [
-        ("time: anonymous memory", 0.9, "unlimited, anonymous", "direct none", "QEMU none", time),
-        ("CPU: anonymous memory", 1.0, "unlimited, anonymous", "direct none", "QEMU none", cpu),
-        ("time: plain memfd", 0.6, "unlimited, memfd", "direct none", "QEMU none", time),
-        ("time: huge pages", 1.0, "unlimited, huge pages", "direct none", "QEMU none", time),
-        ("time: TLS", 0.5, "unlimited, anonymous", "direct TLS", "QEMU TLS", time),
-        ("CPU: TLS", 0.5, "unlimited, anonymous", "direct TLS", "QEMU TLS", cpu),
-        ("time: sparse", 0.1, "sparse", "direct none", "QEMU none", time),
-        ("time: 1 Gbit/s, auto to QEMU's zstd", 1.0, "1 Gbit/s", "direct auto", "QEMU zstd", time),
-        ("CPU: 1 Gbit/s, auto to QEMU's zstd", 0.85, "1 Gbit/s", "direct auto", "QEMU zstd", cpu),
-        (
-            "downtime: writing, anonymous memory",
-            0.3,
-            "unlimited, anonymous, writing",
-            "direct none",
-            "QEMU none",
-            downtime,
-        ),
-        ("downtime: writing, plain memfd", 0.3, "unlimited, memfd, writing", "direct none", "QEMU none", downtime),
-        ("downtime: writing, huge pages", 0.3, "unlimited, huge pages, writing", "direct none", "QEMU none", downtime),
-        ("downtime: writing, 1 Gbit/s", 1.0, "1 Gbit/s, writing", "direct auto", "QEMU zstd", downtime),
-        ("downtime: at rest, anonymous memory", 1.0, "unlimited, anonymous", "direct none", "QEMU none", downtime),
-        ("downtime: at rest, plain memfd", 1.0, "unlimited, memfd", "direct none", "QEMU none", downtime),
-        ("downtime: at rest, huge pages", 1.0, "unlimited, huge pages", "direct none", "QEMU none", downtime),
-        ("downtime: TLS", 1.0, "unlimited, anonymous", "direct TLS", "QEMU TLS", downtime),
-        ("downtime: sparse", 1.0, "sparse", "direct none", "QEMU none", downtime),
-        ("downtime: 1 Gbit/s", 1.0, "1 Gbit/s", "direct auto", "QEMU zstd", downtime),
+    let [none, tls, auto] = [["direct none", "QEMU none"], ["direct TLS", "QEMU TLS"], ["direct auto", "QEMU zstd"]];
+    for (name, limit, cell, [ours, theirs], column) in [
+        ("time: anonymous memory", 0.9, "unlimited, anonymous", none, time),
+        ("CPU: anonymous memory", 1.0, "unlimited, anonymous", none, cpu),
+        ("time: plain memfd", 0.6, "unlimited, memfd", none, time),
+        ("time: huge pages", 1.0, "unlimited, huge pages", none, time),
+        ("time: TLS", 0.5, "unlimited, anonymous", tls, time),
+        ("CPU: TLS", 0.5, "unlimited, anonymous", tls, cpu),
+        ("time: sparse", 0.1, "sparse", none, time),
+        ("time: 1 Gbit/s, auto to QEMU's zstd", 1.0, "1 Gbit/s", auto, time),
+        ("CPU: 1 Gbit/s, auto to QEMU's zstd", 0.85, "1 Gbit/s", auto, cpu),
+        ("downtime: writing, anonymous memory", 0.3, "unlimited, anonymous, writing", none, downtime),
+        ("downtime: writing, plain memfd", 0.3, "unlimited, memfd, writing", none, downtime),
+        ("downtime: writing, huge pages", 0.3, "unlimited, huge pages, writing", none, downtime),
+        ("downtime: writing, 1 Gbit/s", 1.0, "1 Gbit/s, writing", auto, downtime),
+        ("downtime: at rest, anonymous memory", 1.0, "unlimited, anonymous", none, downtime),
+        ("downtime: at rest, plain memfd", 1.0, "unlimited, memfd", none, downtime),
+        ("downtime: at rest, huge pages", 1.0, "unlimited, huge pages", none, downtime),
+        ("downtime: TLS", 1.0, "unlimited, anonymous", tls, downtime),
+        ("downtime: sparse", 1.0, "sparse", none, downtime),
+        ("downtime: 1 Gbit/s", 1.0, "1 Gbit/s", auto, downtime),
     ] {
         findings.at_most(name, limit, &format!("{cell}, {ours}"), &format!("{cell}, {theirs}"), column);
     }
@@ -371,16 +365,9 @@ mod tests {
 
     #[test]
     fn every_target_is_about_cells_that_are_measured() {
-        let row = |name| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let mut findings = Findings {
-            name: "qemu",
-            columns: COLUMNS,
-            rows: cells().into_iter().map(row).collect(),
-            targets: Vec::new(),
-            notes: Vec::new(),
-        };
+        let mut findings = Findings::all_ones("qemu", COLUMNS, cells());
         judge(&mut findings, 1 << 30);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()), "{:?}", findings.targets);
+        assert!(findings.has_all_values(), "{:?}", findings.targets);
     }
 
     #[test]

@@ -337,16 +337,9 @@ mod tests {
 
     #[test]
     fn every_target_is_about_cells_that_there_are() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let mut findings = Findings {
-            name: "ram",
-            columns: COLUMNS,
-            rows: cells().into_iter().map(row).collect(),
-            targets: Vec::new(),
-            notes: Vec::new(),
-        };
+        let mut findings = Findings::all_ones("ram", COLUMNS, cells());
         judge(&mut findings);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()), "{:?}", findings.targets);
+        assert!(findings.has_all_values(), "{:?}", findings.targets);
         assert_eq!(findings.targets.len(), 17);
     }
 

@@ -256,18 +256,14 @@ fn judge(findings: &mut Findings) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::harness::Row;
     use super::*;
 
     #[test]
     fn every_target_is_about_cells_that_there_are() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let rows = cells().into_iter().map(row).collect();
-        let mut findings =
-            Findings { name: "zero-page", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("zero-page", COLUMNS, cells());
         judge(&mut findings);
         assert_eq!(findings.targets.len(), 16);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()));
+        assert!(findings.has_all_values());
         assert_eq!(notes(&Costs::default(), &Costs::default(), &findings).len(), 6);
     }
 }

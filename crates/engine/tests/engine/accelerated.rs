@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use crate::common::within_a_minute;
-use crate::guest::{Memory, Monitor, Running, Workload, both_sides};
+use crate::guest::{Memory, Monitor, Running, Workload, both_sides, monitors};
 use crate::moving::{DEDICATED, SHARED, SMALL, done_by, dsa, migrate_seen, migrate_with, offload_of};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
@@ -245,8 +245,7 @@ fn a_cancelled_migration_leaves_no_work_with_a_device_and_its_memory_can_be_unma
             let offload = offload(SHARED, faults, 1);
             let (source, destination) = (Memory::new(1500, 700), Memory::new(1500, 700));
             let running = Running::default();
-            let (mut from, log) = Monitor::new(&source, &running, WRITES);
-            let (mut to, _) = Monitor::new(&destination, &running, WRITES);
+            let (mut from, log, mut to) = monitors([&source, &destination], &running, WRITES);
             for block in 0..2 {
                 source.words(block).iter().for_each(|word| word.store(1, std::sync::atomic::Ordering::Relaxed));
             }

@@ -4,7 +4,7 @@
 #![cfg(target_arch = "x86_64")]
 
 use crate::dirty_support::guest::{self, Guest};
-use crate::dirty_support::{HUGE, Memory, Random, Writer, collected, misuse_is_refused, rounds_against_writers};
+use crate::dirty_support::{HUGE, Memory, Random, Writer, collected, misuse_is_refused, rounds_against_writers, works};
 use proptest::prelude::*;
 use proptest::test_runner::contextualize_config;
 use rustix::mm::Advice;
@@ -19,14 +19,10 @@ use sterna_memory::userfault::{Faults, Userfault, WP_ASYNC, WP_HUGETLBFS_SHMEM, 
 /// Returns a log, or prints why none works here.
 fn log_of(memories: &[&Memory]) -> Option<WriteProtectLog> {
     let mut log = WriteProtectLog::new(memories.iter().map(|memory| memory.addresses()).collect()).unwrap();
-    match log.start().and_then(|()| log.stop()) {
-        Ok(()) => Some(log),
-        Err(error @ (DirtyLogError::Missing { .. } | DirtyLogError::Userfault(_))) => {
-            println!("skipped: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
+    works(&mut log).then(|| {
+        log.stop().unwrap();
+        log
+    })
 }
 
 /// Returns a thread that writes: half of the writes to a few hot pages, the rest to one page after the other, `stay`

@@ -111,6 +111,27 @@ fn watched(userfault: &Arc<Userfault>, ram: &GuestRam) -> MissingPages {
     MissingPages::new(backing, Arc::clone(userfault)).unwrap()
 }
 
+/// A child with content in all of its memory, which is watched with these features of userfaultfd.
+struct WatchedChild {
+    child: Arc<Child>,
+    ram: GuestRam,
+    features: u64,
+    userfault: Arc<Userfault>,
+    missing: MissingPages,
+}
+
+impl WatchedChild {
+    fn start(kind: &str) -> Self {
+        let child = Child::start(kind);
+        child.ask("populate 0");
+        let ram = child.ram(kind);
+        let features = ram.discardable(&ram.blocks()[0]).unwrap().unwrap().userfault_features();
+        let userfault = ram.open_userfault(features).unwrap();
+        let missing = watched(&userfault, &ram);
+        Self { child, ram, features, userfault, missing }
+    }
+}
+
 /// Reads the next fault of the child, and returns the answer to it.
 fn next_fault(userfault: &Userfault, missing: &MissingPages) -> Answer {
     let (stop, mut buffer) = (Stop::new().unwrap(), FaultBuffer::new());
@@ -122,12 +143,7 @@ fn next_fault(userfault: &Userfault, missing: &MissingPages) -> Answer {
 #[test]
 fn a_process_waits_for_its_missing_pages_and_finds_pages_placed_from_outside() {
     for kind in ["small", "memfd"] {
-        let child = Child::start(kind);
-        child.ask("populate 0");
-        let ram = child.ram(kind);
-        let features = ram.discardable(&ram.blocks()[0]).unwrap().unwrap().userfault_features();
-        let userfault = ram.open_userfault(features).unwrap();
-        let missing = watched(&userfault, &ram);
+        let WatchedChild { child, ram, userfault, missing, .. } = WatchedChild::start(kind);
         missing.declare_all_stale(&[3..5, 10..12, 20..21]).unwrap();
         assert_eq!(missing.stale_count(), 5);
         if kind == "small" {
@@ -163,12 +179,7 @@ fn a_process_waits_for_its_missing_pages_and_finds_pages_placed_from_outside() {
 #[test]
 fn a_waiting_thread_continues_to_wait_when_the_filling_program_is_gone() {
     for kind in ["small", "memfd"] {
-        let child = Child::start(kind);
-        child.ask("populate 0");
-        let ram = child.ram(kind);
-        let features = ram.discardable(&ram.blocks()[0]).unwrap().unwrap().userfault_features();
-        let userfault = ram.open_userfault(features).unwrap();
-        let missing = watched(&userfault, &ram);
+        let WatchedChild { child, features, userfault, missing, ram: _ram } = WatchedChild::start(kind);
         missing.declare_stale(5..7).unwrap();
         child.process.lock().unwrap().send("read 0 5");
         assert_eq!(next_fault(&userfault, &missing), Answer::Ask(5..6));
