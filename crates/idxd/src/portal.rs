@@ -65,11 +65,11 @@ pub trait Portal: Send + Sync + fmt::Debug {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission;
 
     /// Returns the submission method.
-    fn way(&self) -> SubmitMethod;
+    fn submit_method(&self) -> SubmitMethod;
 
     /// Returns how descriptors are submitted, for people.
     fn description(&self) -> String {
-        self.way().to_string()
+        self.submit_method().to_string()
     }
 }
 
@@ -79,7 +79,7 @@ const PORTAL_BYTES: usize = 4096;
 /// A mapped portal page. Unmapped before the device file is closed.
 pub(crate) struct MappedPortal {
     page: NonNull<u8>,
-    way: SubmitMethod,
+    method: SubmitMethod,
     slot: AtomicU32,
     owner: u32,
     file: OwnedFd,
@@ -92,8 +92,8 @@ unsafe impl Send for MappedPortal {}
 unsafe impl Sync for MappedPortal {}
 
 impl MappedPortal {
-    /// Maps the portal of an opened queue. `way` is [`SubmitMethod::Enqcmd`] or [`SubmitMethod::Movdir64b`].
-    pub(crate) fn map(file: OwnedFd, way: SubmitMethod) -> Result<Self, (OwnedFd, io::Error)> {
+    /// Maps the portal of an opened queue. `method` is [`SubmitMethod::Enqcmd`] or [`SubmitMethod::Movdir64b`].
+    pub(crate) fn map(file: OwnedFd, method: SubmitMethod) -> Result<Self, (OwnedFd, io::Error)> {
         // SAFETY: a new shared mapping of one page at an address of the kernel's choice.
         let page = unsafe {
             libc::mmap(
@@ -109,7 +109,7 @@ impl MappedPortal {
             return Err((file, io::Error::last_os_error()));
         }
         match NonNull::new(page.cast()) {
-            Some(page) => Ok(Self { page, way, slot: AtomicU32::new(0), owner: fork::process(), file }),
+            Some(page) => Ok(Self { page, method, slot: AtomicU32::new(0), owner: fork::process(), file }),
             None => Err((file, io::Error::other("the kernel mapped the portal at address zero"))),
         }
     }
@@ -125,7 +125,7 @@ impl MappedPortal {
 
 impl Portal for MappedPortal {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
-        match self.way {
+        match self.method {
             SubmitMethod::Enqcmd => {
                 // SAFETY: the page is mapped and 64-byte aligned; the queue was opened by this process (its address space is
                 // bound) with this instruction allowed; for the descriptor the caller answers.
@@ -139,8 +139,8 @@ impl Portal for MappedPortal {
         }
     }
 
-    fn way(&self) -> SubmitMethod {
-        self.way
+    fn submit_method(&self) -> SubmitMethod {
+        self.method
     }
 }
 
@@ -156,7 +156,7 @@ impl Drop for MappedPortal {
 
 impl fmt::Debug for MappedPortal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MappedPortal").field("way", &self.way).field("file", &self.file.as_raw_fd()).finish()
+        f.debug_struct("MappedPortal").field("method", &self.method).field("file", &self.file.as_raw_fd()).finish()
     }
 }
 
@@ -182,7 +182,7 @@ impl Portal for WritePortal {
         }
     }
 
-    fn way(&self) -> SubmitMethod {
+    fn submit_method(&self) -> SubmitMethod {
         SubmitMethod::Write
     }
 }

@@ -84,15 +84,15 @@ pub(super) enum Ready {
 /// A copy of a piece's normal pages, deltas that lead to it, and the devices that have made them.
 pub(super) struct PageCopy {
     batch: Batch,
-    maker: Option<Producer>,
+    producer: Option<Producer>,
     deltas: Option<Batch>,
     deltas_maker: Option<Producer>,
 }
 
 impl PageCopy {
     /// Returns the device that has made the copy.
-    pub(super) fn maker(&self) -> Option<Producer> {
-        self.maker
+    pub(super) fn producer(&self) -> Option<Producer> {
+        self.producer
     }
 
     /// Returns the device that has made the deltas.
@@ -354,7 +354,7 @@ impl Ahead {
         let late = self.accelerator.offload().lateness();
         let oldest = self.pieces.front_mut().expect("a piece is under way");
         let Some(done) = self.channel.wait(oldest.since.saturating_add(late)) else {
-            if self.channel.under_way() > 0 {
+            if self.channel.in_flight() > 0 {
                 // Late: the device's result is ignored.
                 oldest.give_up();
                 self.lateness = (2 * self.lateness).clamp(MIN_SKIPPED, MAX_SKIPPED);
@@ -371,7 +371,7 @@ impl Ahead {
 
     /// Handles a completion.
     fn completed(&mut self, done: Done) {
-        let Done { ticket, batch, outcome, maker, .. } = done;
+        let Done { ticket, batch, outcome, producer, .. } = done;
         let of_it = |piece: &&mut Piece| piece.stage.waits_for(ticket);
         let Some(piece) = self.pieces.iter_mut().find(of_it) else { return };
         if outcome != Outcome::Done {
@@ -379,21 +379,21 @@ impl Ahead {
         }
         match std::mem::replace(&mut piece.stage, Stage::NotSearched) {
             Stage::Comparing(copy, _) => {
-                piece.stage = Stage::Compared(PageCopy { deltas: Some(batch), deltas_maker: maker, ..copy });
+                piece.stage = Stage::Compared(PageCopy { deltas: Some(batch), deltas_maker: producer, ..copy });
             }
             Stage::Copying(_) => {
-                piece.stage = Stage::Copied(PageCopy { batch, maker, deltas: None, deltas_maker: None });
+                piece.stage = Stage::Copied(PageCopy { batch, producer, deltas: None, deltas_maker: None });
             }
             _ => {
                 piece.split(&batch, &mut self.ratio);
-                if let Some(maker) = maker {
+                if let Some(producer) = producer {
                     self.accelerator.record_zero_pages(piece.block, &piece.runs);
                     let mut pages = piece.queued.iter().flat_map(|run| run.first..run.end());
                     // Ascending, so that the search for each begins behind the one before.
                     let mut at = 0;
-                    for doubted in batch.doubted() {
+                    for doubted in batch.suspect_pages() {
                         if let Some(page) = pages.nth(doubted - at) {
-                            self.accelerator.doubt(piece.block, page, maker);
+                            self.accelerator.doubt(piece.block, page, producer);
                         }
                         at = doubted + 1;
                     }

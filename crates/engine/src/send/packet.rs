@@ -80,7 +80,7 @@ pub(super) struct Packet<'a> {
     /// Pages that count as delivered with the packet's acknowledgement.
     pub(super) delivers: PageCounts,
     /// The device that has copied the content.
-    pub(super) maker: Option<Producer>,
+    pub(super) producer: Option<Producer>,
     /// For a piece of device state: the guest's device.
     pub(super) device: Option<u16>,
 }
@@ -98,7 +98,7 @@ impl<'a> Packet<'a> {
             compress: false,
             in_window: 0,
             delivers: PageCounts::default(),
-            maker: None,
+            producer: None,
             device: None,
         }
     }
@@ -223,7 +223,7 @@ impl PacketWriter {
         let coded = packet.compress && !content.is_empty() && !self.coding.is_none();
         let encoded = if coded { self.encode(content)? } else { None };
         let (method, payload, compressor) = match encoded {
-            Some((format, length)) => (format, &self.encoded[..length], self.coding.maker()),
+            Some((format, length)) => (format, &self.encoded[..length], self.coding.producer()),
             None => (0, content, None),
         };
         let content_pages = match packet.kind {
@@ -239,7 +239,7 @@ impl PacketWriter {
                 bytes: (self.table.len() + payload.len()) as u64,
             },
             content_pages,
-            suspect: compressor.map(Suspect::Compressed).or(packet.maker.map(Suspect::Copied)),
+            suspect: compressor.map(Suspect::Compressed).or(packet.producer.map(Suspect::Copied)),
             device: packet.device.map(|device| (device, content.len() as u32)),
         });
         let header = PacketHeader {

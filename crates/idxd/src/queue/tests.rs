@@ -23,7 +23,7 @@ enum Answer {
 
 #[derive(Debug)]
 struct Scripted {
-    way: SubmitMethod,
+    method: SubmitMethod,
     answers: Mutex<VecDeque<Answer>>,
     /// When the script is over.
     then: Answer,
@@ -32,9 +32,9 @@ struct Scripted {
 }
 
 impl Scripted {
-    fn new(way: SubmitMethod, answers: &[Answer], then: Answer) -> Arc<Self> {
+    fn new(method: SubmitMethod, answers: &[Answer], then: Answer) -> Arc<Self> {
         Arc::new(Self {
-            way,
+            method,
             answers: Mutex::new(answers.iter().copied().collect()),
             then,
             seen: Mutex::default(),
@@ -64,8 +64,8 @@ impl Portal for Scripted {
         Submission::Accepted
     }
 
-    fn way(&self) -> SubmitMethod {
-        self.way
+    fn submit_method(&self) -> SubmitMethod {
+        self.method
     }
 }
 
@@ -85,7 +85,7 @@ fn quick() -> Duration {
 fn a_queue_is_proved_by_exactly_one_noop_with_a_record() {
     let portal = Scripted::new(SubmitMethod::Enqcmd, &[], DONE);
     let queue = WorkQueue::with_portal(info(Mode::Shared), portal.clone()).unwrap();
-    assert_eq!(queue.way(), SubmitMethod::Enqcmd);
+    assert_eq!(queue.submit_method(), SubmitMethod::Enqcmd);
     let seen = portal.seen.lock().unwrap();
     assert_eq!(seen.len(), 1);
     assert_eq!((seen[0][4], seen[0][7]), (0x0c, 0x00));
@@ -99,7 +99,7 @@ fn the_proof_waits_while_a_queue_is_full_and_says_so_in_the_end() {
 
     let portal = Scripted::new(SubmitMethod::Enqcmd, &[], Answer::Retry);
     let error = WorkQueue::with_portal_within(info(Mode::Shared), portal, quick()).unwrap_err();
-    assert!(matches!(error, OpenError::NotProven { why: NotProven::NotTaken(_), .. }), "{error}");
+    assert!(matches!(error, OpenError::NotProven { why: NotProven::NotAccepted(_), .. }), "{error}");
 }
 
 #[test]
@@ -214,15 +214,15 @@ fn batches_only_where_they_are_permitted() {
         (V2, SubmitMethod::Write, Some(false), DONE, Err(NoBatches::NotOffered), 1),
         (V2, SubmitMethod::Enqcmd, Some(false), DONE, Err(NoBatches::NotOffered), 1),
     ];
-    for (version, way, declared, answer, expected, sent) in cases {
+    for (version, method, declared, answer, expected, sent) in cases {
         let mut device = Device::new("dsa0", Kind::Dsa);
         device.version = version;
         device.operations = declared.map(|batch| OperationSet::of(if batch { vec![0, 1] } else { vec![0] }));
-        let mode = if way == SubmitMethod::Movdir64b { Mode::Dedicated } else { Mode::Shared };
+        let mode = if method == SubmitMethod::Movdir64b { Mode::Dedicated } else { Mode::Shared };
         let info = QueueInfo::new("wq0.0", Arc::new(device), mode, 4);
-        let portal = Scripted::new(way, &[DONE], answer);
+        let portal = Scripted::new(method, &[DONE], answer);
         let queue = WorkQueue::with_portal(info, portal.clone()).unwrap();
-        let case = format!("{version:#x} {way} {declared:?} {answer:?}");
+        let case = format!("{version:#x} {method} {declared:?} {answer:?}");
         assert_eq!(queue.max_batch(), expected, "{case}");
         assert_eq!(portal.calls(), sent, "{case}");
         if sent == 2 && matches!(answer, Answer::Complete(_)) {
@@ -314,7 +314,7 @@ fn a_queue_whose_portal_cannot_be_mapped_is_opened_for_writing() {
         let instructions = unsafe { Instructions::trapped() };
         let opening = Opening { instructions, ..Opening::default() };
         let queue = WorkQueue::open_with(info(mode), &pipe.directories(), &opening).unwrap();
-        assert_eq!(queue.way(), SubmitMethod::Write);
+        assert_eq!(queue.submit_method(), SubmitMethod::Write);
         assert_eq!(queue.credits().is_some(), mode == Mode::Dedicated, "write(2) has no flow control there");
         assert_eq!(device.join().unwrap()[0][7], 0);
     }
@@ -331,7 +331,7 @@ fn without_the_instructions_nothing_is_mapped() {
     let opening = Opening { instructions: Instructions::NONE, deadline: quick(), ..Opening::default() };
     let error = WorkQueue::open_with(info(Mode::Shared), &pipe.directories(), &opening).unwrap_err();
     assert!(
-        matches!(error, OpenError::NotProven { way: SubmitMethod::Write, why: NotProven::NoAnswer(_), .. }),
+        matches!(error, OpenError::NotProven { method: SubmitMethod::Write, why: NotProven::NoAnswer(_), .. }),
         "{error}"
     );
 }

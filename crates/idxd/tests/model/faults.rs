@@ -5,7 +5,7 @@ use std::time::Duration;
 use sterna_idxd::resume::{Rest, rest};
 use sterna_idxd::{Completion, Descriptor, Status, SubmitMethod};
 use sterna_idxd_model::Model;
-use sterna_idxd_model::core::{Script, What};
+use sterna_idxd_model::core::{Script, ScriptedFault};
 
 use crate::support::*;
 
@@ -136,7 +136,7 @@ fn scripted_faults_anywhere_give_the_same_result_in_the_end() {
             Descriptor::crc(source.at(0), 4 * PAGE as u32, 0),
         ] {
             let code = descriptor.operation_code();
-            let what = What::PageFault { per_mille, resolvable: false };
+            let what = ScriptedFault::PageFault { per_mille, resolvable: false };
             model.inject(&Script { opcode: Some(code), limit: Some(2), what, ..Script::default() });
             let (mut next, mut parts) = (descriptor, 0);
             let last = loop {

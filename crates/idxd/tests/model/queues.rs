@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use sterna_idxd::{CompletionRecord, Descriptor, NotProven, OpenError, Status, SubmitError, SubmitMethod};
-use sterna_idxd_model::core::{Script, What};
+use sterna_idxd_model::core::{Script, ScriptedFault};
 use sterna_idxd_model::{Model, trap};
 
 use crate::support::*;
@@ -15,7 +15,7 @@ fn short() -> Duration {
 }
 
 fn hang() -> Script {
-    Script { opcode: Some(0), what: What::Hang, ..Script::default() }
+    Script { opcode: Some(0), what: ScriptedFault::Hang, ..Script::default() }
 }
 
 #[test]
@@ -102,11 +102,11 @@ fn queues_that_do_not_work_are_not_opened() {
         let model = Model::start(config(0x200)).unwrap();
         assert!(broken(&model));
         let shared = open(&model, "wq0.0", SubmitMethod::Enqcmd, short()).unwrap_err();
-        assert!(matches!(shared, OpenError::NotProven { why: NotProven::NotTaken(_), .. }), "{shared}");
+        assert!(matches!(shared, OpenError::NotProven { why: NotProven::NotAccepted(_), .. }), "{shared}");
         let dedicated = open(&model, "wq0.1", SubmitMethod::Movdir64b, short()).unwrap_err();
         assert!(matches!(dedicated, OpenError::NotProven { why: NotProven::NoAnswer(_), .. }), "{dedicated}");
         let written = open(&model, "wq0.0", SubmitMethod::Write, short()).unwrap_err();
-        assert!(matches!(written, OpenError::NotProven { why: NotProven::NotTaken(_), .. }), "{written}");
+        assert!(matches!(written, OpenError::NotProven { why: NotProven::NotAccepted(_), .. }), "{written}");
     }
 }
 
@@ -122,7 +122,11 @@ fn the_wrong_instruction_for_a_queue_proves_nothing() {
 
 #[test]
 fn a_noop_that_hangs_is_lost_or_fails_is_no_proof() {
-    for (what, answered) in [(What::Hang, false), (What::DropCompletion, false), (What::Status { code: 0x20 }, true)] {
+    for (what, answered) in [
+        (ScriptedFault::Hang, false),
+        (ScriptedFault::DropCompletion, false),
+        (ScriptedFault::Status { code: 0x20 }, true),
+    ] {
         let model = Model::start(config(0x200)).unwrap();
         model.inject(&Script { opcode: Some(0), what, ..Script::default() });
         match open(&model, "wq0.0", SubmitMethod::Enqcmd, short()).unwrap_err() {
@@ -138,7 +142,7 @@ fn a_noop_that_hangs_is_lost_or_fails_is_no_proof() {
 #[test]
 fn an_answer_after_the_deadline_harms_nobody() {
     let model = Model::start(config(0x200)).unwrap();
-    let what = What::Late { delay_ns: 60_000_000 };
+    let what = ScriptedFault::Late { delay_ns: 60_000_000 };
     model.inject(&Script { opcode: Some(0), what, ..Script::default() });
     let error = open(&model, "wq0.0", SubmitMethod::Enqcmd, Duration::from_millis(10)).unwrap_err();
     assert!(matches!(error, OpenError::NotProven { why: NotProven::NoAnswer(_), .. }), "{error}");

@@ -17,12 +17,12 @@ pub(crate) use sterna_test_kit::content::noise;
 #[derive(Debug)]
 pub(crate) struct ModelPortal {
     pub(crate) queue: ModelQueue,
-    pub(crate) way: SubmitMethod,
+    pub(crate) method: SubmitMethod,
 }
 
 impl Portal for ModelPortal {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
-        match self.way {
+        match self.method {
             SubmitMethod::Enqcmd if self.queue.enqcmd(descriptor.as_bytes()) => Submission::Accepted,
             SubmitMethod::Enqcmd => Submission::Retry,
             SubmitMethod::Movdir64b => {
@@ -38,8 +38,8 @@ impl Portal for ModelPortal {
         }
     }
 
-    fn way(&self) -> SubmitMethod {
-        self.way
+    fn submit_method(&self) -> SubmitMethod {
+        self.method
     }
 }
 
@@ -64,11 +64,11 @@ pub(crate) fn info(queue: &ModelQueue) -> QueueInfo {
 pub(crate) fn open(
     model: &Model,
     name: &str,
-    way: SubmitMethod,
+    method: SubmitMethod,
     deadline: Duration,
 ) -> Result<Arc<WorkQueue>, OpenError> {
     let queue = model.queue(name).unwrap();
-    WorkQueue::with_portal_within(info(&queue), Arc::new(ModelPortal { queue, way }), deadline)
+    WorkQueue::with_portal_within(info(&queue), Arc::new(ModelPortal { queue, method }), deadline)
 }
 
 /// A queue, opened in one way, and the model behind it.
@@ -102,9 +102,9 @@ impl Rig {
         ];
         let mut rigs: Vec<Rig> = by_call
             .into_iter()
-            .map(|(what, name, way)| {
+            .map(|(what, name, method)| {
                 let model = Model::start(config.clone()).unwrap();
-                let queue = open(&model, name, way, Duration::from_secs(10)).unwrap();
+                let queue = open(&model, name, method, Duration::from_secs(10)).unwrap();
                 Rig { what, model, queue, _tree: None }
             })
             .collect();
@@ -137,7 +137,7 @@ impl Rig {
         let instructions = unsafe { Instructions::trapped() };
         let opening = Opening { instructions, deadline: Duration::from_secs(10), ..Opening::default() };
         let queue = WorkQueue::open_with(info, &directories, &opening).unwrap();
-        assert_ne!(queue.way(), SubmitMethod::Write, "the file can be mapped");
+        assert_ne!(queue.submit_method(), SubmitMethod::Write, "the file can be mapped");
         Some(Rig { what, model, queue, _tree: Some(directory) })
     }
 

@@ -17,7 +17,7 @@ use crate::engine::{Begun, Engine, Progress, Whose};
 use crate::kind::{Cause, Kind};
 use crate::operation::Operation;
 use crate::request::{Answer, Item, Request};
-use crate::share::{AdmissionDecision, Ask};
+use crate::share::{AdmissionDecision, AdmissionRequest};
 use crate::state::State;
 use crate::sync::lock_std;
 use crate::time::{NEVER, Nanos};
@@ -474,7 +474,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
             let mut admission = lock_std(&device.admission);
             let predicted =
                 admission.predictors[request.operation.index()].predict(request.bytes, request.items.len() as u32);
-            match admission.share.ask(&Ask { vm, channel, weight, predicted, bytes: request.bytes }, now) {
+            match admission.share.ask(&AdmissionRequest { vm, channel, weight, predicted, bytes: request.bytes }, now) {
                 AdmissionDecision::Admit(grant) => request.work.grant = Some(grant),
                 AdmissionDecision::Wait { until } => {
                     request.work.parts.waits = true;

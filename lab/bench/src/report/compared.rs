@@ -1,16 +1,16 @@
-//! A figure of two cells that were run in turns, and what may be said of it.
+//! The comparison of a figure of two cells that were run in turns.
 
 use super::results::Results;
 use crate::harness::Spread;
 
-/// Which figure is compared, and how it is shown.
+/// A figure that is compared, and its form.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Metric {
     /// The column of the JSON.
     pub(super) column: &'static str,
     pub(super) title: &'static str,
     pub(super) unit: &'static str,
-    /// What the JSON's figure is divided by.
+    /// The divisor of the JSON's figure.
     pub(super) scale: f64,
     pub(super) places: usize,
 }
@@ -18,7 +18,7 @@ pub(super) struct Metric {
 /// Two cells of one benchmark.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pair {
-    /// What the two have in common.
+    /// The label of the pair.
     pub(super) label: &'static str,
     pub(super) theirs: &'static str,
     pub(super) ours: &'static str,

@@ -21,9 +21,9 @@ pub(super) struct Answer {
     pub(super) beside: Option<Metric>,
     /// The titles of the two sides.
     pub(super) names: [&'static str; 2],
-    /// What is said of the cases with a ratio below 1, and of those above; the cases follow.
+    /// The sentences about the cases with a ratio below 1, and about those above; the cases follow.
     pub(super) sentence: [&'static str; 2],
-    /// What a reader must know before the sentence.
+    /// The conditions of the measurement, before the sentence.
     pub(super) conditions: &'static str,
     pub(super) pairs: &'static [Pair],
 }

@@ -1,4 +1,4 @@
-//! `docs/benchmarks-simulated.md`: what no hardware has shown.
+//! `docs/benchmarks-simulated.md`: results of the simulator, not of hardware.
 
 use std::fmt::Write as _;
 
@@ -21,7 +21,7 @@ is the same every time, so each cell is run once.
 
 ";
 
-/// The figures of a published run that the simulator does not know.
+/// The figures of published runs to which the simulator is not fitted.
 const HELD_OUT: [(&str, &str, f64); 4] = [
     ("total_ms", "time, ms", 1.0),
     ("main_ns_per_page", "CPU of the main thread, ns/page", 1.0),
@@ -37,7 +37,7 @@ struct Table {
     /// Column of the JSON, title, divisor, decimal places.
     columns: &'static [(&'static str, &'static str, f64, usize)],
     cells: &'static [&'static str],
-    /// What the cells show.
+    /// Sentences about the cells.
     says: &'static [&'static str],
 }
 
@@ -158,7 +158,7 @@ pub(super) fn page(set: &Set) -> String {
     page
 }
 
-/// Writes how far the simulator is off where there is something to compare with.
+/// Writes the simulator's error in the held-out figures.
 fn write_held_out(page: &mut String, set: &Set) {
     let Some(results) = set.of("zero-page") else { return };
     page.push_str(

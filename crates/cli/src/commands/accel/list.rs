@@ -154,7 +154,7 @@ impl ListedQueue {
             Some(unusable) => (None, Some(unusable.to_string())),
             None if closed => (None, None),
             None => match WorkQueue::open(queue.clone(), directories) {
-                Ok(opened) => (Some(opened.way().to_string()), None),
+                Ok(opened) => (Some(opened.submit_method().to_string()), None),
                 Err(error) => (None, Some(error.to_string())),
             },
         };
@@ -181,7 +181,7 @@ impl ListedQueue {
             false => format!("; not configured (op_config) for {}", self.not_configured_for.join(", ")),
         };
         match &self.opened_by {
-            Some(way) => format!("opens (by {way}); used for {uses}{lacks}"),
+            Some(method) => format!("opens (by {method}); used for {uses}{lacks}"),
             None if closed => format!("would be used for {uses}{lacks}"),
             None => format!("used for {uses}{lacks}"),
         }

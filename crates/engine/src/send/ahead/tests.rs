@@ -86,7 +86,7 @@ fn no_piece_enters_the_window_before_an_older_one() {
     while !ahead.is_empty() {
         let needs = ahead.window_needed();
         // So that it is known of all what they consist of.
-        while ahead.channel.under_way() > 0 {
+        while ahead.channel.in_flight() > 0 {
             ahead.collect();
         }
         let mut meanwhile = 0;
