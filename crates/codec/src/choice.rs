@@ -6,7 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// A method, the engine that encodes it, and a level. Which engine `auto` stands for depends on what this host has
+/// A method, the engine that encodes it, and a level. The engine that `auto` selects depends on what this host has
 /// ([`Engines::encoding`](crate::Engines::encoding)).
 ///
 /// As text: the method, the level if one was chosen, and the engine if one was named: `lz4`, `zstd -5`, `deflate by iaa`,

@@ -1,4 +1,4 @@
-//! What encodes on this side, once it is known which engines this host has: a method by one engine at one level.
+//! The encoding of the sending side: a method by one engine of this host at one level.
 
 use crate::choice::MethodChoice;
 use crate::method::{AUTO, DEFLATE, EncodingRow, METHODS};

@@ -55,7 +55,7 @@ fn uncounted(queue: Arc<WorkQueue>) -> Arc<WorkQueue> {
     let info = queue.info().clone();
     let portal = FakePortal::new(queue.submit_method(), move |descriptor| {
         let before = ALLOCATIONS.get();
-        // SAFETY: the promise of whoever submitted it is passed on.
+        // SAFETY: the promise of the job's submitter is passed on.
         let accepted = unsafe { queue.submit(descriptor) }.is_ok();
         ALLOCATIONS.set(before);
         if accepted { Submission::Accepted } else { Submission::Retry }

@@ -8,8 +8,8 @@
 //! * **`write(2)`** on the queue's device file: the kernel checks and submits. For processes that may not map portals
 //!   (INTEL-SA-01084: `CAP_SYS_RAWIO`), and for CPUs without the instructions.
 //!
-//! The mapped page is the *limited* portal: a shared queue takes descriptors from it only up to its threshold. The kernel
-//! maps no other for user space.
+//! The mapped page is the *limited* portal: a shared queue accepts descriptors from it only up to its threshold. The
+//! kernel maps no other for user space.
 
 use std::fmt;
 use std::io;
@@ -67,7 +67,7 @@ pub trait Portal: Send + Sync + fmt::Debug {
     /// Returns the submission method.
     fn submit_method(&self) -> SubmitMethod;
 
-    /// Returns how descriptors are submitted, for people.
+    /// Returns how descriptors are submitted, as text for people.
     fn description(&self) -> String {
         self.submit_method().to_string()
     }
@@ -85,8 +85,8 @@ pub(crate) struct MappedPortal {
     file: OwnedFd,
 }
 
-// SAFETY: the page is written only by ENQCMD and MOVDIR64B, 64 bytes at a time, which the device receives whole whichever
-// thread they come from; nothing reads it.
+// SAFETY: the page is written only by ENQCMD and MOVDIR64B, 64 bytes at a time, which the device receives whole from
+// any thread; no code reads it.
 unsafe impl Send for MappedPortal {}
 // SAFETY: as above.
 unsafe impl Sync for MappedPortal {}
@@ -128,7 +128,7 @@ impl Portal for MappedPortal {
         match self.method {
             SubmitMethod::Enqcmd => {
                 // SAFETY: the page is mapped and 64-byte aligned; the queue was opened by this process (its address space is
-                // bound) with this instruction allowed; for the descriptor the caller answers.
+                // bound) with this instruction allowed; the caller vouches for the descriptor.
                 if unsafe { enqcmd(self.page.as_ptr(), descriptor) } { Submission::Accepted } else { Submission::Retry }
             }
             _ => {
@@ -148,7 +148,7 @@ impl Drop for MappedPortal {
     fn drop(&mut self) {
         // Children do not inherit the mapping (VM_DONTCOPY): in a child, another mapping may be at the address.
         if fork::process() == self.owner {
-            // SAFETY: mapped by `map` with this length; nobody submits any more, since submitting borrows `self`.
+            // SAFETY: mapped by `map` with this length; no thread submits any more, since submitting borrows `self`.
             unsafe { libc::munmap(self.page.as_ptr().cast(), PORTAL_BYTES) };
         }
     }

@@ -65,11 +65,11 @@ impl WorkQueue {
         opening: &Opening,
     ) -> Result<Arc<WorkQueue>, OpenError> {
         info.node = directories.node(info.kind(), &info.name);
-        // Whether the file may be opened is the kernel's decision now; the other reasons stand.
+        // Whether the file may be opened is the kernel's decision now; the other reasons still apply.
         let verdict = info
             .unusable
             .clone()
-            .filter(|why| !matches!(why.reason, Reason::NoNode(_) | Reason::NoPermission(_) | Reason::Taken));
+            .filter(|why| !matches!(why.reason, Reason::NoNode(_) | Reason::NoPermission(_) | Reason::InUse));
         if let Some(why) = verdict {
             return Err(OpenError::Unusable { queue: info.full_name(), why });
         }
@@ -141,7 +141,7 @@ impl WorkQueue {
         self.portal.submit_method()
     }
 
-    /// Returns how descriptors are submitted, for people.
+    /// Returns how descriptors are submitted, as text for people.
     pub fn description(&self) -> String {
         self.portal.description()
     }
@@ -190,7 +190,7 @@ impl WorkQueue {
     /// cancelled requests or dropped tickets: their entries may still be in the queue.
     pub fn seen_complete(&self, n: u32) {
         let Some(credits) = &self.credits else { return };
-        let too_many = credits.give_back(n);
+        let too_many = credits.return_credits(n);
         if too_many > 0 {
             warn!(queue = self.info.name, too_many, "more completions were counted than descriptors submitted");
         }
@@ -206,7 +206,8 @@ impl WorkQueue {
             return Err(SubmitError::Busy);
         }
         store_fence();
-        // SAFETY: the caller's promise; the store fence makes what the descriptor names visible before it.
+        // SAFETY: the caller's promise; the store fence makes the memory that the descriptor names visible before the
+        // descriptor.
         let error = match unsafe { self.portal.submit(descriptor) } {
             Submission::Accepted => return Ok(()),
             Submission::Retry => SubmitError::Busy,
@@ -315,7 +316,7 @@ fn checked(info: &QueueInfo) -> Result<Mode, OpenError> {
     if info.ats_disable {
         return Err(unusable(Reason::AtsDisabled));
     }
-    if let Some(attribute) = info.doubtful {
+    if let Some(attribute) = info.invalid_attribute {
         return Err(unusable(Reason::Unknown(attribute)));
     }
     if info.size == 0 {

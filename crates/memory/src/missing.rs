@@ -320,7 +320,7 @@ impl MissingPages {
                 self.stale_count.fetch_sub(at - claimed.start, Ordering::AcqRel);
                 placed += at - claimed.start;
             }
-            self.give_back(at..claimed.end);
+            self.release(at..claimed.end);
         });
         match failure {
             Some(error) => Err(error),
@@ -377,7 +377,7 @@ impl MissingPages {
 
     /// Releases claimed pages that were not placed: another thread may claim them, and they are requested at the next
     /// fault.
-    fn give_back(&self, rest: Range<u64>) {
+    fn release(&self, rest: Range<u64>) {
         if rest.is_empty() {
             return;
         }

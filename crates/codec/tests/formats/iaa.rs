@@ -249,7 +249,7 @@ fn without_verification_a_wrong_stream_is_whose_it_is() {
     assert_eq!((offload.wrong_results(), encoder.producer()), (0, None), "the last is the CPU's");
 }
 
-/// A clock that goes on when somebody waits.
+/// A clock that advances when a thread waits.
 #[derive(Debug, Default)]
 struct Waiting(AtomicU64);
 
@@ -268,7 +268,7 @@ fn a_device_that_is_late_is_left_alone_for_longer_and_longer() {
     let time = Arc::new(Waiting::default());
     (settings.time, settings.threads) = (Arc::clone(&time) as _, false);
     settings.lateness = Duration::from_millis(10);
-    // It lives, as far as anybody can tell.
+    // It seems to be alive.
     settings.patience = Duration::from_secs(1000);
     let offload = with_model(ONE, r#"[{"opcode":67,"what":"hang"}]"#, &settings);
     let source = iaa(&offload, false);

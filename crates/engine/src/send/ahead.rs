@@ -18,7 +18,7 @@ use sterna_wire::packet::{Run, RunKind};
 use super::delta::{DeltaBase, Deltas, DeviceResults, Whole};
 use crate::accelerator::Accelerator;
 
-/// Number of packets under way: while one is written, one is copied and two are searched for zero pages.
+/// Number of packets in flight: while one is written, one is copied and two are searched for zero pages.
 const DEPTH: usize = 4;
 
 /// Minimum and maximum number of pieces that are not requested after one that was late; the number doubles each time.
@@ -139,7 +139,7 @@ pub(super) enum CopyMode {
     InPlace,
 }
 
-/// The pieces of one channel that are under way.
+/// The pieces of one channel that are in flight.
 pub(super) struct Ahead {
     accelerator: Accelerator,
     channel: Channel,
@@ -222,7 +222,7 @@ impl Ahead {
         self.pieces.push_back(piece);
     }
 
-    /// Waits until it is known which pages of the oldest piece are zero. Returns how many bytes the others need in the window before
+    /// Waits until the search of the oldest piece for zero pages is complete. Returns how many bytes the others need in the window before
     /// [`Ahead::take`]. There must be a piece.
     pub(super) fn window_needed(&mut self) -> u64 {
         while let Some(Stage::Searching(_)) = self.pieces.front().map(|piece| &piece.stage) {
@@ -360,7 +360,7 @@ impl Ahead {
                 self.lateness = (2 * self.lateness).clamp(MIN_SKIPPED, MAX_SKIPPED);
                 self.skipped = self.lateness;
             } else {
-                // Nothing is under way although the piece waits: offload was shut down.
+                // Nothing is in flight although the piece waits: offload was shut down.
                 self.pieces.iter_mut().for_each(Piece::give_up);
             }
             return;

@@ -71,7 +71,7 @@ pub(super) struct Packet<'a> {
     pub(super) detail: u64,
     pub(super) table: Table<'a>,
     pub(super) content: &'a [u8],
-    /// The content's CRC-32C, where it is known already.
+    /// The content's CRC-32C, if it was computed already.
     pub(super) checksum: Option<u32>,
     /// Whether the content may be compressed.
     pub(super) compress: bool,

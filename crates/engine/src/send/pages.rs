@@ -43,7 +43,7 @@ pub(super) struct ReadPages<'a> {
 /// Where the content of normal pages lies.
 #[derive(Clone, Copy)]
 pub(super) enum PageContent<'a> {
-    /// In memory of this process, with its CRC-32C where that is known.
+    /// In memory of this process, with its CRC-32C if that was computed.
     Buffer { bytes: &'a [u8], checksum: Option<u32> },
     /// In a copy that an accelerator has made, perhaps with deltas that lead from these bases to the copy.
     Copied { copy: &'a PageCopy, bases: &'a [DeltaBase] },
@@ -52,7 +52,7 @@ pub(super) enum PageContent<'a> {
 }
 
 impl PageContent<'_> {
-    /// Returns the CRC-32C of all content, where that is known.
+    /// Returns the CRC-32C of all content, if that was computed.
     fn checksum(&self) -> Option<u32> {
         match self {
             Self::Buffer { checksum, .. } => *checksum,
@@ -138,7 +138,7 @@ impl PageSender {
         })
     }
 
-    /// Makes no more deltas and leaves out no more pages: it is not known any more which pages the destination has.
+    /// Makes no more deltas and leaves out no more pages, because the destination's pages are no longer known.
     pub(super) fn forget_destination(&mut self) {
         (self.sent_pages, self.hash_key) = (None, None);
         self.changed.deltas.end();

@@ -1,7 +1,7 @@
-//! Queues over portals that answer as told.
+//! Queues over portals that answer by a script.
 //!
-//! Under Miri: `MIRIFLAGS="-Zmiri-ignore-leaks -Zmiri-permissive-provenance" cargo +nightly miri test -p sterna-idxd --lib`. One test is
-//! about a record that must be leaked, and a device only ever has addresses.
+//! Under Miri: `MIRIFLAGS="-Zmiri-ignore-leaks -Zmiri-permissive-provenance" cargo +nightly miri test -p sterna-idxd
+//! --lib`. One test leaks a record on purpose, and devices only have addresses.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::*;
 use crate::sysfs::{Device, OperationSet};
 
-/// What the portal does with the next descriptor.
+/// The portal's action on the next descriptor.
 #[derive(Clone, Copy, Debug)]
 enum Answer {
-    /// Takes it and writes this status.
+    /// Accepts it and writes this status.
     Complete(u8),
-    /// Takes it and never answers.
+    /// Accepts it and never answers.
     Silent,
     Retry,
     Refuse(i32),
@@ -25,7 +25,7 @@ enum Answer {
 struct Scripted {
     method: SubmitMethod,
     answers: Mutex<VecDeque<Answer>>,
-    /// When the script is over.
+    /// The answer after the end of the script.
     then: Answer,
     seen: Mutex<Vec<[u8; 64]>>,
     calls: AtomicUsize,
@@ -58,7 +58,7 @@ impl Portal for Scripted {
         }
         if let (Answer::Complete(status), Some(record)) = (answer, descriptor.record()) {
             let word = std::ptr::with_exposed_provenance::<std::sync::atomic::AtomicU64>(record as usize);
-            // SAFETY: the record is alive, aligned, and handled through atomics only, as here.
+            // SAFETY: the record is alive, aligned, and accessed only through atomics.
             unsafe { (*word).store(status.into(), Ordering::Release) };
         }
         Submission::Accepted
@@ -107,10 +107,10 @@ fn a_queue_that_does_not_answer_is_refused_and_its_record_leaked() {
     let portal = Scripted::new(SubmitMethod::Movdir64b, &[], Answer::Silent);
     let error = WorkQueue::with_portal_within(info(Mode::Dedicated), portal.clone(), quick()).unwrap_err();
     assert!(matches!(error, OpenError::NotProven { why: NotProven::NoAnswer(_), .. }), "{error}");
-    // A late answer goes to memory that nobody else has got since.
+    // A late answer goes to memory that has not been reused.
     let record = u64::from_le_bytes(portal.seen.lock().unwrap()[0][8..16].try_into().unwrap());
     let word = std::ptr::with_exposed_provenance::<std::sync::atomic::AtomicU64>(record as usize);
-    // SAFETY: leaked, so still there.
+    // SAFETY: leaked, so still allocated.
     unsafe {
         assert_eq!((*word).load(Ordering::Relaxed), 0);
         (*word).store(1, Ordering::Relaxed);
@@ -202,11 +202,11 @@ fn batches_only_where_they_are_permitted() {
     let cases = [
         (V1, SubmitMethod::Enqcmd, Some(true), DONE, Ok(32), 1),
         (V1, SubmitMethod::Movdir64b, Some(true), DONE, Ok(32), 1),
-        // Hidden by the kernel because of its own write: the portal decides.
+        // Hidden by the kernel because of its own `write`: a batch over the portal is tried.
         (V1, SubmitMethod::Enqcmd, Some(false), DONE, Ok(32), 2),
         (V1, SubmitMethod::Enqcmd, Some(false), refused, Err(NoBatches::RefusedByDevice(0x10)), 2),
         (V1, SubmitMethod::Enqcmd, None, DONE, Ok(32), 2),
-        // Never: INTEL-SA-01084.
+        // Never tried: INTEL-SA-01084.
         (V1, SubmitMethod::Write, Some(true), DONE, Err(NoBatches::FirstGeneration), 1),
         (0, SubmitMethod::Write, None, DONE, Err(NoBatches::FirstGeneration), 1),
         (V2, SubmitMethod::Write, Some(true), DONE, Ok(32), 2),
@@ -229,7 +229,7 @@ fn batches_only_where_they_are_permitted() {
             let trial = portal.seen.lock().unwrap()[1];
             assert_eq!((trial[7], trial[32]), (0x01, 2), "a batch of two");
         }
-        // SAFETY: the portal is no device, and neither the list nor its members are looked at.
+        // SAFETY: the portal is no device and reads neither the list nor its members.
         let batch = unsafe { queue.submit(&Descriptor::batch(0, 2)) };
         assert_eq!(matches!(batch, Err(SubmitError::NoBatches(_))), expected.is_err(), "{case}");
     }
@@ -265,8 +265,8 @@ fn in_a_child_nothing_is_submitted() {
     unsafe { queue.submit(&Descriptor::noop()) }.unwrap();
 }
 
-/// A device file in a directory of its own: a named pipe, at whose other end a thread plays the device. A pipe cannot be mapped,
-/// so the whole of [`WorkQueue::open`] ends with `write(2)`.
+/// A device file in its own directory: a named pipe, with a thread as the device at its other end. A pipe cannot be
+/// mapped, so [`WorkQueue::open`] falls back to `write(2)`.
 struct Pipe {
     directory: tempfile::TempDir,
 }
@@ -295,7 +295,7 @@ impl Pipe {
                 io::Read::read_exact(&mut &file, &mut bytes).unwrap();
                 let record = Descriptor::from_bytes(bytes).record().unwrap();
                 let word = std::ptr::with_exposed_provenance::<std::sync::atomic::AtomicU64>(record as usize);
-                // SAFETY: the record is waited for, and so alive.
+                // SAFETY: the submitter waits for the record, so it is alive.
                 unsafe { (*word).store(1, Ordering::Release) };
                 seen.push(bytes);
             }
@@ -326,7 +326,7 @@ fn without_the_instructions_nothing_is_mapped() {
     let pipe = Pipe::new();
     let node = pipe.directories().node(Kind::Dsa, "wq0.0");
     std::fs::remove_file(&node).unwrap();
-    // It takes what is written, and answers nothing.
+    // It accepts what is written and never answers.
     std::os::unix::fs::symlink("/dev/null", &node).unwrap();
     let opening = Opening { instructions: Instructions::NONE, deadline: quick(), ..Opening::default() };
     let error = WorkQueue::open_with(info(Mode::Shared), &pipe.directories(), &opening).unwrap_err();
@@ -366,7 +366,7 @@ fn a_file_that_is_not_there_and_one_that_takes_nothing() {
     assert_eq!(error.os_error(), Some(libc::ENOENT));
     assert!(error.to_string().contains("accel-config enable-wq"), "{error}");
 
-    // A file that lets itself be opened, mapped by nobody and written by nobody.
+    // A file that can be opened, but neither mapped nor written.
     std::os::unix::fs::symlink("/dev/full", &node).unwrap();
     let opening = Opening { map: false, deadline: quick(), ..Opening::default() };
     let error = WorkQueue::open_with(info(Mode::Shared), &pipe.directories(), &opening).unwrap_err();
@@ -384,6 +384,6 @@ fn a_verdict_of_discovery_stands_unless_the_kernel_is_to_be_asked() {
     let error = WorkQueue::open(disabled, &directories).unwrap_err();
     assert!(error.to_string().contains("accel-config enable-wq x"), "{error}");
     let mut taken = info(Mode::Dedicated);
-    taken.unusable = Some(Unusable { reason: Reason::Taken, commands: Vec::new() });
+    taken.unusable = Some(Unusable { reason: Reason::InUse, commands: Vec::new() });
     assert!(matches!(WorkQueue::open(taken, &directories).unwrap_err(), OpenError::Open { .. }));
 }

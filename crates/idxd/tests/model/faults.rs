@@ -1,4 +1,4 @@
-//! Page faults in the real page tables of this process, and operations taken up where they stopped.
+//! Page faults in the real page tables of this process, and operations that are resumed after them.
 
 use std::time::Duration;
 
@@ -9,7 +9,8 @@ use sterna_idxd_model::core::{Script, ScriptedFault};
 
 use crate::support::*;
 
-/// Runs to a fault on `page`, repairs it, and runs the rest: what it came to, and how much of the input came before.
+/// Runs to a fault on `page`, makes the page accessible, and runs the rest. Returns the completion, and how much of the
+/// input was done before the fault.
 fn through_a_fault(rig: &Rig, area: &Area, page: usize, descriptor: Descriptor, write: bool) -> (Completion, u32) {
     area.allow(page, false);
     let first = rig.run(descriptor);
@@ -79,7 +80,7 @@ fn deltas_made_and_applied_across_faults() {
         let Rest::Part { descriptor, skipped } = rest(&create, &begun, false) else { panic!("{}", rig.what) };
         let ended = rig.run(descriptor);
         assert_eq!((ended.status, ended.result), (Status::Success, 1));
-        // Two records, the second for the buffer from where it was taken up.
+        // Two records, the second for the buffer from the point of resumption.
         let apply = Descriptor::apply_delta(record.at(0), begun.delta_size(), a.at(0), bytes);
         let (done, _) = through_a_fault(&rig, &a, 1, apply, true);
         assert_done(&done, rig.what);

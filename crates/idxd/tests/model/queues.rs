@@ -1,4 +1,4 @@
-//! Queues that are full, disabled, halted, hung or late; credits; and what the real instructions do.
+//! Queues that are full, disabled, halted, hung or late; credits; and the real instructions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -47,7 +47,7 @@ fn a_shared_queue_says_when_it_is_full() {
         let noop = Descriptor::noop().with_record(record.address());
         let mut taken = 0;
         loop {
-            // Engines take entries out of the queue: refused once, it may have room a moment later.
+            // Engines take entries out of the queue: a queue that was full may have room a moment later.
             let attempt = (0..20).find_map(|_| {
                 std::thread::yield_now();
                 // SAFETY: the record outlives the model, which is reset below.
@@ -63,7 +63,7 @@ fn a_shared_queue_says_when_it_is_full() {
             }
             assert!(taken < 100);
         }
-        // What the queue holds and what its four engines hang on.
+        // The queue's entries and the four descriptors on which its engines hang.
         assert!((16..=20).contains(&taken), "{} {taken}", rig.what);
         assert!(rig.model.counters().retries > 0);
         rig.model.reset("dsa0");
@@ -95,7 +95,7 @@ fn threads_share_a_queue_and_every_descriptor_is_answered_once() {
 
 #[test]
 fn queues_that_do_not_work_are_not_opened() {
-    // Disabled and halted: ENQCMD is told to retry for ever, MOVDIR64B is told nothing.
+    // Disabled and halted: ENQCMD gets the answer retry for ever, MOVDIR64B gets no answer.
     let broken: [fn(&Model) -> bool; 2] =
         [|model| model.disable("wq0.0") && model.disable("wq0.1"), |model| model.halt("dsa0")];
     for broken in broken {
@@ -146,7 +146,7 @@ fn an_answer_after_the_deadline_harms_nobody() {
     model.inject(&Script { opcode: Some(0), what, ..Script::default() });
     let error = open(&model, "wq0.0", SubmitMethod::Enqcmd, Duration::from_millis(10)).unwrap_err();
     assert!(matches!(error, OpenError::NotProven { why: NotProven::NoAnswer(_), .. }), "{error}");
-    // Memory of the record's size, again and again: none of it changes while the late answer comes in.
+    // Memory of the record's size is allocated repeatedly: none of it changes when the late answer is written.
     model.clear_scripts();
     let fresh: Vec<Box<[u64; 8]>> = (0..4096).map(|_| Box::new([0x5555_5555_5555_5555; 8])).collect();
     let queue = open(&model, "wq0.0", SubmitMethod::Enqcmd, Duration::from_secs(10)).unwrap();
@@ -172,7 +172,7 @@ fn a_queue_disabled_under_us_says_busy_and_works_again_when_enabled() {
     assert_done(&wait(&queue, &record), "enabled again");
 }
 
-/// The proof that the instructions of the production code were executed, and how often.
+/// Proves that the instructions of the production code were executed, by their number.
 #[test]
 fn the_real_instructions_are_what_is_trapped() {
     for (name, what) in [("wq0.0", "ENQCMD"), ("wq0.1", "MOVDIR64B")] {
@@ -183,7 +183,7 @@ fn the_real_instructions_are_what_is_trapped() {
         }
         let after = trap::trapped();
         let counts = (after.enqcmd - before.enqcmd, after.movdir64b - before.movdir64b);
-        // Other tests trap as well, so at least: the proof and each no-op.
+        // At least the test of the queue and each no-op; other tests trap in parallel.
         assert!(if name == "wq0.0" { counts.0 } else { counts.1 } >= 131, "{what} {counts:?}");
         assert!(rig.model.counters().descriptors >= 131);
     }

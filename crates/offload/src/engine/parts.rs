@@ -428,7 +428,7 @@ impl<D: Dialect> Accelerator<D> {
     fn end(&self, request: &mut Request, now: Nanos, completed: bool) {
         let device = self.device_of(request);
         let grant = request.work.grant.take();
-        device.give_back(grant, completed.then_some(request.work.begun), now);
+        device.return_grant(grant, completed.then_some(request.work.begun), now);
         let counters = device.common.statistics.of(request.operation, D::KIND);
         counters.device_nanos.fetch_add(request.work.parts.nanos, Relaxed);
     }
@@ -632,7 +632,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
 impl<D> Accelerator<D> {
     fn give_grant_back(&self, request: &mut Request, now: Nanos) {
         let device = &self.devices[request.work.parts.device];
-        device.give_back(request.work.grant.take(), None, now);
+        device.return_grant(request.work.grant.take(), None, now);
     }
 }
 

@@ -47,7 +47,7 @@ struct Listed {
     queues: Vec<ListedQueue>,
     /// What is strange about the device.
     oddities: Vec<String>,
-    /// No queue is configured: the command that says how to do that.
+    /// No queue is configured: the command that shows how to configure one.
     set_up_by: Option<String>,
 }
 
@@ -117,7 +117,7 @@ impl Listed {
             numa_node: device.numa_node,
             engines: info.engines.len(),
             queues: info.queues.iter().map(|queue| ListedQueue::of(queue, directories, closed)).collect(),
-            oddities: info.oddities.iter().map(ToString::to_string).collect(),
+            oddities: info.invalid_attributes.iter().map(ToString::to_string).collect(),
             set_up_by: info.queues.iter().all(empty).then_some(set_up_by),
         }
     }
