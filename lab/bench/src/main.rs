@@ -90,7 +90,7 @@ const BENCHMARKS: &[Benchmark] = &[
     },
     Benchmark {
         name: "compression",
-        about: "Compression methods, channels and networks, beside QEMU's, on content that machines really have",
+        about: "Compression methods, channels and networks, beside QEMU's, on real content",
         cells: compression::cells,
         measure: compression::measure,
         has_long: true,
@@ -104,7 +104,7 @@ const BENCHMARKS: &[Benchmark] = &[
     },
     Benchmark {
         name: "selection",
-        about: "How good the method 'auto' is, beside each fixed choice and one that knows everything: computed, and a \
+        about: "How good the method 'auto' is, beside each fixed choice and an oracle: computed, and a \
                 dozen real cells",
         cells: selection::cells,
         measure: selection::measure,
@@ -119,7 +119,7 @@ const BENCHMARKS: &[Benchmark] = &[
     },
     Benchmark {
         name: "zero-page",
-        about: "Simulated: looking for zero pages with an accelerator, in the published structure and in Sterna's",
+        about: "Simulated: the search for zero pages with an accelerator, in the published structure and in Sterna's",
         cells: zero_page::cells,
         measure: zero_page::measure,
         has_long: false,

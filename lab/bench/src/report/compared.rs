@@ -60,7 +60,7 @@ pub(super) fn verdict(compared: &[Compared], less: &str, more: &str) -> String {
     let parts = [
         (less, cases(|ratio| ratio.max < 1.0)),
         (more, cases(|ratio| ratio.min > 1.0)),
-        ("The runs do not tell the two apart", cases(|ratio| ratio.min <= 1.0 && ratio.max >= 1.0)),
+        ("The runs show no clear difference", cases(|ratio| ratio.min <= 1.0 && ratio.max >= 1.0)),
     ];
     let sentences = parts.into_iter().filter_map(|(words, cases)| cases.map(|cases| format!("{words}: {cases}.")));
     sentences.collect::<Vec<_>>().join(" ")
@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn only_what_holds_in_every_round_is_called_less_or_more() {
         let pairs = [pair("a", &[0.5, 0.9]), pair("b", &[0.9, 1.1]), pair("c", &[1.2, 3.0]), pair("d", &[0.1])];
-        assert_eq!(verdict(&pairs, "Less", "More"), "Less: a, d. More: c. The runs do not tell the two apart: b.");
+        assert_eq!(verdict(&pairs, "Less", "More"), "Less: a, d. More: c. The runs show no clear difference: b.");
         assert_eq!(verdict(&pairs[2..3], "Less", "More"), "More: c.");
     }
 }

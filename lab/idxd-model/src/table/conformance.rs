@@ -124,7 +124,7 @@ rows! {
         => crc_is_crc32c_and_continues_from_a_seed, crc_without_inversion_and_reflection, crcs_resume_with_the_partial_value;
     "8.3.13": "Copy with CRC Generation" => copy_crc_copies_and_reports_a_partial_crc_at_a_fault, crcs_resume_with_the_partial_value;
     "8.3.26": "Cache flush" => cache_flush_translates_its_range;
-    "9.2.24": "priorities share by their ratio and starve nobody; engines serve their group"
+    "9.2.24": "priorities share by their ratio and starve no queue; engines serve their group"
         => priorities_share_by_their_ratio_and_starve_no_queue, engines_serve_only_their_group;
     "kernel, cdev": "rules of write(2)" => write_follows_the_kernels_rules;
     "SDM, ENQCMD": "operands, alignment, flags, registers"
@@ -156,7 +156,7 @@ pub fn document() -> String {
         Written from `lab/idxd-model/src/table/conformance.rs`; `cargo test -p sterna-idxd-model conformance` holds both\n\
         together (`STERNA_WRITE_DOCS=1` writes this file anew). Sections are those of Intel's DSA specification 341204-006US\n\
         or, where it says so, of the IAA specification revision 2.1.\n\n\
-        **What this does not show: nothing here has run on hardware.** The model is what the specifications say, as we read\n\
+        **What this does not show: nothing here has run on hardware.** The model implements the specifications as we read\n\
         them. Not modelled: interrupts, DIF, operations of DSA versions 2 and 3, inter-domain operations, traffic classes,\n\
         bandwidth limits; of IAA filters, ciphers, indexing, dictionaries, header generation and big-endian streams.\n\n\
         | section | requires | tests |\n|---|---|---|\n"
