@@ -105,7 +105,7 @@ pub fn discover(directories: &Directories) -> Result<Vec<DeviceInfo>, DiscoverEr
         && let Some(last) = devices.last_mut()
     {
         last.invalid_attributes
-            .push(format!("{left_out} more devices are shown than the {MAX_DEVICES} that are looked at"));
+            .push(format!("{left_out} more devices are shown than the {MAX_DEVICES} that are examined"));
     }
     Ok(devices)
 }

@@ -239,7 +239,7 @@ fn notes(rig: &Rig<'_>, bytes: u64) -> Vec<String> {
             bytes / MIB
         ),
         "Rounds: a microvm (lab/microvm, KVM with its dirty log) of 1 GiB that nothing shrinks; the destination checks its memory. \
-         Not moved: 1 where it was given up or stood for longer than 330 ms. The source's CPU is with the guest's."
+         Not moved: 1 if the migration was abandoned or paused the guest for longer than 330 ms. The source's CPU includes the guest's."
             .into(),
     ]
 }

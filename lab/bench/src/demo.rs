@@ -127,7 +127,7 @@ fn show(directory: &Path, cancel: &Cancel, report: &mut Value) -> Result<(), Hos
     }
     report["guest_verified"] = json!(true);
     print_line(&format!(
-        "Memory is right: the guest looked at all {} pages ({} writings since its start), bad=0.",
+        "Memory is right: the guest verified all {} pages ({} writes since its start), bad=0.",
         verified.pages, verified.generation
     ));
     Ok(())

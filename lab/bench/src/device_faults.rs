@@ -166,13 +166,13 @@ fn notes(args: &BenchArgs) -> Vec<String> {
         .map(|part| format!("{} {} flushes and {} faults", part.name, per_gib(part.flushes), per_gib(part.faults)));
     vec![
         format!(
-            "{} MiB of fresh private memory, of 4 KiB pages unless it says huge pages; idle: 2 of 64 pages are not zero, full: 56 \
+            "{} MiB of fresh private memory, of 4 KiB pages unless huge pages are named; idle: 2 of 64 pages are not zero, full: 56 \
              of 64; then three rounds of a working set of one page in 64, a quarter of it zero each time. Packets of 128 pages. \
              Written by the product's offload on the software model of a device, over this process's real page tables: nothing \
              here was run on hardware. At the end of each run all of the memory was compared with what was sent.",
             bytes(args.quick) >> 20
         ),
-        "No bitmap: each zero page is looked at, and cleared where it holds anything. Bitmap: the library's. Populated ahead: \
+        "No bitmap: each zero page is read, and cleared if it is not zero. Bitmap: the library's. Populated ahead: \
          by one system call for each run of pages, just before they are handed to the device, as the library's destination \
          does. Page requests: descriptors block on fault; the product never asks for that, the benchmark sets the bit on the \
          way to the device. CPU finishes: what offload does where a device met a fault. No destination of this version has \
@@ -184,7 +184,7 @@ fn notes(args: &BenchArgs) -> Vec<String> {
          populating included, which takes them without a trap for each; the model's threads are the device."
             .into(),
         "Device time, not measured: the model draws the time of each page request from the published distribution (mean 9 µs, \
-         at most 556 µs). So \"longest\" says nothing of a bitmap: what makes a fault take 18 ms, contention in the kernel, is \
+         at most 556 µs). So \"longest\" shows nothing about a bitmap: the cause of a fault of 18 ms, contention in the kernel, is \
          not in the model. CPU time of the placing thread is measured: copying into the batch, zero pages, populating, \
          finishing what the device left."
             .into(),

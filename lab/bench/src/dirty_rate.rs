@@ -379,7 +379,7 @@ fn notes(site: &Site<'_>, runs: usize, quick: bool) -> Vec<String> {
         ),
         format!(
             "Largest dirty rate: the largest of the rates that were tried at which {runs} of {runs} guests were moved, \
-             stood for at most {MAX_DOWNTIME} times the downtime, and had achieved at least 95 % of their rate before \
+             were paused for at most {MAX_DOWNTIME} times the downtime, and had reached at least 95 % of their rate before \
              (throttle: only before) and during the migration; the next rate above, which fails, is at most 10 % more. \
              Total, downtime and the rest are of those migrations. Of size/bandwidth: the total time to that in which all \
              of RAM goes over the network once; in post-copy, only the time after the start."

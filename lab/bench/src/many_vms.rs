@@ -162,7 +162,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)
 fn notes(args: &BenchArgs, costs: &Costs, ledger: f64) -> Vec<String> {
     vec![
         "Simulated in virtual time; nothing here ran on an accelerator. The code that decides who may use a device is the \
-         product's own. Measured CPU is by figures that were measured, charged CPU is for what nobody measured here; device \
+         product's own. Measured CPU is by figures that were measured, charged CPU is for costs that were not measured here; device \
          time is the accelerators'."
             .into(),
         format!(
@@ -180,8 +180,8 @@ fn notes(args: &BenchArgs, costs: &Costs, ledger: f64) -> Vec<String> {
             costs.link,
         ),
         format!(
-            "Heavy VMs have weight {HEAVY}, four senders and 32 batches each; all VMs are zero, so that everybody wants the \
-             one device all the time. Shares are looked at in windows of 100 ms in which all wanted it, the first of the run \
+            "Heavy VMs have weight {HEAVY}, four senders and 32 batches each; all VMs are zero, so that all want the \
+             one device all the time. Shares are compared in windows of 100 ms in which all wanted it, the first of the run \
              left out; where spilling ends the run sooner there are none. Nothing on the CPU: work waits for the device \
              however long that takes."
         ),

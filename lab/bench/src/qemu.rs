@@ -156,7 +156,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)
         "QEMU {}; the guest holds {:.0} MiB (unlimited) and {:.0} MiB (1 Gbit/s) that are not zero, and somewhat less that \
          is (content `mixed`), and is idle or writes {:.0} MB/s of whole pages at random; the sparse one has {} GiB of RAM and fills {} MiB; \
          each side has {} CPU of its own; the same memory on both sides; downtime limit 300 ms; Sterna with {CHANNELS} channels, not \
-         encrypted where nothing is said of it.",
+         encrypted unless TLS is named.",
         args.qemu,
         non_zero(fast_fill),
         non_zero(slow_fill),
@@ -173,7 +173,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)
     );
     findings.notes.push(
         "4 KiB page faults are several times dearer on a virtual machine like this one than on bare metal, which favours \
-         whoever avoids them: Sterna on a plain memfd."
+         the mover that avoids them: Sterna on a plain memfd."
             .into(),
     );
     let certificates = certificates()?;

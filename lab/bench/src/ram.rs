@@ -279,7 +279,7 @@ fn notes(args: &BenchArgs, rig: &Rig<'_>) -> Vec<String> {
             rig.cpus(Side::B),
             args.qemu
         ),
-        "Sterna checks every page by a checksum of its own, unless it says no checksums.".into(),
+        "Sterna checks every page by its own checksum, except in cells named \"no checksums\".".into(),
         "Plain mover: the same search for populated memory, sockets and placement, and nothing else. It copies nothing \
          and checks nothing, so it could not move a guest that runs."
             .into(),

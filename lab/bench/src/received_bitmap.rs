@@ -116,11 +116,11 @@ fn notes(args: &BenchArgs, rig: &Rig<'_>) -> Vec<String> {
             rig.cpus(Side::A),
             rig.cpus(Side::B)
         ),
-        "Without the bitmap: each zero page is looked at, and cleared where it holds anything, as QEMU did before it had \
+        "Without the bitmap: each zero page is read, and cleared if it is not zero, as QEMU did before it had \
          one. A whole migration: the library's Destination, which always has it."
             .into(),
         "4 KiB page faults are several times dearer on a virtual machine like this one than on bare metal, which favours \
-         whoever avoids them."
+         the mover that avoids them."
             .into(),
         "Published (QEMU patch, 64 GB guest, 2 channels, 100 Gbit/s), faults and total time without -> with: 2 GB used \
          121357 -> 2716, 7771 -> 7335 ms; 56 GB used 2672677 -> 52967, 12987 -> 16825 ms. Some of its faults were of huge \

@@ -154,7 +154,7 @@ pub(crate) fn published_figure(run: &Published, column: &str) -> f64 {
 fn notes(costs: &Costs, own: &Costs, findings: &Findings) -> Vec<String> {
     let mut notes = vec![
         "Simulated in virtual time; nothing here ran on an accelerator. Measured CPU is CPU time by figures that were \
-         measured, here or in the published run; charged CPU is for what nobody measured here (ENQCMD, lines that a device \
+         measured, here or in the published run; charged CPU is for costs that were not measured here (ENQCMD, lines that a device \
          wrote, blocking and waking, system calls); device time is the accelerator's."
             .into(),
         format!(

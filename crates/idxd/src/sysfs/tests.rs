@@ -433,7 +433,7 @@ fn more_devices_than_any_host_has_are_left_out_and_counted() {
     let devices = tree.discover();
     assert_eq!(devices.len(), 256);
     assert_eq!(devices[255].device.name, "dsa255", "the first, by number");
-    assert_eq!(devices[255].invalid_attributes, ["44 more devices are shown than the 256 that are looked at"]);
+    assert_eq!(devices[255].invalid_attributes, ["44 more devices are shown than the 256 that are examined"]);
 }
 
 #[test]
@@ -463,7 +463,7 @@ fn nonsense_is_remarked_upon_and_not_reckoned_with() {
 }
 
 #[test]
-fn attributes_that_are_no_files_of_text_hold_nobody_up() {
+fn attributes_that_are_no_text_files_do_not_block_discovery() {
     let tree = Tree::with_devices();
     for (attribute, kind) in [("dsa0/version", "pipe"), ("wq0.0/size", "directory"), ("wq0.0/mode", "loop")] {
         let path = tree.sysfs().join(attribute);

@@ -374,7 +374,8 @@ fn remarks(info: &DeviceInfo, queue: &QueueInfo) -> Vec<Remark> {
     }
     if queue.block_on_fault && queue.mode == Some(Mode::Shared) {
         remarks.push(Remark {
-            what: "block-on-fault is enabled on a shared queue: whoever uses it can hold up everybody".to_owned(),
+            what: "block-on-fault is enabled on a shared queue: one program's page fault can delay all others"
+                .to_owned(),
             commands: reconfigure(info, queue, &Wanted { also: " --block-on-fault=0", ..Wanted::of(queue) }),
         });
     }
