@@ -321,24 +321,61 @@ pub fn receive_message(
     messages: &mut ControlReader,
     deadline: Instant,
 ) -> io::Result<ControlMessage> {
-    next_message(reader, messages, Some(deadline))
+    next_message(reader, messages, Some(Deadline { at: deadline, after_heartbeat: None }))
+}
+
+/// As [`receive_message`], from a peer that may work on the message for long and sends heartbeats meanwhile: waits for `silence` after each
+/// heartbeat, and for `longest` in all.
+///
+/// # Errors
+/// As [`receive_message`].
+pub fn receive_answer(
+    reader: &mut Reader,
+    messages: &mut ControlReader,
+    silence: Duration,
+    longest: Duration,
+) -> io::Result<ControlMessage> {
+    let now = Instant::now();
+    next_message(
+        reader,
+        messages,
+        Some(Deadline { at: now + silence, after_heartbeat: Some((silence, now + longest)) }),
+    )
+}
+
+/// By when a message must arrive.
+struct Deadline {
+    at: Instant,
+    /// How much later, from a heartbeat on, and the latest of all.
+    after_heartbeat: Option<(Duration, Instant)>,
+}
+
+impl Deadline {
+    fn heartbeat(&mut self) {
+        if let Some((silence, latest)) = self.after_heartbeat {
+            self.at = (Instant::now() + silence).min(latest);
+        }
+    }
 }
 
 /// Reads the next message that is not a heartbeat.
 fn next_message(
     reader: &mut Reader,
     messages: &mut ControlReader,
-    deadline: Option<Instant>,
+    mut deadline: Option<Deadline>,
 ) -> io::Result<ControlMessage> {
     let mut bytes = [0; 4096];
     loop {
         match messages.next_message().map_err(invalid)? {
-            Some(ControlMessage::Heartbeat) => continue,
+            Some(ControlMessage::Heartbeat) => {
+                deadline.iter_mut().for_each(Deadline::heartbeat);
+                continue;
+            }
             Some(message) => return Ok(message),
             None => {}
         }
-        if let Some(deadline) = deadline {
-            let left = deadline.saturating_duration_since(Instant::now());
+        if let Some(deadline) = &deadline {
+            let left = deadline.at.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(io::Error::new(io::ErrorKind::TimedOut, "the message that was due did not arrive in time"));
             }
@@ -391,6 +428,19 @@ mod tests {
 
     use super::*;
     use crate::transport::{Connection, Security};
+
+    #[test]
+    fn heartbeats_extend_the_wait_for_an_answer_and_only_up_to_the_latest_moment() {
+        let (now, minute) = (Instant::now(), Duration::from_secs(60));
+        let mut answer = Deadline { at: now, after_heartbeat: Some((minute, now + 10 * minute)) };
+        answer.heartbeat();
+        assert!(answer.at >= now + minute && answer.at < now + 10 * minute);
+        let mut late = Deadline { at: now, after_heartbeat: Some((minute, now)) };
+        let mut message = Deadline { at: now, after_heartbeat: None };
+        late.heartbeat();
+        message.heartbeat();
+        assert_eq!((late.at, message.at), (now, now));
+    }
 
     /// Long enough that a correct test never reaches it, short enough that a hanging one ends.
     const PATIENCE: Duration = Duration::from_secs(10);

@@ -331,6 +331,7 @@ pub fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
         blocks: ram.blocks().iter().map(block).collect(),
         devices: Vec::new(),
         device_channels: DeviceChannels::default(),
+        opening: Vec::new(),
     }
 }
 

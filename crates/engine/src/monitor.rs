@@ -9,15 +9,16 @@ use std::error::Error;
 use std::fmt;
 use std::io::{Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_wire::switchover::{Moment, Step};
 
 use crate::cpu_time::CpuTime;
+use crate::opening::{Opening, Prepared};
 use crate::report::{Observer, Progress, ReceiveProgress};
-use crate::vmm::{AfterMove, DestinationVmm, SourceVmm, VmmError};
+use crate::vmm::{AfterMove, DestinationVmm, ResumeReason, SourceVmm, VmmError};
 
 /// The most errors of the monitor that are kept.
 const MAX_FAILURES: usize = 16;
@@ -133,12 +134,8 @@ impl<'a> SourceMonitor<'a> {
         self.monitor.call("has_ended", |vmm| vmm.has_ended()).unwrap_or(false)
     }
 
-    pub(crate) fn stays(&mut self) -> Result<(), VmmError> {
-        self.monitor.call("stays", |vmm| vmm.stays())
-    }
-
-    pub(crate) fn moved(&mut self) -> Result<AfterMove, VmmError> {
-        self.monitor.attempt("moved", |vmm| vmm.moved())
+    pub(crate) fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {
+        self.monitor.attempt("guest_moved", |vmm| vmm.guest_moved())
     }
 
     pub(crate) fn may_pause(&mut self) -> Result<(), VmmError> {
@@ -153,8 +150,8 @@ impl<'a> SourceMonitor<'a> {
         self.monitor.attempt("pause", |vmm| vmm.pause())
     }
 
-    pub(crate) fn resume(&mut self) -> Result<(), VmmError> {
-        self.monitor.attempt("resume", |vmm| vmm.resume())
+    pub(crate) fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
+        self.monitor.attempt("resume", |vmm| vmm.resume(reason))
     }
 
     pub(crate) fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
@@ -207,8 +204,13 @@ impl<'a> DestinationMonitor<'a> {
         self.monitor.call("has_ended", |vmm| vmm.has_ended()).unwrap_or(false)
     }
 
-    pub(crate) fn arrived(&mut self) -> Result<(), VmmError> {
-        self.monitor.call("arrived", |vmm| vmm.arrived())
+    /// Returns what the monitor has prepared for the guest of `opening`. An error refuses one source and is no failure of a migration.
+    pub(crate) fn prepare(&mut self, opening: &Opening) -> Result<Prepared, VmmError> {
+        self.monitor.call("prepare", |vmm| vmm.prepare(opening))?
+    }
+
+    pub(crate) fn guest_started(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("guest_started", |vmm| vmm.guest_started())
     }
 
     pub(crate) fn discard(&mut self) -> Result<(), VmmError> {
@@ -232,12 +234,16 @@ impl<'a> DestinationMonitor<'a> {
     }
 }
 
-/// A dirty log that the monitor has given.
-pub(crate) struct CaughtLog(Option<Box<dyn DirtyLog>>);
+/// A dirty log that the monitor has given. Clones are the same log: it outlives the migrations that use it, one after the other.
+#[derive(Clone)]
+pub(crate) struct CaughtLog(Arc<Mutex<GivenLog>>);
+
+/// The log, until it is dropped.
+struct GivenLog(Option<Box<dyn DirtyLog>>);
 
 impl CaughtLog {
     pub(crate) fn new(log: Box<dyn DirtyLog>) -> Self {
-        Self(Some(log))
+        Self(Arc::new(Mutex::new(GivenLog(Some(log)))))
     }
 
     fn call(
@@ -245,7 +251,9 @@ impl CaughtLog {
         method: &'static str,
         call: impl FnOnce(&mut dyn DirtyLog) -> Result<(), DirtyLogError>,
     ) -> Result<(), DirtyLogError> {
-        let Some(log) = &mut self.0 else { return Ok(()) };
+        // Panics are caught within the lock.
+        let mut log = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let log = log.0.as_mut().expect("taken only by `drop`");
         caught(|| call(&mut **log)).unwrap_or_else(|said| Err(DirtyLogError::Panicked { method, said }))
     }
 }
@@ -268,7 +276,7 @@ impl DirtyLog for CaughtLog {
     }
 }
 
-impl Drop for CaughtLog {
+impl Drop for GivenLog {
     fn drop(&mut self) {
         let log = self.0.take();
         if let Err(said) = caught(|| drop(log)) {

@@ -1,8 +1,12 @@
 //! The monitor's own state: a byte stream on the stream channel, written by `save`, read by `load`.
 //!
-//! The state that is sent ahead and the state that is sent at the switchover are two streams of records, each with an end of its own. A
-//! record is received when the monitor reads it and not before, so a state of any size takes one packet of memory here.
+//! The state that is sent ahead and the state that is sent at the switchover are two streams of records, each with an end of its own. At the
+//! destination a record is received when the monitor reads it and not before, so a state of any size takes one packet of memory there.
+//!
+//! At the source the final state never makes the monitor wait: the destination reads none of it before it has all of RAM, and the last pages
+//! of RAM are known only when the monitor has saved, since saving may write RAM. What the channel has no room for waits in memory.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
@@ -35,22 +39,27 @@ pub(crate) struct StateWriter<'a> {
     channel: &'a SendChannel,
     part: Part,
     buffer: Vec<u8>,
+    /// Records of the final state for which the channel had no room yet.
+    waiting: VecDeque<Item>,
     packet_size: usize,
     written: u64,
 }
 
 impl<'a> StateWriter<'a> {
     pub(crate) fn new(channel: &'a SendChannel, part: Part, packet_size: usize) -> Self {
-        Self { channel, part, buffer: Vec::new(), packet_size, written: 0 }
+        Self { channel, part, buffer: Vec::new(), waiting: VecDeque::new(), packet_size, written: 0 }
     }
 
-    /// Ends the stream and returns its length in bytes. An empty stream ahead is not sent at all.
+    /// Ends the stream and returns its length in bytes, once the channel has taken all of it. An empty stream ahead is not sent at all.
     pub(crate) fn finish(mut self) -> io::Result<u64> {
         if self.part == Part::Ahead && self.written == 0 {
             return Ok(0);
         }
         self.send()?;
         self.hand_over(self.part.records().1, Vec::new())?;
+        for record in self.waiting {
+            self.channel.send(record).map_err(io::Error::other)?;
+        }
         Ok(self.written)
     }
 
@@ -59,8 +68,19 @@ impl<'a> StateWriter<'a> {
         if content.is_empty() { Ok(()) } else { self.hand_over(self.part.records().0, content) }
     }
 
-    fn hand_over(&self, record: u16, content: Vec<u8>) -> io::Result<()> {
-        self.channel.send(Item::Stream { record, content }).map_err(io::Error::other)
+    fn hand_over(&mut self, record: u16, content: Vec<u8>) -> io::Result<()> {
+        let record = Item::Stream { record, content };
+        if self.part == Part::Ahead {
+            return self.channel.send(record).map_err(io::Error::other);
+        }
+        self.waiting.push_back(record);
+        while let Some(first) = self.waiting.pop_front() {
+            if let Some(back) = self.channel.try_send(first).map_err(io::Error::other)? {
+                self.waiting.push_front(back);
+                break;
+            }
+        }
+        Ok(())
     }
 }
 

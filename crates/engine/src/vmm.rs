@@ -6,8 +6,20 @@
 
 use std::io::{Read, Write};
 
-/// Why a method of the monitor failed, in the monitor's own words.
-pub type VmmError = Box<dyn std::error::Error + Send + Sync>;
+use crate::opening::{Opening, Prepared};
+pub use crate::vmm_error::VmmError;
+
+/// Why a guest that was paused runs on at the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ResumeReason {
+    /// Until it was paused the guest had written more than fits the target downtime: the rounds go on, and it is paused again later.
+    RoundsGoOn,
+    /// The migration was cancelled, at this side.
+    Cancelled,
+    /// The migration has failed; [`Source::run`](crate::source::Source::run) will return why.
+    Failed,
+}
 
 /// The state of the source's monitor once its guest runs at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,21 +79,25 @@ pub trait SourceVmm {
     }
 
     /// Stops the guest. When this returns, no vCPU runs, no device and no thread of the monitor writes guest RAM, no input or output
-    /// that writes guest RAM is under way, and the next collecting of the dirty log names every page that was written before. A monitor
-    /// whose saving of devices writes guest RAM saves them here, and writes the bytes in [`SourceVmm::save`]: guest RAM that is written
-    /// after this has returned is not sent.
+    /// that writes guest RAM is under way, and the next collecting of the dirty log names every page that was written before. Only saving
+    /// the state may write guest RAM after this has returned: see [`SourceVmm::save`].
     ///
     /// # Errors
     /// The migration fails, and [`SourceVmm::resume`] is called in case the guest has stopped after all.
     fn pause(&mut self) -> Result<(), VmmError>;
 
-    /// Lets the guest run on, after [`SourceVmm::pause`]: the migration has failed or was cancelled.
+    /// Lets the guest run on, after [`SourceVmm::pause`]. Where the migration has failed or was cancelled, the guest stays here: the monitor
+    /// may announce the guest's network addresses anew, since switches may have learned the other host's port.
     ///
     /// # Errors
     /// The guest stays paused; the report says so.
-    fn resume(&mut self) -> Result<(), VmmError>;
+    fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError>;
 
-    /// Writes the state of vCPUs and devices, everything but RAM. The guest is paused, and guest RAM is not written any more.
+    /// Writes the state of vCPUs and devices, everything but RAM, while the guest is paused. Saving may itself write guest RAM (rings of
+    /// virtio devices, clocks, steal time), as long as the dirty log names these pages: the log is collected once more after this method
+    /// and [`SaveDevice::save`](crate::device_state::SaveDevice::save) of every device have returned. Afterwards guest RAM must not be
+    /// written any more. `state` never waits for the network: what the connection does not take at once is kept in memory, so a device
+    /// with more state than some MiB should be [passed separately](crate::source::Source::device).
     ///
     /// # Errors
     /// The migration fails and the guest is resumed.
@@ -125,16 +141,12 @@ pub trait SourceVmm {
         false
     }
 
-    /// Called when the migration has failed and the guest runs on here: the monitor announces the guest's network addresses anew, for
-    /// instance. Does nothing by default.
-    fn stays(&mut self) {}
-
     /// Called when the destination has confirmed that the guest runs there: ends the monitor, or keeps it with a copy of the guest that
     /// must never run again. Keeps it by default.
     ///
     /// # Errors
     /// The monitor could not be ended. The report warns of it.
-    fn moved(&mut self) -> Result<AfterMove, VmmError> {
+    fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {
         Ok(AfterMove::Kept)
     }
 }
@@ -143,6 +155,18 @@ pub trait SourceVmm {
 pub trait DestinationVmm {
     /// Returns name and version, for logs and reports.
     fn name(&self) -> String;
+
+    /// Prepares for a guest that a source offers, before the migration is accepted and the guest is touched. A monitor that has RAM already
+    /// checks the opening message here, if it wants to. One whose [`Destination`](crate::destination::Destination) was made
+    /// [without RAM](crate::destination::Destination::without_ram) makes RAM and devices. This may take minutes: the source waits for up to
+    /// ten, and meanwhile its guest runs. Called for one source after the other until one is accepted: also a source that is not refused
+    /// here may be refused, or lost, right after. Returns [`Prepared::AsGiven`] by default.
+    ///
+    /// # Errors
+    /// The source is refused and receives the reason; the destination goes on waiting for sources.
+    fn prepare(&mut self, _opening: &Opening) -> Result<Prepared, VmmError> {
+        Ok(Prepared::AsGiven)
+    }
 
     /// Reads the state that [`SourceVmm::save_ahead`] wrote. RAM is incomplete and must not be read. The source does not pause
     /// its guest before this has returned.
@@ -178,7 +202,7 @@ pub trait DestinationVmm {
     }
 
     /// Called when the guest runs here: the monitor announces the guest's network addresses, for instance. Does nothing by default.
-    fn arrived(&mut self) {}
+    fn guest_started(&mut self) {}
 
     /// Called when this side's copy of the guest is of no use and must never run: ends a monitor that was started for the guest. Does
     /// nothing by default.

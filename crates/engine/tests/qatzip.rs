@@ -55,7 +55,7 @@ fn migrate(notes: &Notes, settings: impl FnOnce(Source) -> Source) -> Report {
     from.start();
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let address = listening.address().clone();
-    let migration = settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()));
+    let mut migration = settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()));
     let (sent, received) = both_sides(listening, &mut to, || {
         migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), notes)
     });
@@ -71,7 +71,7 @@ fn refused(settings: impl FnOnce(Source) -> Source) -> MigrationError {
     let running = Running::default();
     let (mut from, log) = Monitor::new(&memory, &running, WRITES);
     from.start();
-    let migration = settings(Source::new(memory.ram(), Box::new(log)).method(MethodChoice::default()));
+    let mut migration = settings(Source::new(memory.ram(), Box::new(log)).method(MethodChoice::default()));
     let error = migration.run("127.0.0.1:1", &Security::Insecure, &mut from, &Cancel::new(), &()).unwrap_err();
     assert!(from.runs());
     from.stop();

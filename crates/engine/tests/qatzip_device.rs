@@ -43,7 +43,7 @@ fn migrate(qatzip: Qatzip, word: [u8; 8], workload: Workload) -> Report {
     let address = listening.address().clone();
     let method = "deflate by qat".parse().unwrap();
     // A packet of ten pages: those with the word begin one.
-    let migration = Source::new(source.ram(), Box::new(log)).method(method).qatzip(qatzip).packet_size(40 << 10);
+    let mut migration = Source::new(source.ram(), Box::new(log)).method(method).qatzip(qatzip).packet_size(40 << 10);
     let (sent, received) =
         both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));
     let sent = sent.unwrap();

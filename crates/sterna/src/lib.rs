@@ -26,7 +26,8 @@
 //!
 //! use sterna::simulated::Network;
 //! use sterna::{
-//!     Backing, Cancel, Destination, DestinationVmm, DirtyMarker, GuestRam, RamBlock, ReportedLog, Security, Source, SourceVmm, VmmError,
+//!     Backing, Cancel, Destination, DestinationVmm, DirtyMarker, GuestRam, RamBlock, ReportedLog, ResumeReason, Security, Source, SourceVmm,
+//!     VmmError,
 //! };
 //!
 //! const PAGES: usize = 1024;
@@ -79,7 +80,7 @@
 //! impl SourceVmm for Monitor {
 //!     fn name(&self) -> String { "example 1".into() }
 //!     fn pause(&mut self) -> Result<(), VmmError> { self.stop(); Ok(()) }
-//!     fn resume(&mut self) -> Result<(), VmmError> { self.run(); Ok(()) }
+//!     fn resume(&mut self, _: ResumeReason) -> Result<(), VmmError> { self.run(); Ok(()) }
 //!     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
 //!         Ok(state.write_all(&self.counted.load(Ordering::Relaxed).to_le_bytes())?)
 //!     }
@@ -142,8 +143,9 @@ pub mod vm_memory;
 pub use sterna_engine::cancel::Cancel;
 pub use sterna_engine::destination::{Before, Destination, Fence, Listening};
 pub use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase, Side};
+pub use sterna_engine::opening::{Block, Opening, Prepared};
 pub use sterna_engine::source::{NotConverging, Source, Throttle, TimeLimits};
-pub use sterna_engine::vmm::{AfterMove, DestinationVmm, SourceVmm, VmmError};
+pub use sterna_engine::vmm::{AfterMove, DestinationVmm, ResumeReason, SourceVmm, VmmError};
 pub use sterna_engine::wakers::Registration;
 
 // What a migration reports.

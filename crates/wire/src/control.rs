@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::limits::MAX_CONTROL_MESSAGE;
 #[cfg(doc)]
-use crate::limits::MAX_DEVICE_CHANNELS;
+use crate::limits::{MAX_DEVICE_CHANNELS, MAX_OPENING};
 use crate::switchover::SwitchoverMessage;
 
 /// How the virtual machine monitors are driven.
@@ -89,6 +89,29 @@ pub struct Machine {
     /// The channels for that state.
     #[serde(default, skip_serializing_if = "DeviceChannels::is_usual")]
     pub device_channels: DeviceChannels,
+    /// With the capability `opening-1`: bytes of the source's monitor for the destination's, at most [`MAX_OPENING`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty", with = "hexadecimal")]
+    pub opening: Vec<u8>,
+}
+
+/// Bytes as a text of hexadecimal digits.
+mod hexadecimal {
+    use serde::de::{Deserialize, Deserializer, Error};
+    use serde::ser::Serializer;
+
+    use crate::identity::to_hex;
+
+    pub(super) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&to_hex(bytes))
+    }
+
+    pub(super) fn deserialize<'a, D: Deserializer<'a>>(from: D) -> Result<Vec<u8>, D::Error> {
+        let text = String::deserialize(from)?;
+        let digit = |digit: u8| char::from(digit).to_digit(16).map(|digit| digit as u8);
+        let byte = |pair: &[u8]| Some(digit(pair[0])? << 4 | digit(*pair.get(1)?)?);
+        let bytes: Option<_> = text.as_bytes().chunks(2).map(byte).collect();
+        bytes.ok_or_else(|| D::Error::custom("no text of hexadecimal digits"))
+    }
 }
 
 /// A RAM block, which must be the same on both sides.
@@ -365,6 +388,20 @@ mod tests {
         let mut reader = ControlReader::default();
         reader.push(&u32::MAX.to_le_bytes());
         assert!(matches!(reader.next_message(), Err(ControlError::TooLong(_))));
+    }
+
+    #[test]
+    fn an_opening_message_is_hexadecimal_digits_and_nothing_else() {
+        let machine = Machine { opening: (0..=255).collect(), ..Machine::default() };
+        let json = serde_json::to_string(&machine).unwrap();
+        assert!(json.contains(r#""opening":"000102"#) && json.contains(r#"feff""#), "{json}");
+        assert_eq!(serde_json::from_str::<Machine>(&json).unwrap(), machine);
+        let without = serde_json::to_string(&Machine::default()).unwrap();
+        assert!(!without.contains("opening"));
+        for wrong in [r#""0""#, r#""0g""#, r#""00 1""#, r#""é""#, "[1]", "null"] {
+            let json = without.replacen('{', &format!(r#"{{"opening":{wrong},"#), 1);
+            assert!(serde_json::from_str::<Machine>(&json).is_err(), "{json}");
+        }
     }
 
     #[test]

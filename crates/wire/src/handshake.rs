@@ -7,12 +7,15 @@ use std::collections::BTreeSet;
 use crate::control::{Capabilities, DeviceChannels, Hello, Machine, Welcome};
 use crate::header::ChannelHeader;
 use crate::identity::MigrationKey;
-use crate::limits::{MAX_CONTENT, MAX_DEVICE_CHANNELS, MAX_DEVICES, MAX_NAME, MAX_RAM_CHANNELS, MIN_PACKET_SIZE};
+use crate::limits::{
+    MAX_CONTENT, MAX_DEVICE_CHANNELS, MAX_DEVICES, MAX_NAME, MAX_OPENING, MAX_RAM_CHANNELS, MIN_PACKET_SIZE,
+};
 use crate::text::cleaned;
 
-/// The most bytes of packets that all channels together may make a destination buffer, whatever the requested packet
-/// size.
+/// The most bytes that all channels of a migration together may make a destination buffer, whatever the requested packet size.
 const MAX_BUFFERED: u32 = 256 << 20;
+/// Packets that a destination buffers for each channel: one as it came, and its content.
+const PACKETS_PER_CHANNEL: u32 = 2;
 
 /// Why a migration was refused at its beginning.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -39,6 +42,9 @@ pub enum Refusal {
     /// Two devices are the same.
     #[error("the device {0} is there twice")]
     DeviceTwice(String),
+    /// The opening message is too long.
+    #[error("the opening message has {0} bytes; up to {MAX_OPENING} are possible")]
+    Opening(usize),
     /// A packet size out of range.
     #[error("a packet size of {0} bytes is not between {MIN_PACKET_SIZE} and {MAX_CONTENT}")]
     PacketSize(u32),
@@ -79,17 +85,27 @@ pub fn choose(
         return Err(Refusal::Channels(hello.channels));
     }
     check_devices(&hello.machine)?;
+    if hello.machine.opening.len() > MAX_OPENING {
+        return Err(Refusal::Opening(hello.machine.opening.len()));
+    }
     let offered = &hello.capabilities;
     require(offered, local, "source", "destination")?;
     require(local, offered, "destination", "source")?;
     let chosen = Capabilities {
         methods: common(&local.methods, &offered.methods),
-        packet_size: local.packet_size.min(offered.packet_size).min(MAX_BUFFERED / u32::from(hello.channels)),
+        packet_size: local.packet_size.min(offered.packet_size).min(max_packet_size(hello)),
         features: common(&local.features, &offered.features),
         required: Vec::new(),
     };
     check(&chosen)?;
     Ok((key, chosen))
+}
+
+/// Returns the packet size, in bytes, with which the channels of `hello` stay within [`MAX_BUFFERED`]: its RAM channels, its own channels
+/// of device state, and the channel that every migration has besides.
+fn max_packet_size(hello: &Hello) -> u32 {
+    let channels = u32::from(hello.channels) + u32::from(hello.machine.device_channels.own()) + 1;
+    MAX_BUFFERED / (PACKETS_PER_CHANNEL * channels)
 }
 
 /// Checks, at the source, that the destination's choice was offered.
@@ -229,9 +245,28 @@ mod tests {
             let absurd = Hello { channels, ..good.clone() };
             assert_eq!(choose(&local, &header, b"tls", &absurd).unwrap_err(), Refusal::Channels(channels));
         }
+        let mut long = good.clone();
+        long.machine.opening = vec![0; MAX_OPENING + 1];
+        assert_eq!(choose(&local, &header, b"tls", &long).unwrap_err(), Refusal::Opening(MAX_OPENING + 1));
         let mut tiny = good;
         tiny.capabilities.packet_size = 12;
         assert_eq!(choose(&local, &header, b"tls", &tiny).unwrap_err(), Refusal::PacketSize(12));
+    }
+
+    #[test]
+    fn the_packets_of_all_channels_together_are_bounded() {
+        let large = Capabilities { packet_size: 16 << 20, ..capabilities(&["none"], &[], &[]) };
+        for (ram, devices) in [(1, 0), (1, 63), (2, 5), (64, 0), (64, 63)] {
+            let (header, mut hello) = hello(large.clone());
+            hello.channels = ram;
+            if devices > 0 {
+                hello.machine.device_channels = DeviceChannels::Own(devices);
+            }
+            let (_, chosen) = choose(&large, &header, b"tls", &hello).unwrap();
+            let buffered = u64::from(chosen.packet_size) * 2 * u64::from(ram + devices + 1);
+            assert!(buffered <= 256 << 20, "{ram} RAM channels, {devices} for devices: {buffered} bytes");
+            assert!(chosen.packet_size >= 1 << 20 && chosen.packet_size <= 16 << 20);
+        }
     }
 
     #[test]

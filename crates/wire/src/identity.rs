@@ -122,7 +122,7 @@ fn keyed(key: &MigrationKey, subject: &ProofSubject<'_>) -> Hmac<Sha256> {
     mac
 }
 
-fn to_hex(bytes: &[u8]) -> String {
+pub(crate) fn to_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -11,6 +11,8 @@ pub const MAX_RAM_CHANNELS: u16 = 64;
 pub const MAX_DEVICE_CHANNELS: u16 = MAX_RAM_CHANNELS - 1;
 /// The most devices whose state travels apart from the monitor's.
 pub const MAX_DEVICES: usize = 256;
+/// The most bytes of the message of the source's monitor that opens a migration.
+pub const MAX_OPENING: usize = 64 << 10;
 /// Opaque channels of one session that carries a connection (NBD, libvirt's control socket): one for each direction.
 pub const MAX_OPAQUE_CHANNELS: u16 = 2;
 /// The largest control message, in bytes of JSON.
@@ -34,6 +36,8 @@ pub const MAX_BLOCK_LENGTH: u64 = 1 << 52;
 
 /// How long a new connection may take to send its header and to be answered.
 pub const HANDSHAKE_TIME: Duration = Duration::from_secs(10);
+/// How long a destination may prepare its machine after a hello, as long as it sends heartbeats.
+pub const PREPARATION_TIME: Duration = Duration::from_secs(600);
 /// How often each side sends a heartbeat on an otherwise idle control channel.
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// After this long without a byte the peer counts as lost.

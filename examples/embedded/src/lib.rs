@@ -11,7 +11,7 @@ use std::thread::{JoinHandle, sleep, spawn};
 use std::time::Duration;
 
 use sterna::vm_memory::guest_ram;
-use sterna::{DestinationVmm, GuestRam, RamError, SourceVmm, VmmError};
+use sterna::{DestinationVmm, GuestRam, RamError, ResumeReason, SourceVmm, VmmError};
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::mmap::FromRangesError;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -133,7 +133,7 @@ impl SourceVmm for Machine {
         Ok(())
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, _: ResumeReason) -> Result<(), VmmError> {
         self.run();
         Ok(())
     }

@@ -14,7 +14,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ["send", to] => {
             machine.run();
             machine.wait_for(5000);
-            let source = Source::new(machine.ram()?, Box::new(BitmapLog::new(&machine.memory)?));
+            let mut source = Source::new(machine.ram()?, Box::new(BitmapLog::new(&machine.memory)?));
             let report = source.run(to, &Security::Insecure, &mut machine, &Cancel::new(), &())?;
             println!("{}", report.text());
         }

@@ -10,7 +10,7 @@ use sterna::{
     Security, Source, format_bytes, format_rate,
 };
 use sterna_microvm::Machine;
-use sterna_microvm::migration::{Movable, devices_to_load, devices_to_save, guest_ram};
+use sterna_microvm::migration::{Movable, devices_to_load, devices_to_save, guest_ram, opening_message};
 
 /// Why there was no migration at all.
 pub(crate) type NotBegun = Box<dyn std::error::Error>;
@@ -38,7 +38,8 @@ pub(crate) fn send(
         .downtime(settings.downtime())
         .give_up_after(settings.give_up_after())
         .when_not_converging(settings.not_converging())
-        .device_channels(settings.device_channels());
+        .device_channels(settings.device_channels())
+        .opening_message(opening_message(machine));
     for (id, device) in devices_to_save(machine) {
         source = source.device(id, device);
     }

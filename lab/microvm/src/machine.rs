@@ -93,6 +93,11 @@ impl Machine {
         Ok(machine)
     }
 
+    /// Returns the number of vCPUs.
+    pub fn vcpus(&self) -> usize {
+        self.vcpus.len()
+    }
+
     /// Returns one line about what runs the vCPUs and how written pages are tracked.
     pub fn description(&self) -> &str {
         &self.description

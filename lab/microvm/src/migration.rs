@@ -8,10 +8,12 @@
 use crate::machine::Machine;
 use crate::ram::Block;
 use crate::scratch::{LoadScratch, SaveScratch, Scratch};
+use serde::{Deserialize, Serialize};
 use std::io::{Read, Write};
 use std::sync::Arc;
 use sterna::{
-    Backing, DestinationVmm, DeviceId, GuestRam, LoadDevice, RamBlock, RamError, SaveDevice, SourceVmm, VmmError,
+    Backing, DestinationVmm, DeviceId, GuestRam, LoadDevice, Opening, Prepared, RamBlock, RamError, ResumeReason,
+    SaveDevice, SourceVmm, VmmError,
 };
 
 /// Approximate output of [`Machine::save`] for four vCPUs on KVM, for the prediction of the downtime.
@@ -46,7 +48,7 @@ impl SourceVmm for Movable {
         Ok(self.0.pause()?)
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, _: ResumeReason) -> Result<(), VmmError> {
         Ok(self.0.resume()?)
     }
 
@@ -69,6 +71,18 @@ impl DestinationVmm for Movable {
         name()
     }
 
+    /// Compares what would otherwise show only when the guest's state is loaded, while the guest is paused.
+    fn prepare(&mut self, opening: &Opening) -> Result<Prepared, VmmError> {
+        let theirs: Shape = serde_json::from_slice(&opening.message)
+            .map_err(|error| format!("the opening message is none of a microvm: {error}"))?;
+        let ours = Shape::of(&self.0);
+        if theirs != ours {
+            let (was, is) = (theirs.vcpus, ours.vcpus);
+            return Err(format!("the source's machine has {was} vCPUs, this one has {is}").into());
+        }
+        Ok(Prepared::AsGiven)
+    }
+
     fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
         Ok(self.0.load(state)?)
     }
@@ -76,6 +90,24 @@ impl DestinationVmm for Movable {
     fn resume(&mut self) -> Result<(), VmmError> {
         Ok(self.0.resume()?)
     }
+}
+
+/// What both machines have in common besides RAM and devices, which the library compares.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Shape {
+    vcpus: usize,
+}
+
+impl Shape {
+    fn of(machine: &Machine) -> Self {
+        Self { vcpus: machine.vcpus() }
+    }
+}
+
+/// Returns the opening message for a source.
+pub fn opening_message(machine: &Machine) -> Vec<u8> {
+    serde_json::to_vec(&Shape::of(machine)).expect("numbers only")
 }
 
 fn name() -> String {

@@ -85,7 +85,7 @@ impl<D: Device> VfioSource<D> {
         Self { ahead: bytes, ..self }
     }
 
-    /// Returns the devices, each for [`Source::device`](sterna_engine::source::Source::device), for one migration.
+    /// Returns the devices, each for [`Source::device`](sterna_engine::source::Source::device).
     pub fn save_devices(&self) -> Vec<(DeviceId, Box<dyn SaveDevice>)>
     where
         D: 'static,
@@ -242,26 +242,26 @@ impl<D: Device> SaveDevice for Saving<D> {
         }
         Ok(())
     }
-}
 
-/// Returns all bytes that can be read ahead.
-fn sum(ahead: PrecopyInfo) -> u64 {
-    ahead.initial_bytes.saturating_add(ahead.dirty_bytes)
-}
-
-impl<D: Device> Drop for Saving<D> {
-    fn drop(&mut self) {
+    fn saving_ended(&mut self) {
+        let begun = std::mem::take(&mut self.begun);
+        (self.estimate, self.since_dry) = (0, 0);
         let mut saved = self.lock();
         if saved.stopped {
             // From STOP_COPY to STOP, since saving is over. Its whole state was read, or it will be resumed after an
             // error: in both cases an error here does not matter.
             let _ = saved.saver.finish();
-        } else if self.begun {
+        } else if begun {
             // If a migration ends before the guest was paused, `run_on` is not called, and the device is still in
             // PRE_COPY. It runs in any case; an obstacle to moving it again is reported by the next attempt.
             let _ = saved.saver.abort();
         }
     }
+}
+
+/// Returns all bytes that can be read ahead.
+fn sum(ahead: PrecopyInfo) -> u64 {
+    ahead.initial_bytes.saturating_add(ahead.dirty_bytes)
 }
 
 /// A guest's VFIO devices at the destination. Clones are the same devices.

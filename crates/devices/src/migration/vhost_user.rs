@@ -42,6 +42,9 @@ impl SaveDevice for VhostUserSource {
         patience.during(|deadline| saver.finish(deadline))?;
         Ok(())
     }
+
+    /// Nothing is left to be undone: a state that was not read to its end is abandoned when its reader is dropped.
+    fn saving_ended(&mut self) {}
 }
 
 /// A back-end at the destination, for [`Destination::device`](sterna_engine::destination::Destination::device):

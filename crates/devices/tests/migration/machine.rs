@@ -18,7 +18,7 @@ use sterna_engine::migration::{GuestState, MigrationError};
 use sterna_engine::report::{ReceiveReport, Report};
 use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
-use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::dirty::union::UnionLog;
 
@@ -132,7 +132,7 @@ impl SourceVmm for From {
         Ok(())
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
         assert_eq!(self.there.running(), 0);
         let mut tries = 0;
         while let Err(error) = self.devices.run_on() {
@@ -144,7 +144,7 @@ impl SourceVmm for From {
                 error => return Err(error.into()),
             }
         }
-        SourceVmm::resume(&mut self.monitor)?;
+        SourceVmm::resume(&mut self.monitor, reason)?;
         self.work();
         Ok(())
     }

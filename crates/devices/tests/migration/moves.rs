@@ -156,6 +156,10 @@ impl SaveDevice for Counted {
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
         self.device.save(state)
     }
+
+    fn saving_ended(&mut self) {
+        self.device.saving_ended();
+    }
 }
 
 /// Loads nothing until a condition holds; until then the guest is not paused.
@@ -277,7 +281,7 @@ fn a_monitor_that_forgets_to_stop_its_devices_gets_an_error() {
     device.save(&mut state).unwrap();
     assert!(state.len() > ahead);
     // Reading the state does not decide to which host the guest belongs.
-    drop(device);
+    device.saving_ended();
     assert_eq!(model.is_in(), State::Stop);
     devices.run_on().unwrap();
     assert_eq!(model.is_in(), State::Running);

@@ -13,7 +13,7 @@ use sterna_engine::migration::{GuestState, MigrationError};
 use sterna_engine::report::Report;
 use sterna_engine::source::Source;
 use sterna_engine::transport::{Security, simulated::Network};
-use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 
 use super::support::{Daemon, Fuse, Machine, ROOT};
@@ -85,7 +85,7 @@ impl SourceVmm for Monitor {
         Ok(())
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, _: ResumeReason) -> Result<(), VmmError> {
         self.start()
     }
 
@@ -138,7 +138,7 @@ fn migrate(
     let device = VhostUserSource::new(from.device.back_end("fs-source"), from.patience);
     let source = Source::new(from.guest.machine.ram(), Box::new(log)).device(id(), saving(Box::new(device)));
     // So long that the guest is paused also on a busy machine.
-    let source = source.device_channels(channels).downtime(Duration::from_secs(20));
+    let mut source = source.device_channels(channels).downtime(Duration::from_secs(20));
     let (sent, received) = std::thread::scope(|scope| {
         let monitor = &mut to;
         let receiving = scope.spawn(move || listening.run(monitor, &Cancel::new(), &()));
@@ -195,6 +195,10 @@ impl Write for KillsOnWrite<'_> {
 impl SaveDevice for KillsSource {
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
         self.0.save(&mut KillsOnWrite(state, &self.1))
+    }
+
+    fn saving_ended(&mut self) {
+        self.0.saving_ended();
     }
 }
 

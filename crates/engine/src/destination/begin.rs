@@ -1,9 +1,11 @@
 //! The destination until its migration begins: waits for a source, agrees with it, and makes the driver.
 
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
+use std::thread::Builder;
 
-use sterna_memory::ram::GuestRam;
-use sterna_wire::control::{ControlMessage, Hello, Mode};
+use sterna_wire::control::{Block, ControlMessage, Hello, Machine, Mode};
+use sterna_wire::limits::HEARTBEAT_INTERVAL;
 use sterna_wire::switchover::{DestinationState, DestinationSwitchover, RecordState};
 
 use super::channels::PostCopyChannels;
@@ -11,7 +13,7 @@ use super::devices::Devices;
 use super::driver::{Driver, Event};
 use super::loading::Loading;
 use super::target::{RamSink, Target};
-use super::{Destination, Listening, ReadyDestination, post_copy};
+use super::{Destination, Listening, ReadyDestination, ReadyMachine, post_copy};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, send_message};
@@ -21,11 +23,13 @@ use crate::device_state::{self, DeviceChannels, DeviceId};
 use crate::migration::{Cause, ErrorKind, MigrationError, POST_COPY, RETRANSMIT, difference, machine, size_difference};
 use crate::monitor::{CaughtObserver, DestinationMonitor};
 use crate::occupied::Occupied;
+use crate::opening::{Opening, Prepared};
 use crate::process;
 use crate::receive::ChannelSink;
 use crate::report::{Observer, ReceiveReport};
 use crate::session::{
-    AcceptedSource, ChannelAcceptor, ConnectionEvent, Features, Handshake, OnConnectionEvent, Peer, Sinks, link_events,
+    AcceptedSource, ChannelAcceptor, ConnectionEvent, Features, Handshake, OPENING, OnConnectionEvent, Peer, Sinks,
+    link_events,
 };
 use crate::state::{Part, StateSink, state_sink};
 use crate::switchover::{CANCELLED, DestinationKernel, DestinationSetup, Events, Ledger, Receiving, run_destination};
@@ -39,7 +43,7 @@ pub(super) fn run(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let Listening { ready, address, incoming } = listening;
+    let Listening { mut ready, address, incoming } = listening;
     // Ends the listening and all handshakes, however this function returns.
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
@@ -47,43 +51,112 @@ pub(super) fn run(
     let _counted = cpu.count();
     let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     observer.listening(&address.to_string());
-    let ram = ready.target.ram();
-    let ours = machine(vmm.name(), ram, 0).blocks;
-    let ids: Vec<DeviceId> = ready.devices.iter().map(|(id, _)| id.clone()).collect();
-    let no_post_copy = no_post_copy(&mut vmm, ram)?;
-    let refusals = |hello: &Hello| -> Vec<String> {
-        let post_copy = || {
-            let reason = no_post_copy.as_ref()?;
-            Destination::wants_post_copy(hello)
-                .then(|| format!("post-copy is not possible at the destination: {reason}"))
-        };
-        let devices = || device_state::difference(&hello.machine, &ids);
-        [difference(&hello.machine.blocks, &ours), devices(), post_copy()].into_iter().flatten().collect()
+    let monitor_refuses_post_copy = vmm.post_copy_refusal().map_err(MigrationError::not_accepted)?;
+    let given = ready.given.as_ref().map(|given| Checks::new(given, monitor_refuses_post_copy.clone()));
+    // Where the monitor makes the machine for its source, the machine is compared then.
+    let refusals = |hello: &Hello| {
+        given
+            .as_ref()
+            .map_or_else(Vec::new, |given| given.refusals(&hello.machine, Destination::wants_post_copy(hello)))
     };
     let mut offered = Destination::FEATURES.offered.to_vec();
-    offered.extend(no_post_copy.is_none().then_some(POST_COPY));
+    offered.push(OPENING);
+    offered.extend(given.as_ref().is_none_or(|given| given.no_post_copy.is_none()).then_some(POST_COPY));
     let features = Features { offered: &offered, ..Destination::FEATURES };
     let handshake = Handshake { takes: &[(Mode::Embedded, features)], refusals: &refusals };
-    let source = handshake.first(&incoming, cancel, |source| observer.note(&source.to_string()));
-    let Some(source) = source else {
-        let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
-        let kind = if cancel.is_cancelled() { ErrorKind::Cancelled } else { ErrorKind::Network };
-        return Err(MigrationError::not_accepted(Cause::new(kind, reason)));
+    let (source, machine) = loop {
+        let source = handshake.first(&incoming, cancel, |source| observer.note(&source.to_string()));
+        let Some(mut source) = source else {
+            let reason =
+                if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
+            let kind = if cancel.is_cancelled() { ErrorKind::Cancelled } else { ErrorKind::Network };
+            return Err(MigrationError::not_accepted(Cause::new(kind, reason)));
+        };
+        match prepare(&mut ready, &mut source, &mut vmm, monitor_refuses_post_copy.as_ref()) {
+            Ok(machine) => break (source, machine),
+            Err(reason) => {
+                observer.note(&format!("refused: {}: {reason}", source.peer));
+                refuse(&mut source.writer, reason);
+            }
+        }
     };
-    let report = take(ready, &address, source, incoming, vmm, cpu.clone(), cancel, observer);
+    let report = take(ready, machine, &address, source, incoming, vmm, cpu.clone(), cancel, observer);
     drop(stopping);
     report
 }
 
-/// Returns why post-copy is not possible here, if it is not.
-fn no_post_copy(vmm: &mut DestinationMonitor<'_>, ram: &GuestRam) -> Result<Option<String>, MigrationError> {
-    let refused = vmm.post_copy_refusal().map_err(MigrationError::not_accepted)?;
-    Ok(refused.or_else(|| post_copy::refusal(ram)))
+/// What a source is compared with.
+struct Checks {
+    blocks: Vec<Block>,
+    devices: Vec<DeviceId>,
+    /// Why post-copy is not possible here, if it is not.
+    no_post_copy: Option<String>,
+}
+
+impl Checks {
+    /// `monitor_refuses`: why the monitor permits no post-copy.
+    fn new(ready: &ReadyMachine, monitor_refuses: Option<String>) -> Self {
+        let ram = ready.target.ram();
+        Self {
+            blocks: machine(String::new(), ram, 0).blocks,
+            devices: ready.devices.iter().map(|(id, _)| id.clone()).collect(),
+            no_post_copy: monitor_refuses.or_else(|| post_copy::refusal(ram)),
+        }
+    }
+
+    /// Returns why a source cannot be accepted whose machine is `machine`, and which wants post-copy or not.
+    fn refusals(&self, machine: &Machine, post_copy: bool) -> Vec<String> {
+        let post_copy = self.no_post_copy.as_ref().filter(|_| post_copy);
+        let post_copy = post_copy.map(|reason| format!("post-copy is not possible at the destination: {reason}"));
+        let blocks = difference(&machine.blocks, &self.blocks);
+        [blocks, device_state::difference(machine, &self.devices), post_copy].into_iter().flatten().collect()
+    }
+}
+
+/// Has the monitor prepare for a source, which gets heartbeats meanwhile. Returns the machine, or why the source is refused.
+fn prepare(
+    ready: &mut ReadyDestination,
+    source: &mut AcceptedSource,
+    vmm: &mut DestinationMonitor<'_>,
+    monitor_refuses_post_copy: Option<&String>,
+) -> Result<ReadyMachine, String> {
+    let (machine, post_copy) = (&source.machine, source.session.has(POST_COPY));
+    let mut opening = Opening::new(&source.peer, machine);
+    if !source.session.has(OPENING) {
+        opening.message.clear();
+    }
+    with_heartbeats(&mut source.writer, || match vmm.prepare(&opening).map_err(|error| error.to_string())? {
+        Prepared::AsGiven => ready.given.take().ok_or_else(|| "the monitor has made no RAM for the guest".to_owned()),
+        Prepared::Made { ram, devices } => {
+            let made = ready.preparation.prepare(ram, devices).map_err(|error| error.reason)?;
+            let checks = Checks::new(&made, monitor_refuses_post_copy.cloned());
+            checks.refusals(machine, post_copy).into_iter().next().map_or(Ok(made), Err)
+        }
+    })
+}
+
+/// Does `work`, and sends heartbeats meanwhile.
+fn with_heartbeats<R>(writer: &mut Writer, work: impl FnOnce() -> R) -> R {
+    std::thread::scope(|scope| {
+        let (working, at_work) = channel::<()>();
+        let heartbeats = move || {
+            while at_work.recv_timeout(HEARTBEAT_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                // Fails where the source is gone, which shows when it gets its answer.
+                let _ = send_message(writer, &ControlMessage::Heartbeat);
+            }
+        };
+        if let Err(error) = Builder::new().name("heartbeat".into()).spawn_scoped(scope, heartbeats) {
+            tracing::warn!(%error, "no thread for heartbeats: the source may not wait long enough");
+        }
+        let done = work();
+        drop(working);
+        done
+    })
 }
 
 /// Runs the migration of a source whose hello the caller has accepted already, to learn which RAM is needed.
 pub(super) fn run_accepted(
-    ready: ReadyDestination,
+    mut ready: ReadyDestination,
     address: &Address,
     mut source: AcceptedSource,
     incoming: Incoming,
@@ -96,12 +169,15 @@ pub(super) fn run_accepted(
     let cpu = CpuTime::default();
     let _counted = cpu.count();
     let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
-    let ids: Vec<DeviceId> = ready.devices.iter().map(|(id, _)| id.clone()).collect();
-    let differs = size_difference(&source.machine.blocks, ready.target.ram());
+    let Some(machine) = ready.given.take() else {
+        return Err(refuse(&mut source.writer, "the destination has no RAM".to_owned()));
+    };
+    let ids: Vec<DeviceId> = machine.devices.iter().map(|(id, _)| id.clone()).collect();
+    let differs = size_difference(&source.machine.blocks, machine.target.ram());
     if let Some(reason) = differs.or_else(|| device_state::difference(&source.machine, &ids)) {
         return Err(refuse(&mut source.writer, reason));
     }
-    let report = take(ready, address, source, incoming, vmm, cpu.clone(), cancel, observer);
+    let report = take(ready, machine, address, source, incoming, vmm, cpu.clone(), cancel, observer);
     drop(stopping);
     report
 }
@@ -116,6 +192,7 @@ fn refuse(writer: &mut Writer, reason: String) -> MigrationError {
 #[allow(clippy::too_many_arguments)]
 fn take<'a>(
     ready: ReadyDestination,
+    machine: ReadyMachine,
     address: &Address,
     source: AcceptedSource,
     incoming: Incoming,
@@ -124,10 +201,11 @@ fn take<'a>(
     cancel: &'a Cancel,
     observer: &'a dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let ReadyDestination { target, devices, device_share, state_dir, linger, stall, give_up_after, monitor, fence } =
-        ready;
+    let ReadyDestination { given: _, preparation: _, state_dir, linger, stall, give_up_after, monitor, fence } = ready;
+    let ReadyMachine { target, devices, device_share } = machine;
     let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = source;
     observer.note(&format!("migration {} from {peer}", session.id));
+    tracing::info!(id = %session.id, monitor = vmm.name(), peer, "accepted a migration");
 
     let state = RecordState::Destination(DestinationState::Started);
     let ledger = Ledger::new(state_dir.as_deref(), &session, state, address.to_string(), &monitor);

@@ -89,12 +89,6 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     }
 
     fn start_guest(&mut self) -> Result<DestinationGuest, String> {
-        if self.faults.is_none() {
-            // All memory is in place. The channels are ended, so that no thread writes the memory of a running guest, whatever a source
-            // sends.
-            self.kernel.abort.finish();
-            self.receiving.acceptor.join();
-        }
         match self.vmm.resume() {
             Ok(()) => Ok(DestinationGuest::Running),
             Err(_) if self.vmm.has_ended() => Ok(DestinationGuest::Gone),
@@ -102,8 +96,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         }
     }
 
-    fn arrived(&mut self) {
-        if let Err(error) = self.vmm.arrived() {
+    fn guest_started(&mut self) {
+        if let Err(error) = self.vmm.guest_started() {
             self.kernel.observer.note(&error.to_string());
         }
     }

@@ -58,7 +58,8 @@ pub enum Before {
 
 /// A migration at the destination, before it begins. Settings have defaults; [`Destination::listen`] waits for a source.
 pub struct Destination {
-    ram: GuestRam,
+    /// None where the monitor makes the RAM once a source has come.
+    ram: Option<GuestRam>,
     devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
     device_queue: u64,
     before: Before,
@@ -84,16 +85,52 @@ pub struct Listening {
 
 /// A destination that is ready for a migration, without its connections.
 struct ReadyDestination {
-    target: Arc<Target>,
-    devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
-    /// Bytes of state that each device may have on their way or waiting.
-    device_share: u64,
+    /// The machine, unless the monitor makes it for the source that comes.
+    given: Option<ReadyMachine>,
+    preparation: Preparation,
     state_dir: Option<PathBuf>,
     linger: Duration,
     stall: Option<Duration>,
     give_up_after: Option<Duration>,
     monitor: MonitorRecord,
     fence: Fence,
+}
+
+/// How a machine is prepared.
+#[derive(Clone, Copy, Debug)]
+struct Preparation {
+    device_queue: u64,
+    before: Before,
+    prefault: bool,
+}
+
+/// RAM and devices that are ready for a guest.
+struct ReadyMachine {
+    target: Arc<Target>,
+    devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
+    /// Bytes of state that each device may have on their way or waiting.
+    device_share: u64,
+}
+
+impl Preparation {
+    /// Prepares RAM and devices, which takes long where all of the RAM is cleared or populated.
+    ///
+    /// # Errors
+    /// There is not that much memory, the queue for devices is too small, or two devices are the same.
+    fn prepare(
+        self,
+        ram: GuestRam,
+        devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
+    ) -> Result<ReadyMachine, MigrationError> {
+        let Self { device_queue, before, prefault } = self;
+        let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_accepted)?;
+        let ids = devices.iter().map(|(id, _)| id.clone()).collect();
+        check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_accepted)?;
+        let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_accepted)?);
+        let prepared = target.prepare(before, prefault);
+        prepared.map_err(|reason| MigrationError::not_accepted(Cause::new(ErrorKind::Memory, reason)))?;
+        Ok(ReadyMachine { target, devices, device_share })
+    }
 }
 
 /// An operator's confirmation that the source is gone for good and its guest cannot run: see [`Listening::fence`].
@@ -133,8 +170,14 @@ impl Destination {
     /// Prepares a destination that fills `ram`. Nothing else may write `ram` before the guest was started, or read it before
     /// [`DestinationVmm::load`].
     pub fn new(ram: GuestRam) -> Self {
+        Self { ram: Some(ram), ..Self::without_ram() }
+    }
+
+    /// Prepares a destination whose monitor makes RAM and devices in [`DestinationVmm::prepare`], once a source has come and has described
+    /// what it needs. The RAM is then prepared by the settings of this destination, before the source is accepted.
+    pub fn without_ram() -> Self {
         Self {
-            ram,
+            ram: None,
             devices: Vec::new(),
             device_queue: DEVICE_QUEUE,
             before: Before::default(),
@@ -155,7 +198,8 @@ impl Destination {
     }
 
     /// Adds a device whose state is sent separately from the monitor's. The source must have the same devices
-    /// ([`Source::device`](crate::source::Source::device)), in any order, else it is refused before anything is begun.
+    /// ([`Source::device`](crate::source::Source::device)), in any order, else it is refused before anything is begun. Without effect
+    /// where the monitor makes the machine ([`Destination::without_ram`]).
     #[must_use]
     pub fn device(mut self, id: DeviceId, device: Box<dyn LoadDevice>) -> Self {
         self.devices.push((id, device));
@@ -219,7 +263,8 @@ impl Destination {
         self
     }
 
-    /// Prepares the memory, which takes long where all of it is cleared or populated, and then listens for a source.
+    /// Prepares the memory, if there is some already, which takes long where all of it is cleared or populated, and then listens for a
+    /// source.
     ///
     /// # Errors
     /// There is not that much memory, [`Destination::device_queue`] is too small, two devices are the same, or the address cannot be
@@ -236,16 +281,10 @@ impl Destination {
     fn prepare(self) -> Result<ReadyDestination, MigrationError> {
         let Self { ram, devices, device_queue, before, prefault, state_dir, linger, stall, give_up_after, monitor } =
             self;
-        let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_accepted)?;
-        let ids = devices.iter().map(|(id, _)| id.clone()).collect();
-        check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_accepted)?;
-        let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_accepted)?);
-        let prepared = target.prepare(before, prefault);
-        prepared.map_err(|reason| MigrationError::not_accepted(Cause::new(ErrorKind::Memory, reason)))?;
+        let preparation = Preparation { device_queue, before, prefault };
         Ok(ReadyDestination {
-            target,
-            devices,
-            device_share,
+            given: ram.map(|ram| preparation.prepare(ram, devices)).transpose()?,
+            preparation,
             state_dir,
             linger,
             stall,
@@ -301,7 +340,7 @@ impl Listening {
     }
 
     /// Runs one migration. Blocks until it has ended, and calls the monitor's methods on this thread. A refused source does not end
-    /// the wait.
+    /// the wait, also where it is the monitor that refuses ([`DestinationVmm::prepare`]).
     ///
     /// A destination that is prepared, with the guest loaded, waits for its source without a limit: only the source
     /// knows which side runs the guest.

@@ -8,7 +8,7 @@
 //! (`memory::guest_process`): then a userfaultfd of that process reports its faults and fills its pages.
 
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, BufWriter, Write};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{Builder, JoinHandle};
@@ -32,6 +32,8 @@ use crate::transport::Writer;
 const MAX_PAGE: usize = 2 << 20;
 /// Pause between two attempts to allocate memory for a page.
 const NO_MEMORY_PAUSE: Duration = Duration::from_millis(100);
+/// Buffer for the list of missing pages, in bytes: a TLS record is at most 16 KiB, and a system call for several is cheap.
+const LIST_BUFFER: usize = 64 << 10;
 /// Maximum number of latencies that are kept for the report.
 const MAX_LATENCIES: usize = 1 << 20;
 
@@ -240,19 +242,23 @@ impl PostCopy {
 
     /// Uses the post-copy channel of a source that has reconnected: sends the list of missing pages, then the requests.
     pub(super) fn reconnected(&self, mut writer: Writer) -> io::Result<()> {
+        // Buffered: where the missing pages are scattered there are as many runs as pages, and vCPUs wait for them.
+        let mut list = BufWriter::with_capacity(LIST_BUFFER, &mut writer);
         let mut outcome = Ok(());
         for (block, missing) in self.missing.iter().enumerate() {
             missing.for_each_stale_run(|mut run| {
                 while outcome.is_ok() && !run.is_empty() {
                     let count = (run.end - run.start).min(u32::MAX.into());
                     let request = PageRequest { block: block as u16, first: run.start, count: count as u32 };
-                    outcome = writer.write_all_vectored(&[&request.encode()]);
+                    outcome = list.write_all(&request.encode());
                     run.start += count;
                 }
             });
         }
         outcome?;
-        writer.write_all_vectored(&[&PageRequest { block: 0, first: 0, count: 0 }.encode()])?;
+        list.write_all(&PageRequest { block: 0, first: 0, count: 0 }.encode())?;
+        list.flush()?;
+        drop(list);
         *self.requests() = Some(writer);
         self.missing.iter().try_for_each(MissingPages::forget_requests).map_err(io::Error::other)
     }

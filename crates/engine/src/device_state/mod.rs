@@ -26,7 +26,7 @@ use sterna_wire::control::Machine;
 pub use sterna_wire::control::{Device as DeviceId, DeviceChannels};
 use sterna_wire::text::cleaned;
 
-pub(crate) use self::save::SavingDevices;
+pub(crate) use self::save::{SavingDevices, SharedDevice};
 pub(crate) use self::threads::Threads;
 pub use crate::device_bytes::DeviceBytes;
 use crate::monitor::panic_text;
@@ -50,6 +50,8 @@ pub enum Ahead {
 /// [`SourceVmm::resume`](crate::vmm::SourceVmm::resume), so it usually keeps a handle to the device. Pausing and resuming do not wait for
 /// a call of this trait: `pause` may be called during [`SaveDevice::save_ahead`]. `resume` is never called during [`SaveDevice::save`],
 /// which the migration waits for. So a call must return, with an error if need be, in bounded time.
+///
+/// A migration that fails leaves the device in its [`Source`](crate::source::Source), whose next run saves it from the beginning.
 pub trait SaveDevice: Send {
     /// Writes the state that can be sent while the guest runs, as much as there is now. Called once at the beginning, and again and again if
     /// there may be more. The guest is not stopped before the destination's device has read what the first call wrote. Writes nothing by
@@ -67,11 +69,17 @@ pub trait SaveDevice: Send {
         0
     }
 
-    /// Writes the rest of the state. The guest is paused.
+    /// Writes the rest of the state. The guest is paused. Saving may write guest RAM, as
+    /// [`SourceVmm::save`](crate::vmm::SourceVmm::save) may.
     ///
     /// # Errors
     /// The migration fails and the guest is resumed. The device returns an error of `state`: the migration is being taken down.
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError>;
+
+    /// Called once in each migration, as the last call: saving has ended, whether or not it is complete, and before the guest is resumed.
+    /// Undoes what [`SaveDevice::save_ahead`] has begun while the guest runs, so that the device may run on, or be saved again from the
+    /// beginning.
+    fn saving_ended(&mut self);
 }
 
 /// A device at the destination.
@@ -89,7 +97,7 @@ pub trait LoadDevice: Send {
 
 /// Calls a device. Returns a panic as an error: else the migration would wait for the device.
 fn unless_it_panics(call: impl FnOnce() -> Result<(), VmmError>) -> Result<(), VmmError> {
-    // The device is not used again.
+    // Of a device, only `SaveDevice::saving_ended` is called after this, and another migration begins anew.
     catch_unwind(AssertUnwindSafe(call))
         .unwrap_or_else(|panic| Err(format!("it panicked: {}", panic_text(panic)).into()))
 }

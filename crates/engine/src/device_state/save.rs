@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::io::{self, Write};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_wire::device::{DeviceError, DeviceSender, Piece};
@@ -316,6 +316,20 @@ impl SavingDevices {
         saved.map(|saved| saved.into_iter().max())
     }
 
+    /// Waits until all devices have saved, or fails where the migration is being taken down.
+    pub(crate) fn await_saved(&self) -> Result<(), WindowClosed> {
+        let mut state = self.state();
+        while !state.over && state.devices.iter().any(|known| known.saved.is_none()) {
+            state = self.wait(state);
+        }
+        if state.over { Err(WindowClosed) } else { Ok(()) }
+    }
+
+    /// Returns whether the devices' state goes on the stream channel, where the monitor's state follows that of the last device.
+    pub(crate) fn precede_monitor(&self) -> bool {
+        !self.is_empty() && self.state().turn.is_some()
+    }
+
     /// Ends all waits here: the migration has ended or is being taken down.
     pub(crate) fn end(&self) {
         self.state().over = true;
@@ -421,6 +435,9 @@ impl SavingDevices {
     }
 }
 
+/// A device that outlives the migrations in which it is saved, one after the other. The thread that saves it holds the lock.
+pub(crate) type SharedDevice = Arc<Mutex<Box<dyn SaveDevice>>>;
+
 /// Which channels pieces take.
 #[derive(Clone)]
 pub(crate) enum Route {
@@ -433,8 +450,7 @@ pub(crate) enum Route {
 }
 
 impl Route {
-    /// Returns whether pieces count in the window, as pages do. Not on the stream channel: the destination reads nothing there between
-    /// the beginning of the monitor's state and the last page.
+    /// Returns whether pieces count in the window, as pages do. Not on the stream channel, where records do not count either.
     fn enters_window(&self) -> bool {
         !matches!(self, Self::Serial(_))
     }
@@ -461,14 +477,14 @@ pub(crate) struct PieceTarget {
 /// # Errors
 /// A thread cannot be started. Those that were started end with [`SavingDevices::end`].
 pub(crate) fn start(
-    devices: Vec<Box<dyn SaveDevice>>,
+    devices: Vec<SharedDevice>,
     threads: &mut Threads,
     target: impl Fn() -> PieceTarget,
     news: impl Fn(SaveEvent) + Clone + Send + 'static,
 ) -> io::Result<()> {
     for (number, device) in devices.into_iter().enumerate() {
         let id = target().devices.ids[number].clone();
-        let saving = Saving {
+        let mut saving = Saving {
             id: id.clone(),
             number,
             writer: PieceWriter {
@@ -480,10 +496,12 @@ pub(crate) fn start(
                 piece: None,
                 next: number,
             },
-            device,
         };
         let news = news.clone();
-        threads.start(format!("save-device-{number}"), id, move || saving.run(&news))?;
+        threads.start(format!("save-device-{number}"), id, move || {
+            // Panics of the device are caught within the lock.
+            saving.run(&mut **device.lock().unwrap_or_else(PoisonError::into_inner), &news);
+        })?;
     }
     Ok(())
 }
@@ -493,25 +511,31 @@ struct Saving {
     id: DeviceId,
     number: usize,
     writer: PieceWriter,
-    device: Box<dyn SaveDevice>,
 }
 
 impl Saving {
-    fn run(mut self, news: &impl Fn(SaveEvent)) {
-        if let Err(error) = unless_it_panics(|| self.serve(news)) {
+    fn run(&mut self, device: &mut dyn SaveDevice, news: &impl Fn(SaveEvent)) {
+        if let Err(error) = unless_it_panics(|| self.serve(device, news)) {
             news(SaveEvent::Failed(format!("saving the state of device {} failed: {error}", self.id)));
+        }
+        let ended = unless_it_panics(|| {
+            device.saving_ended();
+            Ok(())
+        });
+        if let Err(error) = ended {
+            tracing::warn!(device = %self.id, %error, "the device failed when its saving had ended");
         }
     }
 
-    fn serve(&mut self, news: &impl Fn(SaveEvent)) -> Result<(), VmmError> {
+    fn serve(&mut self, device: &mut dyn SaveDevice, news: &impl Fn(SaveEvent)) -> Result<(), VmmError> {
         let number = self.number;
         // The estimate until something has been saved ahead.
-        self.update_remaining(Ahead::Nothing);
+        self.update_remaining(device, Ahead::Nothing);
         self.writer.begin()?;
         let serial = self.devices().state().turn.is_some();
-        let mut ahead = if serial { Ahead::Nothing } else { self.device.save_ahead(&mut self.writer)? };
+        let mut ahead = if serial { Ahead::Nothing } else { device.save_ahead(&mut self.writer)? };
         self.writer.send_piece()?;
-        self.update_remaining(ahead);
+        self.update_remaining(device, ahead);
         if self.devices().state().devices[number].pieces == 0 {
             news(SaveEvent::NothingAhead(number as u16));
         } else {
@@ -522,9 +546,9 @@ impl Saving {
             match self.devices().next_order(number) {
                 None => return Ok(()),
                 Some(Order::SaveMoreAhead) if ahead == Ahead::Later => {
-                    ahead = self.device.save_ahead(&mut self.writer)?;
+                    ahead = device.save_ahead(&mut self.writer)?;
                     self.writer.send_piece()?;
-                    self.update_remaining(ahead);
+                    self.update_remaining(device, ahead);
                 }
                 Some(Order::SaveMoreAhead) => {}
                 Some(Order::Save) => break,
@@ -532,7 +556,7 @@ impl Saving {
         }
         self.devices().await_turn(number)?;
         self.devices().state().devices[number].begun = Some(Instant::now());
-        self.device.save(&mut self.writer)?;
+        device.save(&mut self.writer)?;
         self.writer.send_piece()?;
         self.writer.mark(Piece::End)?;
         let mut state = self.devices().state();
@@ -552,8 +576,8 @@ impl Saving {
         &self.writer.target.devices
     }
 
-    fn update_remaining(&mut self, ahead: Ahead) {
-        let remaining = self.device.remaining();
+    fn update_remaining(&mut self, device: &mut dyn SaveDevice, ahead: Ahead) {
+        let remaining = device.remaining();
         let mut state = self.devices().state();
         let known = &mut state.devices[self.number];
         (known.remaining, known.more_ahead) = (remaining, ahead == Ahead::Later);

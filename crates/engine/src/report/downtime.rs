@@ -1,6 +1,6 @@
 //! The downtime in reports: the moments of a switchover, and the parts that lie between them.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -10,11 +10,13 @@ use serde::{Deserialize, Serialize};
 pub struct DowntimeParts {
     /// Stopping the guest, where Sterna does it itself.
     pub stop_ms: f64,
-    /// From the guest's stop to the last page acknowledged (beside QEMU: and the last byte of its state).
+    /// From the guest's stop to the last page acknowledged, without the time in which only saving the state was waited for (beside QEMU: and
+    /// the last byte of its state).
     pub last_round_ms: f64,
-    /// From there to the last byte of the monitor's state handed over; beside QEMU part of the last round.
+    /// That time, and from the last page acknowledged to the last byte of the monitor's state handed over; beside QEMU part of the last
+    /// round.
     pub state_ms: f64,
-    /// From there until the destination has loaded everything.
+    /// From then until the destination has loaded everything.
     pub load_ms: f64,
     /// From there to the decision on disk.
     pub commit_ms: f64,
@@ -31,6 +33,8 @@ pub struct Moments {
     pub paused: Option<Instant>,
     /// All of its RAM was acknowledged.
     pub drained: Option<Instant>,
+    /// How long before that nothing but saving the state was waited for: saving may write pages.
+    pub saving: Duration,
     /// The monitor's state was handed over.
     pub saved: Option<Instant>,
     /// The destination was prepared.
@@ -71,10 +75,11 @@ impl Moments {
     pub fn parts(&self) -> DowntimeParts {
         // State is written while the last pages travel: what of it takes longer than they do is its own part.
         let sent = self.drained.max(self.saved);
+        let saving = self.saving.as_secs_f64() * 1e3;
         DowntimeParts {
             stop_ms: between(self.pausing, self.paused),
-            last_round_ms: between(self.paused, self.drained),
-            state_ms: between(self.drained, sent),
+            last_round_ms: (between(self.paused, self.drained) - saving).max(0.0),
+            state_ms: between(self.drained, sent) + saving,
             load_ms: between(sent, self.prepared),
             commit_ms: between(self.prepared, self.decided),
             start_ms: between(self.decided, self.running),

@@ -184,12 +184,18 @@ impl SendChannel {
         self.queue.send(item).map_err(|_| WindowClosed)
     }
 
-    /// As [`SendChannel::send`] of a piece of device state, but returns the piece where the queue is full.
-    pub(crate) fn try_send(&self, piece: Item) -> Result<Option<Item>, WindowClosed> {
-        debug_assert!(!piece.is_of_round());
-        match self.queue.try_send(piece) {
-            Ok(()) => Ok(None),
-            Err(TrySendError::Full(piece)) => Ok(Some(piece)),
+    /// As [`SendChannel::send`], but returns `item` where the queue is full. Only for items that no caller of
+    /// [`SendChannel::drained`] waits for: pieces of device state and records of the stream.
+    pub(crate) fn try_send(&self, item: Item) -> Result<Option<Item>, WindowClosed> {
+        let counts = item.is_of_round();
+        match self.queue.try_send(item) {
+            Ok(()) => {
+                if counts {
+                    self.ledger.queued();
+                }
+                Ok(None)
+            }
+            Err(TrySendError::Full(item)) => Ok(Some(item)),
             Err(TrySendError::Disconnected(_)) => Err(WindowClosed),
         }
     }

@@ -10,13 +10,13 @@ use sterna_wire::control::{Capabilities, ControlMessage, ControlReader, Hello, M
 use sterna_wire::handshake::conclude;
 use sterna_wire::header::ChannelKind;
 use sterna_wire::identity::{MigrationId, MigrationKey};
-use sterna_wire::limits::HANDSHAKE_TIME;
+use sterna_wire::limits::{HANDSHAKE_TIME, PREPARATION_TIME};
 
 use super::peer::link_events;
 use super::{Backoff, Features, OnConnectionEvent, Session, SessionError, program};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
-use crate::control_link::{ControlLink, receive_message, send_message};
+use crate::control_link::{ControlLink, receive_answer, send_message};
 use crate::send::{SendChannel, SendContext};
 use crate::transport::{Address, Closer, Connection, Reader, Security, TransportError, Writer, open_channel};
 use crate::wakers::Registration;
@@ -133,9 +133,9 @@ fn greet(offer: &Offer<'_>, cancel: &Cancel) -> Result<Greeted, SessionError> {
         machine: offer.machine.clone(),
     };
     let sent = send_message(&mut opened.writer, &ControlMessage::Hello(Box::new(hello)));
-    // The destination asks its monitor before it answers: that may take longer than a bare handshake.
+    // The destination asks its monitor before it answers: that may take longer than a bare handshake, and far longer with heartbeats.
     let mut messages = ControlReader::default();
-    let received = receive_message(&mut opened.reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME);
+    let received = receive_answer(&mut opened.reader, &mut messages, 2 * HANDSHAKE_TIME, PREPARATION_TIME);
     // Also where sending failed: a destination may send its refusal and close the connection before the offer arrives.
     let lost = |error| SessionError::new(format_args!("{} was lost during the handshake: {error}", offer.to));
     let answer = received.map_err(|error| lost(sent.err().unwrap_or(error)))?;

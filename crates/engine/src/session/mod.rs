@@ -41,6 +41,10 @@ pub const UNCHECKED: &str = "unchecked-1";
 /// The capability to answer whether a migration would begin, without beginning one, version 1. A source that offers it requires it.
 pub const DRY_RUN: &str = "dry-run-1";
 
+/// The capability to send the destination's monitor a message before it accepts, version 1. Only a source that has such a message offers
+/// it, and requires it then.
+pub const OPENING: &str = "opening-1";
+
 /// How long a driver waits, after a channel broke, for the peer's message with the reason: it travels on another connection, and a busy
 /// host sends it late.
 pub const LAST_WORDS: Duration = Duration::from_millis(300);

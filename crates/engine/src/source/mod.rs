@@ -22,7 +22,7 @@ mod rounds;
 mod unsent;
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 #[cfg(feature = "qatzip")]
@@ -33,25 +33,29 @@ use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
 use sterna_offload::Offload;
 use sterna_offload::share::MAX_WEIGHT;
-use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_RAM_CHANNELS};
+use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_OPENING, MAX_RAM_CHANNELS};
 
 pub use self::convergence::{NotConverging, Throttle};
 pub use self::driver::required_features;
 use crate::cancel::Cancel;
-use crate::device_state::{DeviceChannels, DeviceId, SaveDevice};
-use crate::migration::MigrationError;
+use crate::device_state::{DeviceChannels, DeviceId, SaveDevice, SharedDevice};
+use crate::migration::{ErrorKind, GuestState, MigrationError, Phase, Side};
+use crate::monitor::CaughtLog;
 use crate::report::{Observer, Report};
 use crate::session::DIAL_PAUSE;
 pub use crate::switchover::MonitorRecord;
 use crate::transport::{Address, Security};
 use crate::vmm::SourceVmm;
 
-/// A migration at the source, before it begins. Settings have defaults; [`Source::run`] runs the migration.
+/// The source of a migration: a guest's RAM, dirty log and devices, and settings, which have defaults. [`Source::run`] runs the migration,
+/// and may be called again where that has failed.
 pub struct Source {
     ram: GuestRam,
-    log: Box<dyn DirtyLog>,
-    devices: Vec<(DeviceId, Box<dyn SaveDevice>)>,
+    log: CaughtLog,
+    devices: Vec<(DeviceId, SharedDevice)>,
     settings: Settings,
+    /// Whether a migration has moved the guest, or may have.
+    moved: bool,
 }
 
 /// How long a source waits before it gives up.
@@ -164,6 +168,7 @@ struct Settings {
     accelerator_weight: u32,
     normal_page_ratio: u8,
     device_channels: DeviceChannels,
+    opening: Vec<u8>,
     monitor: MonitorRecord,
 }
 
@@ -220,9 +225,10 @@ impl Source {
             accelerator_weight: 1,
             normal_page_ratio: 0,
             device_channels: DeviceChannels::default(),
+            opening: Vec::new(),
             monitor: MonitorRecord::default(),
         };
-        Self { ram, log, devices: Vec::new(), settings }
+        Self { ram, log: CaughtLog::new(log), devices: Vec::new(), settings, moved: false }
     }
 
     /// Sets the number of RAM channels, 1 … 64; 2 by default.
@@ -369,7 +375,7 @@ impl Source {
     /// saved cannot be returned to it.
     #[must_use]
     pub fn device(mut self, id: DeviceId, device: Box<dyn SaveDevice>) -> Self {
-        self.devices.push((id, device));
+        self.devices.push((id, Arc::new(Mutex::new(device))));
         self
     }
 
@@ -377,6 +383,15 @@ impl Source {
     #[must_use]
     pub fn device_channels(mut self, channels: DeviceChannels) -> Self {
         self.settings.device_channels = channels;
+        self
+    }
+
+    /// Sets the opening message: bytes of the monitor's own, for instance its configuration, which the destination's monitor receives
+    /// before it makes its RAM and accepts the migration ([`DestinationVmm::prepare`](crate::vmm::DestinationVmm::prepare)). At most
+    /// 64 KiB; empty by default. A destination that does not know opening messages refuses a source that has one.
+    #[must_use]
+    pub fn opening_message(mut self, bytes: impl Into<Vec<u8>>) -> Self {
+        self.settings.opening = bytes.into();
         self
     }
 
@@ -391,18 +406,31 @@ impl Source {
     /// Moves the guest to the [`Destination`](crate::destination::Destination) at `to`. Blocks until the migration has ended, and calls the
     /// monitor's methods on this thread.
     ///
+    /// After an error that leaves the guest here, the dirty log is stopped and the devices have ended saving, and this may be called
+    /// again at once, for the same destination or another.
+    ///
     /// # Errors
-    /// The migration failed: the error says in which phase, why, and where the guest is.
+    /// The migration failed: the error says in which phase, why, and where the guest is. After a run that has moved the guest, or may have,
+    /// each further one fails.
     pub fn run(
-        self,
+        &mut self,
         to: impl Into<Address>,
         security: &Security,
         vmm: &mut dyn SourceVmm,
         cancel: &Cancel,
         observer: &dyn Observer,
     ) -> Result<Report, MigrationError> {
+        if self.moved {
+            let reason = "an earlier run of this source has moved the guest, or may have";
+            let (phase, guest) = (Phase::SettingUp, GuestState::BelongsToDestination);
+            return Err(MigrationError::new(Side::Source, phase, guest, ErrorKind::Settings, reason));
+        }
         self.check()?;
-        driver::run(self, &to.into(), security, vmm, cancel, observer)
+        let result = driver::run(self, &to.into(), security, vmm, cancel, observer);
+        self.moved = result.as_ref().err().is_none_or(|error| {
+            !matches!(error.guest, GuestState::Untouched | GuestState::RunsAtSource | GuestState::PausedAtSource)
+        });
+        result
     }
 
     fn check(&self) -> Result<(), MigrationError> {
@@ -415,6 +443,11 @@ impl Source {
             let reason = format!(
                 "a weight of {accelerator_weight} at accelerators was asked for; between 1 and {MAX_WEIGHT} are possible"
             );
+            return Err(MigrationError::untouched(reason));
+        }
+        let opening = self.settings.opening.len();
+        if opening > MAX_OPENING {
+            let reason = format!("the opening message has {opening} bytes; up to {MAX_OPENING} are possible");
             return Err(MigrationError::untouched(reason));
         }
         if let Some(cores) = max_cpus.filter(|cores| !(cores.is_finite() && *cores > 0.0)) {

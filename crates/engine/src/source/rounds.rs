@@ -2,8 +2,8 @@
 //!
 //! The order makes it right. Tracking is on before holes are searched, so that pages written meanwhile are sent too. The log is
 //! collected, and so cleared, before the pages that it names are read. In between the monitor waits until the input and output under way
-//! has written guest RAM ([`SourceVmm::settle_io`](crate::vmm::SourceVmm::settle_io)). The last collecting comes after the guest has
-//! stopped.
+//! has written guest RAM ([`SourceVmm::settle_io`](crate::vmm::SourceVmm::settle_io)). After the guest has stopped the log is collected
+//! twice: at once, for the last round, and when the monitor and its devices have saved their state, which may write guest RAM.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
@@ -53,6 +53,8 @@ pub(super) enum Order {
     Settled,
     /// The guest has stopped: send the rest, or in post-copy the list of the rest.
     LastRound,
+    /// The monitor has saved its state, and writes guest RAM no more.
+    Saved,
     /// In post-copy: the guest belongs to the destination, send the rest.
     Stream,
 }
@@ -78,7 +80,11 @@ pub(super) enum RoundEvent {
     /// A line for people.
     Note(String),
     /// All of RAM, or in post-copy the list of missing pages, was acknowledged at this moment; the totals were sent to the destination.
-    Drained(Instant),
+    Drained {
+        at: Instant,
+        /// How long nothing but saving the state was waited for before.
+        saving: Duration,
+    },
 }
 
 /// The state of the rounds, for progress and the report.
@@ -210,6 +216,8 @@ pub(super) struct Rounds<N> {
     pub(super) held: Held,
     /// How often the guest was stopped and resumed.
     pub(super) retries: u32,
+    /// How long, with the guest paused and all pages acknowledged, saving the state was waited for.
+    pub(super) waited_for_saving: Duration,
     pub(super) abort: Arc<Abort>,
 }
 
@@ -283,7 +291,30 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         (self.news)(RoundEvent::Stopped);
         self.current.end();
         self.send(&mut pending)?;
+        if self.collect_after_saving(&mut pending)? > 0 {
+            self.send(&mut pending)?;
+        }
         self.send_totals()
+    }
+
+    /// Adds to `pending` the pages that the monitor and its devices have written in saving their state: rings, clocks, steal time. Returns
+    /// how many pages are pending.
+    fn collect_after_saving(&mut self, pending: &mut [PageBitmap]) -> Result<u64, Ended> {
+        let waiting = Instant::now();
+        match self.order()? {
+            Order::Saved => {}
+            order => unreachable!("{order:?} was not requested"),
+        }
+        self.devices.await_saved()?;
+        let window = &self.pipeline().window;
+        if window.in_flight() == 0 {
+            let acknowledged = window.delivered().1.last.map_or(waiting, |last| last.max(waiting));
+            self.waited_for_saving = acknowledged.elapsed();
+        }
+        let saved = Instant::now();
+        let found = self.collect(pending)?;
+        tracing::debug!(pages = found, elapsed = ?saved.elapsed(), "collected what saving has written");
+        Ok(found)
     }
 
     /// Waits until everything is acknowledged, and reports it to the destination and to the driver.
@@ -306,7 +337,7 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
             // The link reports the loss to the driver.
             tracing::info!(%error, "the totals could not be sent to the destination");
         }
-        (self.news)(RoundEvent::Drained(drained));
+        (self.news)(RoundEvent::Drained { at: drained, saving: self.waited_for_saving });
         Ok(())
     }
 
@@ -324,20 +355,31 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         // This collecting may have shown that a device errs.
         self.take_suspect_pages_into(&mut pending);
         (self.news)(RoundEvent::Stopped);
-        self.unsent.add(&self.ram, &pending);
-        drop(pending);
-        let mut outcome = Ok(());
-        let (unsent, search) = (&self.unsent, &mut self.search);
-        unsent.for_each_run(|block, run| {
-            if outcome.is_ok() {
-                outcome = search.discard(block, run);
-            }
-        });
-        outcome?;
-        self.search.flush()?;
+        self.unsent.add(&self.ram, &mut pending);
+        self.discard(&pending)?;
+        let mut late = no_pages(&self.ram);
+        self.collect_after_saving(&mut late)?;
+        self.take_suspect_pages_into(&mut late);
+        self.unsent.add_late(&self.ram, &mut late, &pending).map_err(Ended::Failed)?;
+        self.discard(&late)?;
+        drop((pending, late));
         self.send_totals()?;
         while self.order()? != Order::Stream {}
         Ok(self.unsent.stream(&mut self.search)?)
+    }
+
+    /// Has the destination discard what it has of `pages`.
+    fn discard(&mut self, pages: &[PageBitmap]) -> Result<(), Ended> {
+        let mut outcome = Ok(());
+        for (number, pages) in pages.iter().enumerate() {
+            pages.for_each_run(|run| {
+                if outcome.is_ok() {
+                    outcome = self.search.discard(number as u16, run);
+                }
+            });
+        }
+        outcome?;
+        Ok(self.search.flush()?)
     }
 
     fn take_suspect_pages_into(&self, pending: &mut [PageBitmap]) {

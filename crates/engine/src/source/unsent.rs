@@ -5,7 +5,6 @@
 //! the list that counts, and sends it again after a connection was lost.
 
 use std::io;
-use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use sterna_memory::PAGE_SIZE;
@@ -50,25 +49,48 @@ impl Unsent {
         Self { blocks, huge, answered: Arc::new(Overtaken::none_of(ram)), fault: Mutex::default() }
     }
 
-    /// Adds the pages of `pending`, block by block, widened to whole pages of each block's backing: the destination lacks only whole
+    /// Adds the pages of `pending`, block by block. Widens `pending` to whole pages of each block's backing: the destination lacks only whole
     /// ones.
-    pub(super) fn add(&self, ram: &GuestRam, pending: &[PageBitmap]) {
-        for ((unsent, pending), block) in self.blocks.iter().zip(pending).zip(ram.blocks()) {
-            let whole = (block.page_size() / PAGE_SIZE) as u64;
-            pending.for_each_run(|run| unsent.set(run.start / whole * whole..run.end.next_multiple_of(whole)));
+    pub(super) fn add(&self, ram: &GuestRam, pending: &mut [PageBitmap]) {
+        widen(ram, pending);
+        for (unsent, pending) in self.blocks.iter().zip(pending) {
+            pending.for_each_run(|run| unsent.set(run));
         }
+    }
+
+    /// Adds the pages of `late`, which were written after those of `listed` had been [added](Self::add). Leaves in `late` the pages that
+    /// are new, widened.
+    ///
+    /// # Errors
+    /// A page that was written again has been sent already, because the destination had requested it.
+    pub(super) fn add_late(
+        &self,
+        ram: &GuestRam,
+        late: &mut [PageBitmap],
+        listed: &[PageBitmap],
+    ) -> Result<(), String> {
+        widen(ram, late);
+        for (number, ((unsent, late), listed)) in self.blocks.iter().zip(late).zip(listed).enumerate() {
+            let mut known = Vec::new();
+            late.for_each_run(|run| known.extend(run.filter(|page| listed.contains(*page))));
+            for page in known {
+                if !unsent.contains(page) {
+                    let block = ram.blocks()[number].name();
+                    return Err(format!(
+                        "page {page} of RAM block {block} was written while the state was saved, after a device at the destination had \
+                         requested it"
+                    ));
+                }
+                late.clear(page..page + 1);
+            }
+            late.for_each_run(|run| unsent.set(run));
+        }
+        Ok(())
     }
 
     /// Returns how many pages were not handed to a channel yet.
     pub(super) fn pages(&self) -> u64 {
         self.blocks.iter().map(AtomicPageBitmap::count).sum()
-    }
-
-    /// Calls `run` for each run of pages that the destination lacks.
-    pub(super) fn for_each_run(&self, mut run: impl FnMut(u16, Range<u64>)) {
-        for (number, block) in self.blocks.iter().enumerate() {
-            block.for_each_run_in(0..block.pages(), |pages| run(number as u16, pages));
-        }
     }
 
     /// Hands all pages of the list to the channels, those near the last fault first.
@@ -108,6 +130,20 @@ impl Unsent {
             outcome = search.pages_by(MODE, number, pages);
         }
         outcome
+    }
+}
+
+/// Widens `pages`, block by block, to whole pages of each block's backing.
+fn widen(ram: &GuestRam, pages: &mut [PageBitmap]) {
+    for (pages, block) in pages.iter_mut().zip(ram.blocks()) {
+        let whole = (block.page_size() / PAGE_SIZE) as u64;
+        let mut at = 0;
+        while whole > 1
+            && let Some(run) = pages.next_run(at, u64::MAX)
+        {
+            at = run.end.next_multiple_of(whole);
+            pages.set(run.start / whole * whole..at);
+        }
     }
 }
 

@@ -72,17 +72,20 @@ impl Receiving {
         })
     }
 
-    /// Compares the source's totals with what each channel has placed.
+    /// Compares the source's totals with what each channel has placed: both must be the same, packet by packet.
     ///
     /// # Errors
-    /// Pages are missing.
+    /// Pages are missing, or the source sent more than its totals say.
     pub fn check(&self, totals: &Totals) -> Result<(), String> {
         let placed = self.acceptor.placed();
-        let complete =
-            totals.ram.len() == placed.len() && placed.iter().zip(&totals.ram).all(|(placed, last)| placed >= last);
-        complete
-            .then_some(())
-            .ok_or_else(|| "pages are missing: the totals of the source are not what was placed".into())
+        if placed == totals.ram {
+            return Ok(());
+        }
+        let more = placed.iter().zip(&totals.ram).any(|(placed, last)| placed > last);
+        Err(match more {
+            true => "the source sent more packets than its totals say".into(),
+            false => "pages are missing: the totals of the source are not what was placed".into(),
+        })
     }
 
     /// Returns the report of a migration that has ended.

@@ -169,7 +169,7 @@ fn a_weight_that_no_guest_can_have_is_refused_before_anything_is_touched() {
     for weight in [0, 1001, u32::MAX] {
         let memory = Memory::new(1, 1);
         let (mut from, log) = Monitor::new(&memory, &Running::default(), WRITES);
-        let migration =
+        let mut migration =
             Source::new(memory.ram(), Box::new(log)).method(MethodChoice::default()).accelerator_weight(weight);
         let refused = migration.run("127.0.0.1:1", &Security::Insecure, &mut from, &Cancel::new(), &());
         let reason = refused.unwrap_err().to_string();
@@ -254,7 +254,7 @@ fn a_cancelled_migration_leaves_no_work_with_a_device_and_its_memory_can_be_unma
             let cancel = Cancel::new();
             let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
             let address = listening.address().clone();
-            let migration = Source::new(source.ram(), Box::new(log))
+            let mut migration = Source::new(source.ram(), Box::new(log))
                 .method(MethodChoice::default())
                 .bandwidth(Some(20_000_000))
                 .offload(Arc::clone(&offload));

@@ -53,7 +53,7 @@ fn migrate(what: &str, offload: &Arc<Offload>, settings: impl FnOnce(Source) -> 
     let source = Source::new(source.ram(), Box::new(log)).method(MethodChoice::default());
     // Slow enough that there are rounds in which the guest writes what was sent before.
     let source = source.bandwidth(Some(16 << 20)).downtime(Duration::from_secs(1)).delta_cache(64 << 20);
-    let migration = settings(source.offload(Arc::clone(offload)));
+    let mut migration = settings(source.offload(Arc::clone(offload)));
     let (sent, received) =
         both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));
     let sent = sent.unwrap_or_else(|error| panic!("{what}: {error}"));

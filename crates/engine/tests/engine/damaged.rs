@@ -189,7 +189,7 @@ fn migrate_by(
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let relay = relay(listening.address().to_string().parse().unwrap());
     let log = ByPage { log, ram: source.ram() };
-    let migration = settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()));
+    let mut migration = settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()));
     let address = sterna_engine::transport::Address::from(relay.address);
     let (sent, received) =
         both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));

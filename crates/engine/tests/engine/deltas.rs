@@ -39,7 +39,7 @@ fn migrate(workload: Workload, settings: impl FnOnce(Source) -> Source) -> Repor
     from.start();
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let address = listening.address().clone();
-    let migration = settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()));
+    let mut migration = settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()));
     let (sent, received) =
         both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));
     let sent = sent.unwrap();

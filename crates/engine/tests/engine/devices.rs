@@ -96,7 +96,7 @@ impl Guest {
         let source = here.at_source(Source::new(self.source.ram(), Box::new(log)));
         let source = source.channels(3).device_channels(ways).method(MethodChoice::default());
         let source = source.downtime(self.downtime).time_limits(self.limits).bandwidth(self.bandwidth);
-        let source = source.give_up_after(self.give_up_after);
+        let mut source = source.give_up_after(self.give_up_after);
         std::thread::scope(|scope| {
             let (to, cancel) = (&mut self.to, &self.cancel.1);
             let receiving = scope.spawn(move || listening.run(to, cancel, &()));
@@ -385,7 +385,7 @@ fn impossible_settings_are_refused_before_anything_is_begun() {
         let source = |devices: &Devices, channels| {
             let memory = Memory::new(1, 1);
             let (mut from, log) = Monitor::new(&memory, &Running::default(), CALM);
-            let source = devices.at_source(Source::new(memory.ram(), Box::new(log))).device_channels(channels);
+            let mut source = devices.at_source(Source::new(memory.ram(), Box::new(log))).device_channels(channels);
             let sent = source.run("127.0.0.1:1", &Security::Insecure, &mut from, &Cancel::new(), &());
             sent.unwrap_err().reason
         };
@@ -482,14 +482,14 @@ fn a_migration_that_is_cancelled_while_devices_are_saved_ends_and_the_guest_cont
 fn a_migration_is_cancelled_while_pausing_waits_for_a_device() {
     within_a_minute(|| {
         for at_source in [true, false] {
-            let dropped = Signal::default();
-            let device = Device { dropped: Some(dropped.clone()), ..Device::new("device", 0, 100_000, 100_000) };
+            let ended = Signal::default();
+            let device = Device { ended: Some(ended.clone()), ..Device::new("device", 0, 100_000, 100_000) };
             let mut guest = Guest::new();
             let cancel = if at_source { guest.cancel.0.clone() } else { guest.cancel.1.clone() };
             guest.from.on_call = Some(Box::new(move |what| {
                 if what == "pause" {
                     cancel.cancel();
-                    dropped.wait();
+                    ended.wait();
                 }
             }));
             let (sent, received) = guest.migrate(DeviceChannels::Mixed, &Devices(vec![device]));
@@ -586,7 +586,7 @@ fn an_aborted_migration_names_the_device_for_which_it_has_waited() {
         for phase in [DevicePhase::SavingAhead, DevicePhase::LoadingAhead] {
             // The destination's device continues when the source's has ended.
             let over = Signal::default();
-            let mut slow = Device { dropped: Some(over.clone()), ..Device::new("slow", 0, 1000, 1000) };
+            let mut slow = Device { ended: Some(over.clone()), ..Device::new("slow", 0, 1000, 1000) };
             let at_source = phase == DevicePhase::SavingAhead;
             *(if at_source { &mut slow.ahead_on } else { &mut slow.loads_on }) = Some(over.clone());
             let devices = Devices(vec![Device::new("other", 0, 1000, 1000), slow]);
@@ -665,19 +665,16 @@ fn the_error_names_the_devices_for_which_the_guest_was_paused_too_long() {
 #[test]
 fn a_monitor_that_saves_for_too_long_is_named_with_the_devices() {
     within_a_minute(|| {
-        let (loads, dropped) = (Signal::default(), Signal::default());
+        let (loads, ended) = (Signal::default(), Signal::default());
         // The device waits until the migration ends.
-        let slow = Device {
-            loads_on: Some(loads.clone()),
-            dropped: Some(dropped.clone()),
-            ..Device::new("slow", 0, 0, 1 << 20)
-        };
+        let slow =
+            Device { loads_on: Some(loads.clone()), ended: Some(ended.clone()), ..Device::new("slow", 0, 0, 1 << 20) };
         let mut guest = Guest::new();
         guest.queue = 64 << 10;
         guest.limits.step = Duration::from_secs(3);
         guest.downtime = Duration::from_millis(300);
         guest.from.on_call = Some(Box::new(move |what| match what {
-            "save" => dropped.wait(),
+            "save" => ended.wait(),
             "resume" => loads.set(),
             _ => {}
         }));

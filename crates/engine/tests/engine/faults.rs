@@ -240,7 +240,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         1 => DeviceChannels::Own(1 + random.below(3) as u16),
         _ => DeviceChannels::Mixed,
     };
-    let migration = devices
+    let mut migration = devices
         .at_source(Source::new(source.ram(), Box::new(log)))
         .device_channels(device_channels)
         .method(MethodChoice::default())

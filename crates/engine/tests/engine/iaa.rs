@@ -146,7 +146,7 @@ fn an_engine_that_is_named_and_not_there_is_refused_and_one_that_is_not_named_is
         let memory = Memory::new(1 << 20, 1 << 20);
         let (mut from, log) = Monitor::new(&memory, &Running::default(), FEW_WRITES);
         let offload = offload_of(DSA, "[]", 1, Settings::default());
-        let source = Source::new(memory.ram(), Box::new(log)).method(iaa()).offload(offload);
+        let mut source = Source::new(memory.ram(), Box::new(log)).method(iaa()).offload(offload);
         let sent = source.run("127.0.0.1:1", &Security::Insecure, &mut from, &Cancel::new(), &());
         let error = sent.unwrap_err();
         assert_eq!(error.guest, GuestState::Untouched);

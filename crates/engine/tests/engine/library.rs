@@ -19,6 +19,7 @@ use sterna_engine::process;
 use sterna_engine::report::{Observer, Outcome, Progress, ReceiveReport, Report};
 use sterna_engine::source::{NotConverging, Source, Throttle, TimeLimits};
 use sterna_engine::transport::Security;
+use sterna_engine::vmm::ResumeReason;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
@@ -56,7 +57,7 @@ impl Pair {
     }
 
     /// Migrates with these settings.
-    fn run(&mut self, source: Source, destination: Destination) -> Ends {
+    fn run(&mut self, mut source: Source, destination: Destination) -> Ends {
         let listening = destination.listen("127.0.0.1:0", &Security::Insecure).unwrap();
         let address = listening.address().clone();
         std::thread::scope(|scope| {
@@ -234,7 +235,7 @@ fn a_destination_whose_monitor_panicked_at_any_time_does_not_listen_any_more() {
             std::thread::scope(|scope| {
                 let (to, cancel) = (&mut pair.to, &pair.cancel.1);
                 let receiving = scope.spawn(move || listening.run(to, cancel, &()));
-                let source = Source::new(pair.source.ram(), pair.log.take().unwrap());
+                let mut source = Source::new(pair.source.ram(), pair.log.take().unwrap());
                 source.run(address.clone(), &Security::Insecure, &mut pair.from, &pair.cancel.0, &()).unwrap_err();
                 let error = receiving.join().unwrap().unwrap_err();
                 assert!(error.reason.contains("panicked"), "{method}: {error}");
@@ -269,7 +270,7 @@ fn an_observer_that_panics_does_not_matter() {
         let mut pair = Pair::new(CALM);
         let listening = Destination::new(pair.destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
         let address = listening.address().clone();
-        let source = pair.source();
+        let mut source = pair.source();
         std::thread::scope(|scope| {
             let (to, cancel) = (&mut pair.to, &pair.cancel.1);
             let receiving = scope.spawn(move || listening.run(to, cancel, &Panics));
@@ -495,6 +496,7 @@ fn a_guest_that_dirties_too_much_until_it_is_paused_continues_but_not_for_ever()
         pair.has_moved();
         let times = |name| pair.from.called.iter().filter(|called| **called == name).count();
         assert_eq!((times("pause"), times("resume"), times("save")), (4, 3, 1));
+        assert_eq!(pair.from.resumed, [ResumeReason::RoundsGoOn; 3]);
     });
 }
 
@@ -560,7 +562,7 @@ fn settings_without_a_limit_have_none() {
 fn settings_out_of_range_are_refused_before_anything_is_done() {
     for settings in [|source: Source| source.channels(0), |source: Source| source.packet_size(5000)] {
         let mut pair = Pair::new(CALM);
-        let source = settings(pair.source());
+        let mut source = settings(pair.source());
         let error = source.run("127.0.0.1:1", &Security::Insecure, &mut pair.from, &Cancel::new(), &()).unwrap_err();
         assert_eq!((error.kind, error.guest), (ErrorKind::Settings, GuestState::Untouched), "{error}");
     }
@@ -569,7 +571,7 @@ fn settings_out_of_range_are_refused_before_anything_is_done() {
 #[test]
 fn where_nobody_listens_the_source_of_the_error_is_the_connections() {
     let mut pair = Pair::new(CALM);
-    let source = pair.source();
+    let mut source = pair.source();
     let error = source.run("127.0.0.1:1", &Security::Insecure, &mut pair.from, &Cancel::new(), &()).unwrap_err();
     assert_eq!((error.kind, error.guest), (ErrorKind::Network, GuestState::Untouched), "{error}");
     assert!(error.source().unwrap().to_string().contains("cannot connect to 127.0.0.1:1"), "{error:?}");
@@ -665,7 +667,7 @@ fn cancelling_at_either_side_leaves_the_guest_at_the_source() {
     within_a_minute(|| {
         for at_source in [true, false] {
             let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
-            let source = pair.source().bandwidth(Some(2 << 20)).downtime(Duration::from_millis(5));
+            let mut source = pair.source().bandwidth(Some(2 << 20)).downtime(Duration::from_millis(5));
             let destination = Destination::new(pair.destination.ram());
             let cancel = if at_source { pair.cancel.0.clone() } else { pair.cancel.1.clone() };
             let listening = destination.listen("127.0.0.1:0", &Security::Insecure).unwrap();

@@ -2,6 +2,7 @@
 
 mod accelerated;
 mod accelerated_deltas;
+mod again;
 mod bad_peers;
 mod common;
 mod damaged;
@@ -17,9 +18,11 @@ mod library;
 mod moving;
 mod odd_devices;
 mod odd_peers;
+mod opening;
 mod post_copy;
 mod progress;
 mod refused_deltas;
+mod saving;
 mod settle_io;
 mod simulated_network;
 mod small_window;

@@ -258,7 +258,7 @@ fn a_destination_that_names_devices_that_do_not_exist_is_refused_and_the_guest_c
                     channels.join().unwrap();
                 });
                 let limits = TimeLimits::default().telling(Duration::from_millis(100));
-                let source = devices().at_source(Source::new(memory.ram(), Box::new(log))).time_limits(limits);
+                let mut source = devices().at_source(Source::new(memory.ram(), Box::new(log))).time_limits(limits);
                 source.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()).unwrap_err()
             });
             assert!(from.runs() && error.guest == GuestState::RunsAtSource, "{error}");

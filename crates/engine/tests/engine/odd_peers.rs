@@ -165,7 +165,7 @@ fn source_against(
     let listener = Listener::bind(port).unwrap();
     let address = listener.local_address();
     let limits = TimeLimits::default().telling(Duration::from_millis(100));
-    let migration = Source::new(memory.ram(), Box::new(log))
+    let mut migration = Source::new(memory.ram(), Box::new(log))
         .method(MethodChoice::default())
         .when_not_converging(not_converging)
         .time_limits(limits)
@@ -219,7 +219,7 @@ fn a_destination_that_takes_no_state_is_given_up_in_time_and_the_guest_runs_on()
         let address = listener.local_address();
         let short = Duration::from_millis(100);
         let limits = TimeLimits::default().step(short).telling(short);
-        let migration = Source::new(memory.ram(), Box::new(log))
+        let mut migration = Source::new(memory.ram(), Box::new(log))
             .method(MethodChoice::default())
             .time_limits(limits)
             .downtime(Duration::from_millis(10))
@@ -250,7 +250,7 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let stop = incoming.stop_handle();
         let limits = TimeLimits::default().telling(Duration::from_secs(1));
-        let migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
+        let mut migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
         let (error, dials) = std::thread::scope(|scope| {
             let destination = scope.spawn(move || {
                 let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
@@ -585,6 +585,22 @@ fn a_source_that_sends_pages_after_its_totals_is_refused() {
         let error = received.unwrap_err();
         assert_eq!(error.guest, GuestState::NotHere);
         assert!(error.reason.contains("pages after the source's totals"), "{error}");
+    });
+}
+
+#[test]
+fn a_source_that_sent_more_than_its_totals_say_is_refused() {
+    within_a_minute(|| {
+        let (received, _) = destination_against(NOTHING, |source, _| {
+            let (ram, _stream) = source.open();
+            ram[0].send(pages(3, 1)).unwrap();
+            ram[0].drained().unwrap();
+            source.send(&nothing_sent());
+            source.until_it_hangs_up()
+        });
+        let error = received.unwrap_err();
+        assert_eq!(error.guest, GuestState::NotHere);
+        assert!(error.reason.contains("more packets than its totals say"), "{error}");
     });
 }
 

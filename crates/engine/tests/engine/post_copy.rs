@@ -61,7 +61,7 @@ fn a_guest_that_never_converges_continues_at_the_destination_and_reads_its_own_m
             to.behind = Some(behind.clone());
             from.start();
             let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
-            let migration = Source::new(source.ram(), Box::new(log))
+            let mut migration = Source::new(source.ram(), Box::new(log))
                 .channels(channels)
                 .method(method.parse().unwrap())
                 .bandwidth(Some(40 << 20))

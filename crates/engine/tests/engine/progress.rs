@@ -196,7 +196,7 @@ fn pages_written_during_a_long_round_arrive() {
         let address = listening.address().clone();
         let collected = Arc::new(AtomicU64::new(0));
         // All pages that are left after the first round fit.
-        let source = Source::new(memory.ram(), Box::new(Counting(log, Arc::clone(&collected))))
+        let mut source = Source::new(memory.ram(), Box::new(Counting(log, Arc::clone(&collected))))
             .method(MethodChoice::default())
             .bandwidth(Some(24 << 20))
             .downtime(Duration::from_secs(30));

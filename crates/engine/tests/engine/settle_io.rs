@@ -15,7 +15,7 @@ use sterna_engine::migration::{GuestState, MigrationError};
 use sterna_engine::report::Report;
 use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
-use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
@@ -100,8 +100,8 @@ impl SourceVmm for WithDisk {
         Ok(())
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
-        SourceVmm::resume(&mut self.monitor)
+    fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
+        SourceVmm::resume(&mut self.monitor, reason)
     }
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {

@@ -12,6 +12,7 @@
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
@@ -70,6 +71,8 @@ pub(super) struct Feeder {
     feeding: OnceLock<Feeding>,
     generations: Mutex<Generations>,
     changed: Condvar,
+    /// Whether the source has sent its totals: all pages have been sent.
+    sealed: AtomicBool,
 }
 
 /// The features concerning pages on which the two sides agreed.
@@ -139,6 +142,7 @@ impl Feeder {
             feeding: OnceLock::new(),
             generations: Mutex::new(generations),
             changed: Condvar::new(),
+            sealed: AtomicBool::new(false),
         });
         let weak = Arc::downgrade(&feeder);
         abort.on_end(move || {
@@ -156,6 +160,19 @@ impl Feeder {
 
     fn feeding(&self) -> Result<&Feeding, SinkError> {
         self.feeding.get().ok_or_else(|| "pages came before the start of the stream".into())
+    }
+
+    /// Refuses all later pages: the source has sent its totals.
+    pub(super) fn seal(&self) {
+        self.sealed.store(true, Ordering::Release);
+    }
+
+    /// Returns the stream, as long as pages may come.
+    fn accepting_pages(&self) -> Result<&Feeding, SinkError> {
+        match self.sealed.load(Ordering::Acquire) {
+            true => Err("pages after the source's totals".into()),
+            false => self.feeding(),
+        }
     }
 
     /// Connects to QEMU and writes everything up to the end of the RAM setup section.
@@ -495,7 +512,7 @@ impl PageSink for RamSink {
 
     fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
         let feeder = Arc::clone(&self.feeder);
-        let feeding = feeder.feeding()?;
+        let feeding = feeder.accepting_pages()?;
         let target = &feeding.blocks[usize::from(block)];
         match &target.placement {
             BlockPlacement::Direct { place, received } => {
@@ -509,7 +526,7 @@ impl PageSink for RamSink {
     }
 
     fn deltas(&mut self, block: u16, runs: &[Run], deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
-        let feeding = self.feeder.feeding()?;
+        let feeding = self.feeder.accepting_pages()?;
         let target = &feeding.blocks[usize::from(block)];
         match &target.placement {
             BlockPlacement::Direct { place, .. } if self.feeder.agreed.deltas => {
@@ -522,7 +539,7 @@ impl PageSink for RamSink {
     }
 
     fn refuse(&mut self, block: u16, runs: &[Run]) -> Result<bool, SinkError> {
-        let feeding = self.feeder.feeding()?;
+        let feeding = self.feeder.accepting_pages()?;
         let BlockPlacement::Direct { place, received } = &feeding.blocks[usize::from(block)].placement else {
             return Ok(false);
         };
@@ -690,6 +707,30 @@ mod tests {
             assert_eq!(sink.deltas(1, &[], none()).is_ok(), deltas);
             assert!(!sink.refuse(0, &PAGE).unwrap() && sink.deltas(0, &[], none()).is_err());
         }
+    }
+
+    #[test]
+    fn pages_after_the_totals_are_refused_and_leave_the_memory_as_it_was() {
+        let abort = Arc::new(Abort::default());
+        let (feeder, _qemu) = feeder(Agreed { deltas: true, send_again: true }, &abort);
+        let mut sink = RamSink::new(&feeder, 0);
+        sink.pages(1, &PAGE, &[7; qemu::PAGE_SIZE]).unwrap();
+        feeder.seal();
+        let refused = |outcome: Result<(), SinkError>| {
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("pages after the source's totals"), "{error}");
+        };
+        for block in [0, 1] {
+            refused(sink.pages(block, &PAGE, &[8; qemu::PAGE_SIZE]));
+            refused(sink.deltas(block, &PAGE, PageDeltas::new(&[], 0)).map(drop));
+            refused(sink.refuse(block, &PAGE).map(drop));
+        }
+        let mut page = [0; qemu::PAGE_SIZE];
+        let BlockPlacement::Direct { place, .. } = &feeder.feeding().unwrap().blocks[1].placement else {
+            unreachable!("block 1 is filled directly")
+        };
+        place.read_pages(&[3 * qemu::PAGE_SIZE as u64], &mut page).unwrap();
+        assert_eq!(page, [7; qemu::PAGE_SIZE]);
     }
 
     #[test]

@@ -138,7 +138,7 @@ pub(crate) fn execute(order: Order) -> Result<Answer, String> {
             let method: MethodChoice = job.method.parse().map_err(|error| text(&error))?;
             let source =
                 Source::new(guest.ram(), Box::new(log)).method(method).channels(job.channels).downtime(DOWNTIME);
-            let source = if job.deltas { source.delta_cache(u64::MAX) } else { source };
+            let mut source = if job.deltas { source.delta_cache(u64::MAX) } else { source };
             let before = cpu_ns();
             let report = source.run(to, &Security::Insecure, &mut Monitor::default(), &Cancel::new(), &());
             let report = report.map_err(|error| text(&error))?;

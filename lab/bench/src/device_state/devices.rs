@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_engine::device_state::{DeviceId, LoadDevice, SaveDevice};
-use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 
 /// Bytes that a device saves or loads in one call.
 const AT_ONCE: usize = 256 << 10;
@@ -82,6 +82,8 @@ impl SaveDevice for Giver {
         }
         Ok(())
     }
+
+    fn saving_ended(&mut self) {}
 }
 
 struct Taker {
@@ -118,7 +120,7 @@ impl SourceVmm for Idle {
         Ok(())
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, _: ResumeReason) -> Result<(), VmmError> {
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
-use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 use sterna_guest::content::{PAGE_BYTES, Page, mix};
 use sterna_guest::page::{Fill, Pages};
 use sterna_memory::bitmap::PageBitmap;
@@ -415,7 +415,7 @@ impl SourceVmm for Monitor {
         self.writer.as_mut().map_or(Ok(()), |writer| writer.pause().map_err(Into::into))
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, _: ResumeReason) -> Result<(), VmmError> {
         self.writer.as_mut().map_or(Ok(()), |writer| writer.resume().map_err(Into::into))
     }
 

@@ -234,7 +234,7 @@ fn send_whole(
     tls: Option<&Path>,
 ) -> Result<Took, String> {
     let security = security(tls, TlsSettings::client)?;
-    let source = source.method(method).channels(channels);
+    let mut source = source.method(method).channels(channels);
     let (mut pages, mut downtime_ms) = (0, 0.0);
     let took = measured(guest, || {
         let report = source.run(to, &security, &mut Monitor::default(), &Cancel::new(), &());
@@ -249,7 +249,7 @@ fn send_whole(
 /// Sends while the guest writes. Rounds that do not converge are a result. The CPU time of the writing itself is
 /// excluded.
 fn send_written(guest: &Guest, method: MethodChoice, writes: &Writes, to: &str, channels: u16) -> Result<Took, String> {
-    let source = Source::new(guest.ram(), guest.write_log()?)
+    let mut source = Source::new(guest.ram(), guest.write_log()?)
         .method(method)
         .channels(channels)
         .when_not_converging(NotConverging::GiveUp)

@@ -83,6 +83,12 @@ impl SaveDevice for SaveScratch {
         }
         Ok(state.write_all(&checksum.to_le_bytes())?)
     }
+
+    fn saving_ended(&mut self) {
+        // Another migration sends everything again.
+        self.begun = false;
+        self.device.lock().memory.all_dirty();
+    }
 }
 
 /// Loads a device's state.

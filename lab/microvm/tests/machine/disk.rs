@@ -8,9 +8,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna::{Cancel, Destination, Report, Security, Source, SourceVmm, VmmError};
+use sterna::{Cancel, Destination, Report, ResumeReason, Security, Source, SourceVmm, VmmError};
 use sterna_microvm::disk::DiskReport;
-use sterna_microvm::migration::{Movable, guest_ram};
+use sterna_microvm::migration::{Movable, guest_ram, opening_message};
 use sterna_microvm::{Config, Execution, Machine, Rate, Tracking, Workload};
 use sterna_qemu_lab::{DiskImage, HeldDisk, skip_if_unavailable};
 
@@ -52,8 +52,8 @@ impl SourceVmm for WithHeldDisk {
         self.machine.pause()
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
-        SourceVmm::resume(&mut self.machine)
+    fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
+        SourceVmm::resume(&mut self.machine, reason)
     }
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
@@ -69,7 +69,7 @@ fn migrated(source: &Machine, destination: &Arc<Machine>, monitor: &mut dyn Sour
     let log = source.take_dirty_log().unwrap();
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| listening.run(&mut Movable::new(destination), &Cancel::new(), &()).map(|_| ()));
-        let sent = Source::new(guest_ram(source).unwrap(), log).run(
+        let sent = Source::new(guest_ram(source).unwrap(), log).opening_message(opening_message(source)).run(
             address,
             &Security::Insecure,
             monitor,

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use sterna_memory::dirty::DirtyLog;
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::header::ChannelKind;
 
@@ -61,7 +62,9 @@ impl Driver<'_> {
     /// Opens the channels, sends the state that is saved ahead, and starts the rounds.
     pub(super) fn begin_rounds(&mut self) -> Result<(), String> {
         self.phase = Phase::Rounds;
-        let log = self.log.take().ok_or("the rounds were begun already")?;
+        if self.moving.is_some() {
+            return Err("the rounds were begun already".into());
+        }
         let ram = self.ram.clone();
         self.progress.total_bytes = ram.bytes();
         let context = self.send_context();
@@ -86,7 +89,7 @@ impl Driver<'_> {
         let convergence =
             Convergence::new(self.settings.downtime, self.settings.not_converging, self.settings.give_up_after);
         let rounds = Rounds {
-            log: Box::new(log),
+            log: Box::new(self.log.clone()),
             search: PageSearch::new(Arc::clone(&pipeline), ram.clone(), self.kernel.session.packet_size),
             current: CurrentRound::new(&ram),
             ram,
@@ -108,12 +111,15 @@ impl Driver<'_> {
             may_stop: self.may_stop(),
             held: Held::default(),
             retries: 0,
+            waited_for_saving: Duration::ZERO,
             abort: Arc::clone(&self.kernel.abort),
         };
-        let panicked = self.kernel.events.clone();
+        let (panicked, mut log) = (self.kernel.events.clone(), self.log.clone());
         let run = move || {
             // Reported, because the driver waits for messages of this thread.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| rounds.run())) {
+                // The first error is the one to report.
+                let _ = log.stop();
                 let reason = format!("the thread of the rounds panicked: {}", monitor::panic_text(panic));
                 panicked.send(Event::Rounds(RoundEvent::Failed(reason)));
             }

@@ -9,7 +9,7 @@ use sterna_wire::switchover::SourceEvent;
 
 use super::{Driver, Event};
 use crate::device_state::save::{self, PieceTarget, Route, SaveEvent};
-use crate::device_state::{SaveDevice, SavingDevices, Threads};
+use crate::device_state::{SavingDevices, SharedDevice, Threads};
 use crate::entry::Pipeline;
 use crate::send::{SendChannel, SendContext};
 use crate::source::rounds::Order;
@@ -19,15 +19,15 @@ use crate::switchover::after;
 pub(super) struct Devices {
     pub(super) known: Arc<SavingDevices>,
     /// The devices, until their threads are started.
-    waiting: Vec<Box<dyn SaveDevice>>,
+    waiting: Vec<SharedDevice>,
     threads: Threads,
-    /// Whether the state machine has received [`SourceEvent::FinalStateSent`].
-    final_state_reported: bool,
+    /// How many devices have not saved.
+    unsaved: usize,
 }
 
 impl Devices {
-    pub(super) fn new(known: Arc<SavingDevices>, devices: Vec<Box<dyn SaveDevice>>) -> Self {
-        Self { known, waiting: devices, threads: Threads::default(), final_state_reported: false }
+    pub(super) fn new(known: Arc<SavingDevices>, devices: Vec<SharedDevice>) -> Self {
+        Self { known, unsaved: devices.len(), waiting: devices, threads: Threads::default() }
     }
 }
 
@@ -115,18 +115,22 @@ impl Driver<'_> {
                 self.device_loaded_ahead(device);
                 None
             }
-            SaveEvent::Saved => self.final_state_sent(),
+            SaveEvent::Saved => {
+                self.devices.unsaved -= 1;
+                let next = self.devices.unsaved == 0 && self.devices.known.precede_monitor();
+                let saved = if next { self.save_monitor() } else { Ok(()) };
+                saved.err().map(|reason| SourceEvent::Failed { reason })
+            }
             SaveEvent::Failed(reason) => Some(SourceEvent::Failed { reason }),
         }
     }
 
-    /// Returns the event by which the destination may prepare, once RAM is acknowledged and all state is handed over.
+    /// Returns the event by which the destination may prepare: all state was handed over, and after that the last page was acknowledged.
     pub(super) fn final_state_sent(&mut self) -> Option<SourceEvent> {
-        self.kernel.moments.drained?;
-        let saved = self.devices.known.all_saved()?;
-        if self.kernel.abort.is_over() || std::mem::replace(&mut self.devices.final_state_reported, true) {
+        if self.kernel.abort.is_over() {
             return None;
         }
+        let saved = self.devices.known.all_saved().flatten();
         self.kernel.moments.saved = self.kernel.moments.saved.max(saved);
         self.kernel.due = Some((after(self.step_time()), "loading at the destination"));
         Some(SourceEvent::FinalStateSent)

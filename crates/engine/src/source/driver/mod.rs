@@ -37,13 +37,15 @@ use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
 use crate::send::{Compression, HashKey, Refusals, Sent};
-use crate::session::{self, ConnectionEvent, Features, Offer, OnConnectionEvent, Peer, Redial, Session, UNCHECKED};
+use crate::session::{
+    self, ConnectionEvent, Features, OPENING, Offer, OnConnectionEvent, Peer, Redial, Session, UNCHECKED,
+};
 use crate::switchover::{
     CANCELLED, DeliveryLimits, Events, Ledger, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved,
     run_source,
 };
 use crate::transport::{Address, Security};
-use crate::vmm::{AfterMove, SourceVmm, VmmError};
+use crate::vmm::{AfterMove, ResumeReason, SourceVmm, VmmError};
 use crate::window::Window;
 
 /// The events of the driver's own threads.
@@ -54,28 +56,29 @@ enum Event {
 }
 
 pub(super) fn run(
-    source: Source,
+    source: &Source,
     to: &Address,
     security: &Security,
     vmm: &mut dyn SourceVmm,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Report, MigrationError> {
-    let Source { ram, log, devices, settings } = source;
+    let Source { ram, log, devices, settings, .. } = source;
     let cpu = CpuTime::default();
     let _counted = cpu.count();
     let observer = &CaughtObserver(observer);
     let untouched = |error: VmmError| MigrationError::untouched(error);
     let mut vmm = SourceMonitor::new(vmm, &cpu).map_err(untouched)?;
     let (events, inbox) = Events::channel();
-    let (ids, devices): (Vec<_>, Vec<_>) = devices.into_iter().unzip();
+    let (ids, devices): (Vec<_>, Vec<_>) = devices.iter().cloned().unzip();
     let serial = settings.device_channels == DeviceChannels::Serial;
     let known = Arc::new(SavingDevices::new(ids.clone(), serial, settings.downtime));
     let machine = Machine {
         machine_type: vmm.machine_type().map_err(untouched)?,
         devices: ids,
         device_channels: if known.is_empty() { DeviceChannels::default() } else { settings.device_channels },
-        ..machine(vmm.name(), &ram, settings.downtime.as_millis() as u64)
+        opening: settings.opening.clone(),
+        ..machine(vmm.name(), ram, settings.downtime.as_millis() as u64)
     };
     check_devices(&machine).map_err(MigrationError::untouched)?;
     let post_copy = matches!(settings.not_converging, NotConverging::PostCopy | NotConverging::PostCopyAfter(_));
@@ -84,7 +87,7 @@ pub(super) fn run(
     }
     let engines = settings.engines(observer).map_err(MigrationError::untouched)?;
     let weight = settings.accelerator_weight;
-    let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, &ram, weight));
+    let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, ram, weight));
     let engines = match &accelerator {
         Some(accelerator) => accelerator.engines(engines, settings.iaa_verify.verifies(settings.checksums)),
         None => engines,
@@ -93,6 +96,7 @@ pub(super) fn run(
     // What was chosen is required, so that it is not left out silently.
     let mut required = required_features(post_copy, settings.checksums, settings.delta_cache > 0);
     required.extend((!known.is_empty()).then_some(DEVICE_STATE));
+    required.extend((!settings.opening.is_empty()).then_some(OPENING));
     let mut offered = required.clone();
     offered.push(RETRANSMIT);
     let offer = Offer {
@@ -126,7 +130,7 @@ pub(super) fn run(
     let _cancelling = events.on_cancel(cancel, move || monitor_call.raise(CANCELLED));
     let hash_key = HashKey::random()
         .map_err(|error| MigrationError::untouched(format!("no random numbers for hashes of pages: {error}")))?;
-    let window = new_window(&session, &settings);
+    let window = new_window(&session, settings);
     let (machine, first) = SourceSwitchover::begin();
     let kernel = SourceKernel::new(SourceSetup {
         machine,
@@ -151,14 +155,14 @@ pub(super) fn run(
         vmm,
         cpu,
         security,
-        unsent: Arc::new(Unsent::none_of(&ram)),
+        unsent: Arc::new(Unsent::none_of(ram)),
         refusals: Arc::new(Refusals::of_guest_ram(ram.clone())),
         ram: ram.clone(),
-        log: Some(CaughtLog::new(log)),
+        log: log.clone(),
         post_copy: PostCopy::default(),
         window,
         pacer: Arc::new(Pacer::new(settings.bandwidth)),
-        settings,
+        settings: settings.clone(),
         occupied,
         moving: None,
         devices: Devices::new(known, devices),
@@ -225,8 +229,7 @@ struct Driver<'a> {
     security: &'a Security,
     settings: Settings,
     ram: GuestRam,
-    /// The dirty log, until the rounds begin.
-    log: Option<CaughtLog>,
+    log: CaughtLog,
     /// In post-copy: pages that the destination lacks.
     unsent: Arc<Unsent>,
     /// Packets whose content did not arrive as it was read.
@@ -293,21 +296,19 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     }
 
     fn resume(&mut self) -> Result<SourceGuest, String> {
-        match self.resume_guest() {
+        let cancelled = self.kernel.cancelled();
+        match self.resume_guest(if cancelled { ResumeReason::Cancelled } else { ResumeReason::Failed }) {
             Ok(()) => Ok(SourceGuest::Running),
             Err(_) if self.vmm.has_ended() => Ok(SourceGuest::Gone),
             Err(reason) => Err(reason),
         }
     }
 
-    fn stays(&mut self) {
+    fn guest_stays(&mut self) {
         if self.throttled > 0
             && let Err(error) = self.vmm.throttle(0)
         {
             self.kernel.observer.note(&format!("the guest stays slowed down: {error}"));
-        }
-        if let Err(error) = self.vmm.stays() {
-            self.kernel.observer.note(&error.to_string());
         }
     }
 
@@ -317,7 +318,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
             self.kernel.abort.finish();
             self.end_data_plane();
         }
-        match self.vmm.moved() {
+        match self.vmm.guest_moved() {
             Ok(AfterMove::Kept) => Ok(SourceGuest::Completed),
             Ok(AfterMove::Ended) => {
                 self.ended = true;
@@ -383,7 +384,11 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     fn waiting_for(&self) -> Option<String> {
         let moments = &self.kernel.moments;
         let lacks = |moment: Option<Instant>| moments.paused.is_some() && moment.is_none();
-        let pages = lacks(moments.drained).then(|| "the last pages".to_owned());
+        // Pages are also named last, because saving may write them: in that time they are not waited for.
+        let to_deliver = self.stats.lock().expect("no thread panics with the lock held").to_deliver;
+        let undelivered = to_deliver > self.window.delivered().1.carried.pages();
+        let pages = undelivered || moments.saved.is_some() && self.devices.known.all_saved().is_some();
+        let pages = (lacks(moments.drained) && pages).then(|| "the last pages".to_owned());
         let state = lacks(moments.saved).then(|| MONITORS_STATE.to_owned());
         let all: Vec<_> = pages.into_iter().chain(state).chain(self.devices.known.waiting_for()).collect();
         (!all.is_empty()).then(|| all.join(", "))
@@ -424,8 +429,8 @@ impl Driver<'_> {
                 return Some(SourceEvent::PostCopyWanted);
             }
             RoundEvent::Failed(reason) => Err(reason),
-            RoundEvent::Drained(when) => {
-                self.kernel.moments.drained = Some(when);
+            RoundEvent::Drained { at, saving } => {
+                (self.kernel.moments.drained, self.kernel.moments.saving) = (Some(at), saving);
                 return self.final_state_sent();
             }
         };

@@ -8,7 +8,7 @@ use crate::migration::Phase;
 use crate::source::rounds::Order;
 use crate::state::{Part, StateWriter};
 use crate::switchover::{after, too_long};
-use crate::vmm::VmmError;
+use crate::vmm::{ResumeReason, VmmError};
 
 /// The name of the monitor's state in reasons: the source waits for it while the guest is paused.
 pub(super) const MONITORS_STATE: &str = "the monitor's state";
@@ -80,15 +80,15 @@ impl Driver<'_> {
     /// Resumes the guest, because the downtime would be too long after all.
     pub(super) fn run_on(&mut self) -> Result<(), String> {
         self.kernel.observer.note("the guest had dirtied too much until it was paused: it runs on");
-        self.resume_guest()?;
+        self.resume_guest(ResumeReason::RoundsGoOn)?;
         self.keep_throttled();
         self.kernel.ledger.note_pausing(false).map_err(|error| error.to_string())?;
         (self.phase, self.kernel.due) = (Phase::Rounds, self.rounds_due());
         Ok(())
     }
 
-    pub(super) fn resume_guest(&mut self) -> Result<(), String> {
-        self.vmm.resume().map_err(|error| format!("the monitor does not resume the guest: {error}"))?;
+    pub(super) fn resume_guest(&mut self, reason: ResumeReason) -> Result<(), String> {
+        self.vmm.resume(reason).map_err(|error| format!("the monitor does not resume the guest: {error}"))?;
         self.kernel.moments.runs_on();
         self.set_urgent(false);
         Ok(())
@@ -102,16 +102,22 @@ impl Driver<'_> {
         }
     }
 
-    /// Sends the state of the guest, which stays paused, while its last pages are on their way.
+    /// Has the state of the guest, which stays paused, saved and sent while its last pages are on their way.
     pub(super) fn send_state(&mut self) -> Result<(), String> {
-        let Some(moving) = &self.moving else { return Ok(()) };
-        if self.kernel.abort.is_over() {
+        if self.moving.is_none() || self.kernel.abort.is_over() {
             return Ok(());
         }
         self.devices.known.save();
+        // The destination reads nothing behind the monitor's state before it has all of RAM, so devices on the same channel go first.
+        if self.devices.known.precede_monitor() { Ok(()) } else { self.save_monitor() }
+    }
+
+    /// Saves the monitor's own state, lets the rounds collect what that has written, and sends the state.
+    pub(super) fn save_monitor(&mut self) -> Result<(), String> {
+        let Some(moving) = self.moving.as_ref().filter(|_| !self.kernel.abort.is_over()) else { return Ok(()) };
         let stream = moving.stream.as_ref().ok_or("there is no stream channel")?;
         let mut state = StateWriter::new(stream, Part::Final, self.kernel.session.packet_size);
-        // The deadline ends the call where the destination does not read and so blocks the monitor, on this thread.
+        // The deadline ends the wait for a destination that does not read, on this thread.
         let deadline = self.kernel.due.map(|(deadline, step)| {
             let devices = Arc::clone(&self.devices.known);
             let lacks = move || [Some(MONITORS_STATE.to_owned()), devices.waiting_for()];
@@ -120,7 +126,10 @@ impl Driver<'_> {
         });
         let inside = self.occupied.enter(&self.kernel.abort, deadline);
         let saved = self.vmm.save(&mut state).map_err(|error| format!("saving the guest's state failed: {error}"));
-        let finished = saved.and_then(|()| state.finish().map_err(|error| error.to_string()));
+        let finished = saved.and_then(|()| {
+            moving.order(Order::Saved);
+            state.finish().map_err(|error| error.to_string())
+        });
         drop(inside);
         let bytes = match finished {
             Ok(bytes) => bytes,

@@ -54,7 +54,7 @@ pub trait DestinationDriver<'a> {
     fn start_guest(&mut self) -> Result<DestinationGuest, String>;
 
     /// Called when the guest runs here.
-    fn arrived(&mut self);
+    fn guest_started(&mut self);
 
     /// Ends the monitor: its copy of the guest never ran and never will.
     ///

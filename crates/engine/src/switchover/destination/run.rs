@@ -177,9 +177,12 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             driver.await_memory();
             None
         }
-        DestinationAction::Cont => Some(start_guest(driver)),
+        DestinationAction::Cont => {
+            end_channels(driver);
+            Some(start_guest(driver))
+        }
         DestinationAction::AnnounceSelf => {
-            driver.arrived();
+            driver.guest_started();
             None
         }
         DestinationAction::Quit => {
@@ -210,6 +213,18 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             driver.ended(&end);
             None
         }
+    }
+}
+
+/// Ends the channels of a guest whose memory is complete, and waits for their threads: no thread writes the memory of a running guest,
+/// whatever the source sends after its decision.
+fn end_channels<'a, D: DestinationDriver<'a>>(driver: &mut D) {
+    if driver.kernel().lacks_memory() {
+        return;
+    }
+    driver.kernel().abort.finish();
+    if let Some(receiving) = driver.receiving() {
+        receiving.acceptor.join();
     }
 }
 

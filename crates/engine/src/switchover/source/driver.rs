@@ -48,8 +48,8 @@ pub trait SourceDriver<'a> {
     /// Why the guest does not run: `sterna recover` has to settle the migration.
     fn resume(&mut self) -> Result<SourceGuest, String>;
 
-    /// The guest runs here again, and stays.
-    fn stays(&mut self);
+    /// Called when the migration has failed and the guest runs here, as it does from now on.
+    fn guest_stays(&mut self);
 
     /// Ends the monitor, or keeps it: the guest runs at the destination. Returns the state of the guest here.
     ///

@@ -117,7 +117,7 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
         SourceAction::EndMigration => Some(state_of(driver.end_migration())),
         SourceAction::Cont => Some(state_of(driver.resume())),
         SourceAction::AnnounceSelf => {
-            driver.stays();
+            driver.guest_stays();
             None
         }
         SourceAction::EndGuest => {

@@ -28,8 +28,8 @@ pub(crate) struct Device {
     pub(crate) rest: u64,
     /// Whether it reports an endless amount until everything that is saved ahead was saved.
     pub(crate) overstates: bool,
-    /// Signalled when the source's device has been dropped.
-    pub(crate) dropped: Option<Signal>,
+    /// Signalled when saving the source's device has ended.
+    pub(crate) ended: Option<Signal>,
     /// Saving or loading fails after so many bytes.
     pub(crate) save_fails: Option<u64>,
     pub(crate) load_fails: Option<u64>,
@@ -38,6 +38,8 @@ pub(crate) struct Device {
     /// Signals for which saving ahead, and saving while the guest is paused, wait.
     pub(crate) ahead_on: Option<Signal>,
     pub(crate) saves_on: Option<Signal>,
+    /// What the device does when it saves while the guest is paused, before it writes its last byte.
+    pub(crate) in_save: Option<Arc<dyn Fn() + Send + Sync>>,
     /// Signal for which loading waits after the first byte.
     pub(crate) loads_on: Option<Signal>,
     /// Signalled when the device has been loaded.
@@ -92,6 +94,13 @@ impl Devices {
             destination.device(device.id(), Box::new(TestLoader(device.clone())))
         };
         self.0.iter().rev().fold(destination, take)
+    }
+
+    /// Returns the devices for a destination whose monitor makes them.
+    pub(crate) fn to_load(&self) -> Vec<(DeviceId, Box<dyn LoadDevice>)> {
+        let load =
+            |device: &Device| -> (_, Box<dyn LoadDevice>) { (device.id(), Box::new(TestLoader(device.clone()))) };
+        self.0.iter().map(load).collect()
     }
 
     pub(crate) fn all_whole(&self) -> bool {
@@ -173,17 +182,18 @@ impl SaveDevice for TestSaver {
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
         self.device.saves_on.iter().for_each(Signal::wait);
+        self.write(self.device.bytes() - 1.min(self.device.rest), state)?;
+        self.device.in_save.iter().for_each(|act| act());
         self.write(self.device.bytes(), state)?;
         match self.device.save_fails {
             Some(_) => Err("saving was made to fail".into()),
             None => Ok(()),
         }
     }
-}
 
-impl Drop for TestSaver {
-    fn drop(&mut self) {
-        self.device.dropped.iter().for_each(Signal::set);
+    fn saving_ended(&mut self) {
+        (self.at, self.turns) = (0, 0);
+        self.device.ended.iter().for_each(Signal::set);
     }
 }
 

@@ -19,7 +19,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Listening;
 use sterna_engine::migration::MigrationError;
 use sterna_engine::report::ReceiveReport;
-use sterna_engine::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 
@@ -221,8 +221,12 @@ pub(crate) struct Monitor {
     pub(crate) span_when_throttled: Option<u64>,
     /// Pages that are written between the call of `pause` and its return.
     pub(crate) last_writes: u64,
+    /// Pages of each block that `save` writes: from the first on, and as many from the last on.
+    pub(crate) save_writes: u64,
     pub(crate) no_post_copy: Option<&'static str>,
     pub(crate) called: Vec<&'static str>,
+    /// Why the guest was resumed at the source, each time.
+    pub(crate) resumed: Vec<ResumeReason>,
     /// Is called before each method is executed.
     pub(crate) on_call: Option<Box<dyn Fn(&'static str) + Send>>,
     digest: u64,
@@ -350,8 +354,10 @@ impl Monitor {
             throttled: 0,
             span_when_throttled: None,
             last_writes: 0,
+            save_writes: 0,
             no_post_copy: None,
             called: Vec::new(),
+            resumed: Vec::new(),
             on_call: None,
             digest: 0,
             behind: None,
@@ -481,7 +487,8 @@ impl SourceVmm for Monitor {
         self.fails_at("paused")
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
+        self.resumed.push(reason);
         self.may_fail("resume")?;
         // Pausing may have failed.
         if !self.runs() {
@@ -492,6 +499,12 @@ impl SourceVmm for Monitor {
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
         self.may_fail("save")?;
+        for (block, pages) in self.memory.pages().into_iter().enumerate() {
+            for page in (0..self.save_writes).chain(pages - self.save_writes..pages) {
+                self.memory.words(block)[page as usize * WORDS].fetch_add(1, Ordering::Relaxed);
+                self.marker.mark(block, page..page + 1);
+            }
+        }
         state.write_all(&self.writes.load(Ordering::Relaxed).to_le_bytes())?;
         state.write_all(&self.memory.digest().to_le_bytes())?;
         state.write_all(&vec![0x5a; self.state_bytes])?;

@@ -92,7 +92,7 @@ pub(crate) fn report_of(
     let address = listening.address().clone();
     // On a busy machine the model is so slow that the pages written in the meantime would not fit a shorter downtime.
     let source = Source::new(source.ram(), Box::new(log)).downtime(Duration::from_secs(10));
-    let migration = settings(source.method(MethodChoice::default()).offload(Arc::clone(offload)));
+    let mut migration = settings(source.method(MethodChoice::default()).offload(Arc::clone(offload)));
     let (sent, received) = std::thread::scope(|scope| {
         let (to, cancel) = (&mut to, &cancel);
         let receiving = scope.spawn(move || listening.run(to, cancel, &()));

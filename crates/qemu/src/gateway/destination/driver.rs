@@ -94,7 +94,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         Ok(DestinationGuest::Running)
     }
 
-    fn arrived(&mut self) {
+    fn guest_started(&mut self) {
         qemu::announce(&self.qmp);
     }
 
@@ -125,6 +125,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         match message {
             ControlMessage::Totals(totals) => {
                 self.kernel.phase = Phase::SwitchingOver;
+                self.feeder.seal();
                 self.loading.totals = Some(totals);
                 let missing = self.feeder.missing();
                 if missing > 0 {

@@ -280,7 +280,7 @@ impl DestinationVmm for QemuDestination {
         matches!(self.qmp.status(), Err(QmpError::Closed { .. })) && qemu::has_ended(self.identity)
     }
 
-    fn arrived(&mut self) {
+    fn guest_started(&mut self) {
         qemu::announce(&self.qmp);
         if let Some(Err(error)) = self.restore.take().map(Restore::restore) {
             tracing::warn!(%error, "QEMU's migration settings could not be put back");

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use serde_json::json;
 use sterna_engine::source::MonitorRecord;
-use sterna_engine::vmm::{AfterMove, SourceVmm, VmmError};
+use sterna_engine::vmm::{AfterMove, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::ram::GuestRam;
 use sterna_wire::switchover::SourceAfter;
 use sterna_wire::text::cleaned;
@@ -202,11 +202,15 @@ impl SourceVmm for QemuSource {
         Ok(())
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
         (self.state, self.throttle) = (None, None);
         if self.stopped {
             self.take_back()?;
             self.stopped = false;
+            if reason != ResumeReason::RoundsGoOn {
+                // The switches may have learned the other host's port.
+                qemu::announce(&self.qmp);
+            }
         }
         Ok(())
     }
@@ -234,11 +238,7 @@ impl SourceVmm for QemuSource {
         matches!(self.qmp.status(), Err(QmpError::Closed { .. })) && qemu::has_ended(self.record.process)
     }
 
-    fn stays(&mut self) {
-        qemu::announce(&self.qmp);
-    }
-
-    fn moved(&mut self) -> Result<AfterMove, VmmError> {
+    fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {
         match self.qmp.status().as_deref() {
             Ok("running") => return Ok(AfterMove::RunsHere),
             // A QEMU that does not answer is ended as well.

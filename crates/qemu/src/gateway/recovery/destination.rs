@@ -125,7 +125,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         }
     }
 
-    fn arrived(&mut self) {
+    fn guest_started(&mut self) {
         self.qmp.iter().for_each(qemu::announce);
     }
 

@@ -134,7 +134,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         Ok(SourceGuest::Running)
     }
 
-    fn stays(&mut self) {
+    fn guest_stays(&mut self) {
         restore_settings(self.qmp.as_ref(), self.kernel.ledger.record(), self.kernel.observer);
         self.qmp.iter().for_each(qemu::announce);
     }

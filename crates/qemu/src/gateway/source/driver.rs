@@ -93,7 +93,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         Ok(SourceGuest::Running)
     }
 
-    fn stays(&mut self) {
+    fn guest_stays(&mut self) {
         if let Stage::Begun(begun) = &mut self.stage {
             begun.restore = None;
             if begun.accepted {
