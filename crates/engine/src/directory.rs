@@ -389,7 +389,7 @@ impl Directory {
     }
 
     /// Locks the directory until it is closed, unless another process holds the lock. Returns whether it is locked now.
-    /// Every user who may read a directory may lock it.
+    /// Any user who may read a directory may lock it.
     ///
     /// # Errors
     /// The directory was opened without permission to read.

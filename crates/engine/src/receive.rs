@@ -381,8 +381,8 @@ fn refused(header: &PacketHeader, error: SinkError) -> ReceiveError {
 struct Decoders(Vec<(Format, Box<dyn Decoder>)>);
 
 impl Decoders {
-    /// Decodes the payload of a packet, at the beginning of `payload`, and decodes once more if the content is not what the source read:
-    /// right then means that this side's first decoding erred; wrong again, that the source's encoding did.
+    /// Decodes the payload of a packet, at the beginning of `payload`, and decodes a second time if the content is not what the source
+    /// read: right then means that this side's first decoding erred; wrong again, that the source's encoding did.
     fn decode(
         &mut self,
         header: &PacketHeader,

@@ -234,7 +234,7 @@ impl RamBlock {
         let owner = Arc::new(OwnMapping { start, bytes });
         // SAFETY: the mapping was made just now for the block alone, which keeps it; what the file is of is compared by `GuestRam`.
         let block = unsafe { Self::new(name, start, bytes, Backing::Shared(file, offset)) };
-        Ok(block.with_page_size(page_size).kept_by(owner))
+        Ok(block.with_page_size(page_size).owned_by(owner))
     }
 
     /// Returns the block, a file in memory that is mapped here ([`RamBlock::of_file`]), with its address in the guest's
@@ -254,7 +254,7 @@ impl RamBlock {
     /// Returns the block, which with its clones keeps `owner` alive. If dropping `owner` unmaps the memory, the first
     /// promise of [`RamBlock::new`] is kept.
     #[must_use]
-    pub fn kept_by(self, owner: Arc<dyn Any + Send + Sync>) -> Self {
+    pub fn owned_by(self, owner: Arc<dyn Any + Send + Sync>) -> Self {
         Self { _owner: Some(owner), ..self }
     }
 

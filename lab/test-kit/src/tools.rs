@@ -17,7 +17,7 @@ pub fn qatzip_directory() -> Option<PathBuf> {
 /// Prints that a test is skipped for want of QATzip.
 ///
 /// # Panics
-/// A skip is not allowed: `STERNA_REQUIRE_TOOLS` says that `scripts/setup` ran, and that did not record that the library cannot be had here.
+/// A skip is an error: `STERNA_REQUIRE_TOOLS` shows that `scripts/setup` ran, and setup did not record that the library is unavailable.
 pub fn skip_without_qatzip(why: &str) {
     let excused = tools().any(|tools| tools.join("qatzip-absent").is_file());
     assert!(excused || std::env::var_os("STERNA_REQUIRE_TOOLS").is_none(), "{why}");

@@ -208,7 +208,7 @@ impl PostCopy {
         let Some((number, block)) = self.missing.iter().enumerate().find(|(_, block)| block.contains(address)) else {
             return Ok(());
         };
-        if let Answer::Ask(pages) = block.fault(address)? {
+        if let Answer::Request(pages) = block.fault(address)? {
             let block = number as u16;
             {
                 let mut requested = self.requested();
@@ -239,7 +239,7 @@ impl PostCopy {
     pub(super) fn connected(&self, writer: Writer) -> Result<(), MissingError> {
         *self.requests() = Some(writer);
         // Faults before this channel have not been requested, and are repeated now.
-        self.missing.iter().try_for_each(MissingPages::forget_asked)
+        self.missing.iter().try_for_each(MissingPages::forget_requests)
     }
 
     /// Uses the post-copy channel of a source that has reconnected: sends the list of missing pages, then the requests.
@@ -262,7 +262,7 @@ impl PostCopy {
         list.flush()?;
         drop(list);
         *self.requests() = Some(writer);
-        self.missing.iter().try_for_each(MissingPages::forget_asked).map_err(io::Error::other)
+        self.missing.iter().try_for_each(MissingPages::forget_requests).map_err(io::Error::other)
     }
 
     /// Records that the source is lost: pages are requested when it has reconnected.

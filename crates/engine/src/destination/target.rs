@@ -179,7 +179,7 @@ impl Target {
     /// Returns a line for each block about how it is filled, for the report.
     pub(super) fn placement(&self) -> Vec<String> {
         let line = |(block, place): (&RamBlock, &Option<Box<dyn Place>>)| {
-            let method = place.as_ref().map_or(PlacementMethod::OwnMemory, |place| place.way());
+            let method = place.as_ref().map_or(PlacementMethod::OwnMemory, |place| place.method());
             let backing = match block.backing() {
                 Backing::Anonymous => "anonymous memory",
                 Backing::Shared(..) => "a shared file in memory",

@@ -72,7 +72,7 @@ pub(super) struct Packet<'a> {
     pub(super) detail: u64,
     pub(super) table: Table<'a>,
     pub(super) content: &'a [u8],
-    /// The content's CRC-32C, where it is known already.
+    /// The content's CRC-32C, if it was computed already.
     pub(super) checksum: Option<u32>,
     /// Whether the content may be compressed.
     pub(super) compress: bool,
@@ -81,7 +81,7 @@ pub(super) struct Packet<'a> {
     /// Pages that count as delivered with the packet's acknowledgement.
     pub(super) delivers: PageCounts,
     /// The device that has copied the content.
-    pub(super) maker: Option<Producer>,
+    pub(super) producer: Option<Producer>,
     /// For a piece of device state: the guest's device.
     pub(super) device: Option<u16>,
 }
@@ -99,7 +99,7 @@ impl<'a> Packet<'a> {
             compress: false,
             in_window: 0,
             delivers: PageCounts::default(),
-            maker: None,
+            producer: None,
             device: None,
         }
     }
@@ -224,7 +224,7 @@ impl PacketWriter {
         let coded = packet.compress && !content.is_empty() && !self.coding.is_none();
         let encoded = if coded { self.encode(content)? } else { None };
         let (method, payload, compressor) = match encoded {
-            Some((format, length)) => (format, &self.encoded[..length], self.coding.maker()),
+            Some((format, length)) => (format, &self.encoded[..length], self.coding.producer()),
             None => (0, content, None),
         };
         let content_pages = match packet.kind {
@@ -240,7 +240,7 @@ impl PacketWriter {
                 bytes: (self.table.len() + payload.len()) as u64,
             },
             content_pages,
-            suspect: compressor.map(Suspect::Compressed).or(packet.maker.map(Suspect::Copied)),
+            suspect: compressor.map(Suspect::Compressed).or(packet.producer.map(Suspect::Copied)),
             device: packet.device.map(|device| (device, content.len() as u32)),
         });
         let header = PacketHeader {

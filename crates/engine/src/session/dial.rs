@@ -361,7 +361,7 @@ mod tests {
     fn sources_that_find_no_room_try_again_until_there_is_some() {
         let listener = Listener::bind("127.0.0.1:0").unwrap();
         let to = &listener.local_address();
-        let one = Limits { pending: 1, ..Limits::default() };
+        let one = Limits { max_pending: 1, ..Limits::default() };
         let incoming = &listener.start(Security::Insecure, one).unwrap();
         scope(|scope| {
             // One of them has the only place until its connection is accepted; the others are answered that the destination is busy.

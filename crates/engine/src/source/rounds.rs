@@ -536,10 +536,10 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
     /// Takes devices out of service that called pages zero which were not, and which the guest has not written since.
     fn judge(&self, doubts: Vec<Doubt>) {
         let Some(accelerator) = &self.accelerator else { return };
-        for Doubt { block, page, maker } in doubts {
+        for Doubt { block, page, producer } in doubts {
             if !self.written[usize::from(block)].contains(page) {
                 accelerator.offload().report_wrong_result(
-                    maker,
+                    producer,
                     "it called a page zero that is not, and the guest has not written the page",
                 );
             }

@@ -146,7 +146,7 @@ impl Listener {
     }
 
     /// Starts a thread that accepts connections. Each connection's handshake runs on another thread and takes at most
-    /// `limits.handshake`. At most `limits.pending` connections exist at once; a connection counts until it is received
+    /// `limits.handshake`. At most `limits.max_pending` connections exist at once; a connection counts until it is received
     /// from [`Incoming`].
     ///
     /// A further connection replaces one that has not sent its channel header yet: the oldest from the host that has
@@ -291,7 +291,7 @@ impl Acceptor {
         let Some(hold) = self.slot(&socket) else {
             tracing::warn!(
                 peer = socket.peer(),
-                limit = self.limits.pending,
+                limit = self.limits.max_pending,
                 "too many connections at once, refused one"
             );
             postpone_unread(&socket, TOO_MANY);
@@ -323,7 +323,8 @@ impl Acceptor {
         }
         let open = slots.iter().filter(|slot| slot.stage != Stage::Closed).count();
         // The threads of closed connections end as soon as they get a CPU, so twice the number is allowed.
-        let room = slots.len() < 2 * self.limits.pending && (open < self.limits.pending || make_room(&mut slots));
+        let room =
+            slots.len() < 2 * self.limits.max_pending && (open < self.limits.max_pending || make_room(&mut slots));
         let clone = Arc::new(room.then(|| socket.try_clone().ok()).flatten()?);
         slots.push(Slot { socket: Arc::clone(&clone), host: socket.host(), stage: Stage::Silent });
         Some(Hold { socket: clone, slots: Arc::clone(&self.slots) })

@@ -69,12 +69,12 @@ pub struct Limits {
     /// Time without a byte inside of a packet after which the peer counts as lost.
     pub silence: Duration,
     /// Maximum number of connections of a listener that have not sent their channel header yet.
-    pub pending: usize,
+    pub max_pending: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { connect: HANDSHAKE_TIME, handshake: HANDSHAKE_TIME, silence: SILENCE_LIMIT, pending: 32 }
+        Self { connect: HANDSHAKE_TIME, handshake: HANDSHAKE_TIME, silence: SILENCE_LIMIT, max_pending: 32 }
     }
 }
 

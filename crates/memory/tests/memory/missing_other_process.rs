@@ -154,7 +154,7 @@ fn a_process_waits_for_its_missing_pages_and_finds_pages_placed_from_outside() {
         assert_eq!(child.ask("read 0 0"), "1");
 
         child.process.lock().unwrap().send("read 0 3");
-        assert_eq!(next_fault(&userfault, &missing), Answer::Ask(3..4));
+        assert_eq!(next_fault(&userfault, &missing), Answer::Request(3..4));
         assert_eq!(missing.place(3, &page_of(333)).unwrap(), 1);
         assert_eq!(child.process.lock().unwrap().answer(), "333", "{kind}");
         // Pages that arrive before they are accessed cause no fault; zero pages are zero.
@@ -182,7 +182,7 @@ fn a_waiting_thread_continues_to_wait_when_the_filling_program_is_gone() {
         let WatchedChild { child, features, userfault, missing, ram: _ram } = WatchedChild::start(kind);
         missing.declare_stale(5..7).unwrap();
         child.process.lock().unwrap().send("read 0 5");
-        assert_eq!(next_fault(&userfault, &missing), Answer::Ask(5..6));
+        assert_eq!(next_fault(&userfault, &missing), Answer::Request(5..6));
         // Like the end of this program: closes its descriptor, without unregistering.
         std::mem::forget(missing);
         let userfault = Arc::into_raw(userfault);

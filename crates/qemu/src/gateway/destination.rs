@@ -128,11 +128,11 @@ fn accept_source(
         match direct::prepare_destination(qmp, &source.machine) {
             Ok(ready) => return Ok((source, Some(ready))),
             // The source may come again, by QEMU's own stream.
-            Err(direct::NotTaken::Untouched(reason)) => {
+            Err(direct::Refusal::Untouched(reason)) => {
                 observer.note(&format!("refused: {}: {reason}; this QEMU was not touched", source.peer));
                 refuse(reason);
             }
-            Err(direct::NotTaken::Begun(reason)) => {
+            Err(direct::Refusal::Begun(reason)) => {
                 refuse(reason.clone());
                 let left = match qemu::quit(qmp, identity, QUIT_TIME) {
                     Ok(()) => "its QEMU was ended".to_owned(),
