@@ -1,6 +1,6 @@
 //! Compiles the payload that the vCPUs run: the guest's library (`guest/src/lib.rs`) and `payload/payload.rs`, to a flat
-//! image at a fixed address. The compiler of the host's programs does it, with neither a library of the system nor code
-//! that starts one: so nothing has to be installed or downloaded for it.
+//! image at a fixed address. The host's compiler builds it without the standard library or start-up code, so nothing
+//! has to be installed or downloaded.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ fn main() {
     let here = root.join("lab/microvm");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("set by cargo"));
     let library = out.join("libsterna_guest.rlib");
-    // Messages of panics name files: the same ones wherever this is compiled.
+    // Panic messages name files: remapped, so that the image is the same wherever it is compiled.
     let names = format!("--remap-path-prefix={}=", root.display());
     compile(&root.join("guest/src/lib.rs"), &library, &["--crate-type=lib", "--crate-name=sterna_guest", &names]);
     let script = format!("-Clink-arg=-T{}", here.join("payload/payload.ld").display());

@@ -54,8 +54,8 @@ impl Encoder for Adaptive {
         Ok(encoded)
     }
 
-    fn maker(&self) -> Option<Producer> {
-        self.inner.maker()
+    fn producer(&self) -> Option<Producer> {
+        self.inner.producer()
     }
 }
 

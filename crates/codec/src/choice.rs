@@ -6,7 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// A method, the engine that encodes it, and a level. Which engine `auto` stands for depends on what this host has
+/// A method, the engine that encodes it, and a level. The engine that `auto` selects depends on what this host has
 /// ([`Engines::encoding`](crate::Engines::encoding)).
 ///
 /// As text: the method, the level if one was chosen, and the engine if one was named: `lz4`, `zstd -5`, `deflate by iaa`,
@@ -80,16 +80,16 @@ pub enum ChoiceError {
         level: String,
     },
     /// The method has other levels.
-    #[error("method {method} has the levels {least} to {most}, not '{level}'")]
+    #[error("method {method} has the levels {min} to {max}, not '{level}'")]
     Level {
         /// The method.
         method: Method,
         /// The value that was given.
         level: String,
         /// Its lowest level.
-        least: i32,
+        min: i32,
         /// Its highest level.
-        most: i32,
+        max: i32,
     },
 }
 
@@ -124,8 +124,8 @@ impl MethodChoice {
                 return Err(ChoiceError::NoLevels { method, engine, level: level.to_string() });
             };
             if !first.contains(level) {
-                let (least, most) = (first.least, first.most);
-                return Err(ChoiceError::Level { method, level: level.to_string(), least, most });
+                let (min, max) = (first.min, first.max);
+                return Err(ChoiceError::Level { method, level: level.to_string(), min, max });
             }
         }
         Ok(Self { method, engine, level })
@@ -223,8 +223,8 @@ impl FromStr for MethodChoice {
             (Ok(level), _) => Self::new(method, engine, Some(level)),
             (Err(_), None) => Err(ChoiceError::NoLevels { method, engine, level: level.to_owned() }),
             (Err(_), Some(levels)) => {
-                let (least, most) = (levels.least, levels.most);
-                Err(ChoiceError::Level { method, level: level.to_owned(), least, most })
+                let (min, max) = (levels.min, levels.max);
+                Err(ChoiceError::Level { method, level: level.to_owned(), min, max })
             }
         }
     }
@@ -292,7 +292,7 @@ mod tests {
     fn every_method_engine_and_level_of_the_table_can_be_chosen_and_reads_back() {
         for method in Method::all() {
             let of_each = |row: &crate::EncodingRow| {
-                let levels = row.levels.map_or(0..=-1, |levels| levels.least..=levels.most);
+                let levels = row.levels.map_or(0..=-1, |levels| levels.min..=levels.max);
                 let engines = [EngineChoice::Auto, EngineChoice::Only(row.engine)];
                 let levels: Vec<_> = levels.map(Some).chain([None]).collect();
                 engines.into_iter().flat_map(move |engine| levels.clone().into_iter().map(move |level| (engine, level)))

@@ -1,4 +1,4 @@
-//! What encodes on this side, once it is known which engines this host has: a method by one engine at one level.
+//! The encoding of the sending side: a method by one engine of this host at one level.
 
 use crate::choice::MethodChoice;
 use crate::method::{AUTO, DEFLATE, EncodingRow, METHODS};
@@ -38,7 +38,7 @@ impl Encoding {
     pub fn all_by(engine: Engine) -> impl Iterator<Item = Self> {
         let rows = Method::all().flat_map(|method| method.row().encodings.iter().map(move |row| (method, row)));
         rows.filter(move |(_, row)| row.engine == engine).flat_map(|(method, row)| {
-            let levels = row.levels.map_or(0..=0, |levels| levels.least..=levels.most);
+            let levels = row.levels.map_or(0..=0, |levels| levels.min..=levels.max);
             levels.map(move |level| Self { method, row, level })
         })
     }
@@ -93,7 +93,7 @@ impl Encoding {
     ///
     /// # Errors
     /// As [`Encoding::encoder`].
-    pub fn untiring_encoder(self, engines: &Engines) -> Result<Box<dyn Encoder>, CodecError> {
+    pub fn non_adaptive_encoder(self, engines: &Engines) -> Result<Box<dyn Encoder>, CodecError> {
         engines.encoder(self)
     }
 

@@ -1,5 +1,5 @@
-//! What encodes: the CPU, or an accelerator. A user who names an engine gets that engine or an error; otherwise an accelerator is taken
-//! where there is one.
+//! The engines that encode: the CPU or an accelerator. A user who names an engine gets that engine or an error; otherwise an accelerator is
+//! taken where there is one.
 
 use crate::{CodecError, Encoder, Encoding, MethodChoice};
 use std::fmt;
@@ -110,7 +110,7 @@ impl Engines {
         self.source(engine).is_some_and(EncoderSource::is_hardware)
     }
 
-    /// Returns who has really encoded `encoding` so far, in words, where its engine is an accelerator and anything is known of that.
+    /// Returns as text how much of `encoding` was really encoded by its accelerator so far; none for the CPU and before the first batch.
     pub fn account(&self, encoding: Encoding) -> Option<String> {
         self.source(encoding.engine())?.account()
     }

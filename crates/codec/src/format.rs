@@ -22,12 +22,12 @@ pub(crate) const AUTO: FormatRow = LZ4;
 pub(crate) const AUTO: FormatRow = ZSTD;
 
 pub(crate) const NONE: FormatRow =
-    FormatRow { wire: 0, name: "none", what: "the content", encoder: none::encoder, decoder: none::decoder };
+    FormatRow { wire: 0, name: "none", description: "the content", encoder: none::encoder, decoder: none::decoder };
 
 pub(crate) const LZ4: FormatRow = FormatRow {
     wire: 1,
     name: "lz4",
-    what: "one LZ4 block, without a frame",
+    description: "one LZ4 block, without a frame",
     encoder: lz4::encoder,
     decoder: lz4::decoder,
 };
@@ -36,7 +36,7 @@ pub(crate) const LZ4: FormatRow = FormatRow {
 pub(crate) const ZSTD: FormatRow = FormatRow {
     wire: 2,
     name: "zstd",
-    what: "one Zstandard frame (RFC 8878)",
+    description: "one Zstandard frame (RFC 8878)",
     encoder: zstd::encoder,
     decoder: zstd::decoder,
 };
@@ -44,7 +44,7 @@ pub(crate) const ZSTD: FormatRow = FormatRow {
 pub(crate) const DEFLATE: FormatRow = FormatRow {
     wire: 3,
     name: "deflate",
-    what: "one deflate stream (RFC 1951) without distances beyond 4096",
+    description: "one deflate stream (RFC 1951) without distances beyond 4096",
     encoder: deflate::encoder,
     decoder: deflate::decoder,
 };
@@ -52,7 +52,7 @@ pub(crate) const DEFLATE: FormatRow = FormatRow {
 pub(crate) const GZIP: FormatRow = FormatRow {
     wire: 4,
     name: "gzip",
-    what: "gzip members (RFC 1952), one or more, one after the other",
+    description: "gzip members (RFC 1952), one or more, one after the other",
     encoder: gzip::encoder,
     decoder: gzip::decoder,
 };
@@ -65,7 +65,7 @@ pub struct FormatRow {
     /// Its name in the handshake.
     pub name: &'static str,
     /// A description of a packet's payload.
-    pub what: &'static str,
+    pub description: &'static str,
     /// Makes an encoder that needs only the CPU, for a level of the requested method (any number where it has none).
     pub encoder: fn(level: i32) -> Result<Box<dyn Encoder>, CodecError>,
     /// Makes a decoder, which needs only the CPU too; it reads the output of any engine at any level.
@@ -163,7 +163,7 @@ mod tests {
         let (_, table) = document.split_once("| format | number | payload |\n|---|---|---|\n").unwrap();
         let written: Vec<&str> = table.lines().take_while(|line| line.starts_with('|')).collect();
         let rows: Vec<_> =
-            FORMATS.iter().map(|row| format!("| `{}` | {} | {} |", row.name, row.wire, row.what)).collect();
+            FORMATS.iter().map(|row| format!("| `{}` | {} | {} |", row.name, row.wire, row.description)).collect();
         assert_eq!(written, rows);
         let names: Vec<_> = FORMATS.iter().map(|row| format!("{:?}", row.name)).collect();
         assert!(document.contains(&format!("\"methods\": [{}]", names.join(", "))), "the hello offers all of them");

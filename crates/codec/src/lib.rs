@@ -106,7 +106,7 @@ pub trait Encoder: Send {
 
     /// Returns the device that wrote the last output, if the output was not verified: the device to report if it turns
     /// out to be wrong.
-    fn maker(&self) -> Option<Producer> {
+    fn producer(&self) -> Option<Producer> {
         None
     }
 }

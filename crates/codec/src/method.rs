@@ -26,7 +26,7 @@ pub static METHODS: &[MethodRow] = &[
         encodings: &[EncodingRow {
             engine: Engine::Cpu,
             format: &format::ZSTD,
-            levels: Some(Levels { least: -5, most: 9, default: 1 }),
+            levels: Some(Levels { min: -5, max: 9, default: 1 }),
         }],
     },
     MethodRow {
@@ -59,22 +59,22 @@ const LEFT_OUT: &[&str] = &[
     "zstd",
 ];
 
-const GZIP_LEVELS: Option<Levels> = Some(Levels { least: 1, most: 9, default: 1 });
+const GZIP_LEVELS: Option<Levels> = Some(Levels { min: 1, max: 9, default: 1 });
 
 /// The levels of an encoding; higher is smaller and slower.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Levels {
     /// The fastest.
-    pub least: i32,
+    pub min: i32,
     /// The smallest.
-    pub most: i32,
+    pub max: i32,
     /// The default.
     pub default: i32,
 }
 
 impl Levels {
     pub(crate) fn contains(self, level: i32) -> bool {
-        (self.least..=self.most).contains(&level)
+        (self.min..=self.max).contains(&level)
     }
 }
 

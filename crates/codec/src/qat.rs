@@ -86,7 +86,7 @@ impl Qatzip {
         }
         // `auto` uses the default level.
         let level = choice.encoding(Engine::Qat).and_then(Encoding::level).unwrap_or(1);
-        // Sessions without hardware are of no use unless somebody asks for them by name.
+        // Sessions without hardware are used only if the user names the engine.
         let software = match self.software {
             Software::Always if !named => Software::WhenBusy,
             software => software,

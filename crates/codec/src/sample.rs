@@ -25,7 +25,7 @@ impl Sampler {
     /// [`CodecError::Library`].
     pub fn new() -> Result<Self, CodecError> {
         let lz4 = "lz4".parse::<MethodChoice>().ok().and_then(MethodChoice::by_cpu).expect("there is LZ4");
-        Ok(Self { encoder: lz4.untiring_encoder(&Engines::default())?, sample: [0; SAMPLE], encoded: [0; SAMPLE] })
+        Ok(Self { encoder: lz4.non_adaptive_encoder(&Engines::default())?, sample: [0; SAMPLE], encoded: [0; SAMPLE] })
     }
 
     /// Returns the class of `content`; none if it is too small to sample.

@@ -118,8 +118,8 @@ type MethodEstimates = [Estimate; CLASSES.len() + 1];
 /// The measurements of the methods and of the network. The channels of a migration share them, so each measurement is
 /// made once; and with a price per channel, one channel could send uncompressed what another compresses at great cost.
 #[derive(Debug)]
-pub struct Knowledge {
-    ways: Mutex<Vec<MethodEstimates>>,
+pub struct SharedEstimates {
+    methods: Mutex<Vec<MethodEstimates>>,
     price: Mutex<Price>,
     channels: f64,
 }
@@ -132,19 +132,19 @@ struct Price {
     age: f64,
 }
 
-impl Knowledge {
-    /// Starts with `ways`, the cheapest first, for this many channels; unmeasured values are guessed. There must be at
+impl SharedEstimates {
+    /// Starts with `methods`, the cheapest first, for this many channels; unmeasured values are guessed. There must be at
     /// least one.
-    pub fn new(ways: impl IntoIterator<Item = Encoding>, channels: usize) -> Self {
-        let way = |choice: Encoding| std::array::from_fn(|class| guess(choice, Class(class)));
-        let ways: Vec<MethodEstimates> = ways.into_iter().map(way).collect();
-        assert!(!ways.is_empty(), "something has to be chosen");
+    pub fn new(methods: impl IntoIterator<Item = Encoding>, channels: usize) -> Self {
+        let method = |choice: Encoding| std::array::from_fn(|class| guess(choice, Class(class)));
+        let methods: Vec<MethodEstimates> = methods.into_iter().map(method).collect();
+        assert!(!methods.is_empty(), "something has to be chosen");
         let price = Price { value: FIRST_PRICE, age: 0.0 };
-        Self { ways: Mutex::new(ways), price: Mutex::new(price), channels: channels.max(1) as f64 }
+        Self { methods: Mutex::new(methods), price: Mutex::new(price), channels: channels.max(1) as f64 }
     }
 
-    fn ways(&self) -> MutexGuard<'_, Vec<MethodEstimates>> {
-        self.ways.lock().unwrap_or_else(PoisonError::into_inner)
+    fn methods(&self) -> MutexGuard<'_, Vec<MethodEstimates>> {
+        self.methods.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn price(&self) -> MutexGuard<'_, Price> {
@@ -164,7 +164,7 @@ pub struct Delays {
 /// The choice of one channel.
 #[derive(Debug)]
 pub struct Selection {
-    knowledge: Arc<Knowledge>,
+    estimates: Arc<SharedEstimates>,
     chosen: u32,
     /// How often a sample was considered, and for how many of the last ones the cheapest method was best.
     asked: u32,
@@ -184,10 +184,10 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// Makes a selection among the methods of `knowledge`.
-    pub fn new(knowledge: Arc<Knowledge>) -> Self {
+    /// Makes a selection among the methods of `estimates`.
+    pub fn new(estimates: Arc<SharedEstimates>) -> Self {
         Self {
-            knowledge,
+            estimates,
             chosen: 0,
             hurried: false,
             asked: 0,
@@ -202,7 +202,7 @@ impl Selection {
 
     /// Returns the present cost of a byte on the wire, in nanoseconds.
     pub fn price(&self) -> f64 {
-        self.knowledge.price().value
+        self.estimates.price().value
     }
 
     /// Returns whether any method but the cheapest could be best, whatever the content: only then is a sample
@@ -214,8 +214,8 @@ impl Selection {
             return false;
         }
         let byte = self.byte();
-        let least = |way: &MethodEstimates| way.iter().map(|class| class.nanos).fold(f64::INFINITY, f64::min);
-        self.knowledge.ways().iter().skip(1).any(|way| least(way) < byte)
+        let least = |method: &MethodEstimates| method.iter().map(|class| class.nanos).fold(f64::INFINITY, f64::min);
+        self.estimates.methods().iter().skip(1).any(|method| least(method) < byte)
     }
 
     /// Returns the index of the method for a batch of this class and of `size` bytes. `left` is how many nanoseconds
@@ -226,13 +226,13 @@ impl Selection {
         // Per byte of the batch; after that the network's time is lost, valued in the thread's time.
         let left = left.map_or(f64::INFINITY, |left| left as f64 / size.max(1) as f64);
         let idle_costs = (self.price() / self.pace).min(MAX_IDLE_WEIGHT) * self.alone();
-        let mut ways = self.knowledge.ways();
+        let mut methods = self.estimates.methods();
         let cheapest = |idle_costs: f64| {
-            let cost = |way: &MethodEstimates| {
-                let Estimate { nanos, ratio, .. } = way[class];
+            let cost = |method: &MethodEstimates| {
+                let Estimate { nanos, ratio, .. } = method[class];
                 nanos + byte * ratio + idle_costs * (nanos - left).max(0.0)
             };
-            let costs = ways.iter().map(cost).enumerate();
+            let costs = methods.iter().map(cost).enumerate();
             costs.min_by(|one, other| one.1.total_cmp(&other.1)).expect("there is one")
         };
         let (best, least) = cheapest(idle_costs);
@@ -242,29 +242,29 @@ impl Selection {
         if self.sent >= SETTLED && self.chosen.is_multiple_of(TRIED) {
             // It could be best if its output is considerably smaller than guessed.
             let at_best = |estimate: Estimate| estimate.nanos + byte * estimate.ratio * HOPED;
-            let could = |way: &MethodEstimates| !way[class].tried && at_best(way[class]) < least;
-            if let Some(untried) = ways.iter().skip(1).position(could) {
-                ways[untried + 1][class].tried = true;
+            let could = |method: &MethodEstimates| !method[class].tried && at_best(method[class]) < least;
+            if let Some(untried) = methods.iter().skip(1).position(could) {
+                methods[untried + 1][class].tried = true;
                 return untried + 1;
             }
         }
-        ways[best][class].tried = true;
+        methods[best][class].tried = true;
         if !self.chosen.is_multiple_of(EXPLORED) {
             return best;
         }
         // An attempt takes no longer than the batch costs with the best method; whether it pays is what is to be
         // learned.
-        let affordable = |at: &usize| *at != best && ways[*at][class].nanos < least;
-        (0..ways.len()).filter(affordable).min_by_key(|at| ways[*at][class].seen).unwrap_or(best)
+        let affordable = |at: &usize| *at != best && methods[*at][class].nanos < least;
+        (0..methods.len()).filter(affordable).min_by_key(|at| methods[*at][class].seen).unwrap_or(best)
     }
 
     /// Records that a batch of `input` bytes was encoded in `nanos` nanoseconds, into `output` bytes. Pass CPU time
     /// where a CPU encodes: time when other threads have the CPU is not the method's.
-    pub fn encoded(&mut self, way: usize, class: Option<Class>, input: usize, output: usize, nanos: u64) {
+    pub fn encoded(&mut self, method: usize, class: Option<Class>, input: usize, output: usize, nanos: u64) {
         if let Some(Class(class)) = class
             && input > 0
         {
-            let estimate = &mut self.knowledge.ways()[way][class];
+            let estimate = &mut self.estimates.methods()[method][class];
             // Its time may include other threads' work, so the guess has a weight beside the first measurement; its
             // size does not.
             let follow = |values: u32| SMOOTH.max(1.0 / f64::from(values));
@@ -312,8 +312,8 @@ impl Selection {
         // A price that demands more than there is time for need not rise.
         let pressure = if self.hurried { pressure.min(0.0) } else { pressure };
         let (least, most) = self.telling_prices();
-        let mut price = self.knowledge.price();
-        let time = time / self.knowledge.channels;
+        let mut price = self.estimates.price();
+        let time = time / self.estimates.channels;
         price.age += time;
         let calm = (price.age * CALMER).clamp(CALM.0, CALM.1);
         let changed = price.value * f64::exp(pressure * (time / calm).min(MAX_CHANGE));
@@ -325,10 +325,10 @@ impl Selection {
     /// the best method changes for any.
     fn telling_prices(&self) -> (f64, f64) {
         let (mut least, mut most) = (PRICES.1, PRICES.0);
-        let ways = self.knowledge.ways();
-        for (at, way) in ways.iter().enumerate() {
-            for other in &ways[at + 1..] {
-                for (one, other) in way.iter().zip(other) {
+        let methods = self.estimates.methods();
+        for (at, method) in methods.iter().enumerate() {
+            for other in &methods[at + 1..] {
+                for (one, other) in method.iter().zip(other) {
                     let (nanos, saved) = (other.nanos - one.nanos, one.ratio - other.ratio);
                     if saved > MIN_SAVED {
                         let even = (nanos / saved - self.writing).max(PRICES.0);
@@ -389,8 +389,8 @@ mod tests {
     }
 
     fn selection() -> Selection {
-        let ways = encodings(&["none", "lz4", "zstd -1", "zstd 1", "zstd 3", "zstd 6"]);
-        Selection::new(Arc::new(Knowledge::new(ways, 1)))
+        let methods = encodings(&["none", "lz4", "zstd -1", "zstd 1", "zstd 3", "zstd 6"]);
+        Selection::new(Arc::new(SharedEstimates::new(methods, 1)))
     }
 
     #[test]
@@ -420,16 +420,16 @@ mod tests {
         let class = Some(Class::of(100, 100));
         let settled = |price: f64| {
             let selection = Selection { sent: SETTLED, ..selection() };
-            selection.knowledge.price().value = price;
+            selection.estimates.price().value = price;
             selection
         };
         let mut selection = settled(1000.0);
         let mut chosen = [0; 6];
         for _ in 0..60 {
-            let way = selection.choose(class, BATCH, None);
-            chosen[way] += 1;
-            let output = if way >= 3 { BATCH * 2 / 3 } else { BATCH };
-            selection.encoded(way, class, BATCH, output, (BATCH * way) as u64);
+            let method = selection.choose(class, BATCH, None);
+            chosen[method] += 1;
+            let output = if method >= 3 { BATCH * 2 / 3 } else { BATCH };
+            selection.encoded(method, class, BATCH, output, (BATCH * method) as u64);
         }
         assert!(chosen[3] > 40 && chosen.iter().all(|times| *times > 0), "{chosen:?}");
         selection = settled(0.1);
@@ -439,8 +439,8 @@ mod tests {
     #[test]
     fn the_causes_of_delay_are_parts_of_a_channels_own_time_for_any_number_of_channels() {
         for channels in [1, 2, 64] {
-            let ways = encodings(&["none", "zstd 1"]);
-            let mut selection = Selection::new(Arc::new(Knowledge::new(ways, channels)));
+            let methods = encodings(&["none", "zstd 1"]);
+            let mut selection = Selection::new(Arc::new(SharedEstimates::new(methods, channels)));
             let network = Interval { busy: 100_000, waited: 300_000, written: BATCH, ..Interval::default() };
             for _ in 0..100 {
                 assert_eq!(selection.sent(&network), Delays { network: 0.75, receiver: 0.0 });

@@ -53,9 +53,9 @@ static ALLOCATOR: Counting = Counting;
 /// Returns a queue of the model's as one whose submissions are not counted: what the model allocates for a descriptor, no device would.
 fn uncounted(queue: Arc<WorkQueue>) -> Arc<WorkQueue> {
     let info = queue.info().clone();
-    let portal = FakePortal::new(queue.way(), move |descriptor| {
+    let portal = FakePortal::new(queue.submit_method(), move |descriptor| {
         let before = ALLOCATIONS.get();
-        // SAFETY: the promise of whoever submitted it is passed on.
+        // SAFETY: the promise of the job's submitter is passed on.
         let accepted = unsafe { queue.submit(descriptor) }.is_ok();
         ALLOCATIONS.set(before);
         if accepted { Submission::Accepted } else { Submission::Retry }
@@ -70,7 +70,7 @@ fn with_iaa(faults: &str) -> Arc<Offload> {
     // The model is a hundred times slower than a device, on a busy machine more.
     settings.lateness = Duration::from_secs(60);
     let queues = sterna_offload::model::queues(&Model::start(config).unwrap()).unwrap();
-    Offload::over(queues.into_iter().map(uncounted).collect(), &settings).unwrap()
+    Offload::with_queues(queues.into_iter().map(uncounted).collect(), &settings).unwrap()
 }
 
 #[test]

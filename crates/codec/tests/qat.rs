@@ -43,7 +43,7 @@ fn what_it_writes_is_read_by_everybody_whatever_the_size() {
         let Some(qat) = qat(level) else { return };
         let engines = Engines::default().with_qat(Arc::<Qat>::clone(&qat));
         assert_eq!((engines.encoding(choice(level)), engines.account(encoding(level))), (Ok(encoding(level)), None));
-        let mut encoder = encoding(level).untiring_encoder(&engines).unwrap();
+        let mut encoder = encoding(level).non_adaptive_encoder(&engines).unwrap();
         let mut all = 0;
         // A page, less than a piece, a piece, a little more, a packet, more pieces than there are jobs, the largest packet.
         let sizes = [4096, 100_000, 128 << 10, 132 << 10, 512 << 10, 3 << 20, MAX_CONTENT];

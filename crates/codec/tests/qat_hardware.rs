@@ -64,7 +64,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
         let engines = start(software);
         let names: Vec<_> = Encoding::auto_candidates(&engines).iter().map(ToString::to_string).collect();
         assert_eq!(names, ["none", "lz4", "deflate 1 by qat", "zstd -1", "zstd 1", "zstd 3", "zstd 6"]);
-        let mut encoder = encoding().untiring_encoder(&engines).unwrap();
+        let mut encoder = encoding().non_adaptive_encoder(&engines).unwrap();
         for _ in 0..10 {
             assert!(encode(&mut *encoder, &good).unwrap() < 20_000);
         }
@@ -75,7 +75,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
 
     // A piece that fails: the CPU does that one, and then everything for a while.
     let engines = start(QatzipSoftware::WhenBusy);
-    let mut encoder = encoding().untiring_encoder(&engines).unwrap();
+    let mut encoder = encoding().non_adaptive_encoder(&engines).unwrap();
     assert!(encode(&mut *encoder, &batch(["", "BROKE", "", ""])).unwrap() < 20_000);
     assert!(account(&engines).ends_with(" (last: QATzip's qzCompress failed with code -2 (unspecified error))"));
     for _ in 0..8 {
@@ -91,7 +91,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
 
     // A device that hangs: nobody waits for more than one piece of it, and its buffers stay with it.
     let engines = start_with(QatzipSoftware::WhenBusy, Duration::from_millis(10));
-    let mut encoder = encoding().untiring_encoder(&engines).unwrap();
+    let mut encoder = encoding().non_adaptive_encoder(&engines).unwrap();
     encode(&mut *encoder, &batch(["HANGS", "", "HANGS", "HANGS"])).unwrap();
     assert!(account(&engines).ends_with(" (last: QATzip did not answer within 10ms)"), "{}", account(&engines));
     for _ in 0..100 {
@@ -110,7 +110,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
     let engines = start_with(QatzipSoftware::WhenBusy, Duration::from_millis(1));
     for round in 0..20 {
         gate(false);
-        let mut encoder = encoding().untiring_encoder(&engines).unwrap();
+        let mut encoder = encoding().non_adaptive_encoder(&engines).unwrap();
         encode(&mut *encoder, &batch(["GATED one", "GATED two", "", "GATED"])).unwrap();
         for _ in 0..8 {
             encode(&mut *encoder, &good).unwrap();
@@ -125,7 +125,7 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
 
     // Forbidden: what no device does goes as it is, and what one does is as before.
     let engines = start(QatzipSoftware::Forbidden);
-    let mut encoder = encoding().untiring_encoder(&engines).unwrap();
+    let mut encoder = encoding().non_adaptive_encoder(&engines).unwrap();
     assert_eq!(encode(&mut *encoder, &batch(["", "SOFTW", "", ""])), None);
     for _ in 0..8 {
         assert_eq!(encode(&mut *encoder, &good), None);

@@ -32,7 +32,7 @@ struct UnverifiedZeroPages {
     /// By block: pages that a device called zero.
     zero: Vec<AtomicPageBitmap>,
     /// How many wrong results of devices were found in this process before this guest.
-    refuted_before: u64,
+    wrong_results_before: u64,
     doubts: Mutex<Vec<Doubt>>,
 }
 
@@ -42,7 +42,7 @@ struct UnverifiedZeroPages {
 pub(crate) struct Doubt {
     pub(crate) block: u16,
     pub(crate) page: u64,
-    pub(crate) maker: Producer,
+    pub(crate) producer: Producer,
 }
 
 /// Maximum number of doubts that wait for the dirty log. A single page that the log does not name convicts the device, so more need not be
@@ -66,7 +66,7 @@ impl Accelerator {
         let regions = ram.blocks().iter().map(|block| Region::of_block(block, node_of(block.addresses()))).collect();
         let unverified = UnverifiedZeroPages {
             zero: ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect(),
-            refuted_before: offload.refuted(),
+            wrong_results_before: offload.wrong_results(),
             doubts: Mutex::new(Vec::with_capacity(MAX_DOUBTS)),
         };
         let guest = offload.guest(weight);
@@ -79,11 +79,11 @@ impl Accelerator {
         runs.iter().filter(|run| run.kind == RunKind::Zero).for_each(|run| zero.set(run.first..run.end()));
     }
 
-    /// Records that `maker` called `page` zero, and that the CPU found the page not to be zero.
-    pub(crate) fn doubt(&self, block: u16, page: u64, maker: Producer) {
+    /// Records that `producer` called `page` zero, and that the CPU found the page not to be zero.
+    pub(crate) fn doubt(&self, block: u16, page: u64, producer: Producer) {
         let mut doubts = self.doubts();
         if doubts.len() < MAX_DOUBTS {
-            doubts.push(Doubt { block, page, maker });
+            doubts.push(Doubt { block, page, producer });
         }
     }
 
@@ -100,7 +100,7 @@ impl Accelerator {
     /// Calls `run` for all pages that devices have called zero, if a device of the process was found to give wrong results since this guest
     /// was added. Returns how many pages there were.
     pub(crate) fn take_suspect_pages(&self, mut run: impl FnMut(u16, Range<u64>)) -> u64 {
-        if self.offload.refuted() == self.unverified.refuted_before {
+        if self.offload.wrong_results() == self.unverified.wrong_results_before {
             return 0;
         }
         let mut taken = 0;

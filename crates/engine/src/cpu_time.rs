@@ -21,7 +21,11 @@ thread_local! {
 
 /// The CPU time of one migration's threads. Clones belong to the same migration.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct CpuTime(Arc<Mutex<State>>);
+pub(crate) struct CpuTime {
+    state: Arc<Mutex<State>>,
+    /// Whether the migration's threads open no files that they can do without.
+    sandboxed: bool,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -34,8 +38,18 @@ struct State {
 }
 
 impl CpuTime {
+    /// Starts at 0. `sandboxed`: the migration's threads open no files that they can do without.
+    pub(crate) fn new(sandboxed: bool) -> Self {
+        Self { sandboxed, ..Self::default() }
+    }
+
+    /// Returns whether the migration's threads open no files that they can do without.
+    pub(crate) fn is_sandboxed(&self) -> bool {
+        self.sandboxed
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().expect("counting does not panic")
+        self.state.lock().expect("counting does not panic")
     }
 
     /// Returns the migration for which the calling thread counts, if any.
@@ -60,14 +74,25 @@ impl CpuTime {
         result
     }
 
-    /// Returns the CPU-seconds so far.
+    /// Returns the CPU-seconds so far; of a sandboxed migration without those of other threads that have not ended.
     pub(crate) fn seconds(&self) -> f64 {
         let state = self.state();
         // No thread leaves the list meanwhile, so no thread number is reused.
+        let time_of = |thread| if self.sandboxed { own_time_of(thread) } else { time_of(thread) };
         let since = |(thread, before): &(Pid, Duration)| time_of(*thread).saturating_sub(*before);
         let all = state.ended + state.running.iter().map(since).sum::<Duration>();
         all.saturating_sub(state.for_others).as_secs_f64()
     }
+}
+
+/// Returns whether the calling thread may open files that it can do without.
+pub(crate) fn may_open_files() -> bool {
+    CURRENT.with_borrow(|current| current.as_ref().is_none_or(|time| !time.sandboxed))
+}
+
+/// Returns how long the calling thread has been running on a CPU; 0 for another thread.
+fn own_time_of(thread: Pid) -> Duration {
+    if thread == gettid() { thread_time() } else { Duration::ZERO }
 }
 
 /// Returns how long a thread of this process has been running on a CPU; 0 if the system does not report it. Source: the

@@ -13,7 +13,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Gid, Mode, OFlags, ResolveFlags, Stat, Uid};
+use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Gid, Mode, OFlags, ResolveFlags, Stat, Uid};
 use rustix::io::Errno;
 use socket2::{Domain, SockAddr, Socket, Type};
 
@@ -68,6 +68,22 @@ impl Directory {
             opened => opened,
         };
         Ok(Self { file: file?, path: path.to_owned() })
+    }
+
+    /// Wraps a directory that was opened elsewhere, which messages name as `path`.
+    pub fn given(file: OwnedFd, path: impl Into<PathBuf>) -> Self {
+        Self { file, path: path.into() }
+    }
+
+    /// Fails unless it is a directory, as one that was opened elsewhere may not be.
+    ///
+    /// # Errors
+    /// `NotADirectory`, or those of fstat(2).
+    pub fn check_directory(&self) -> io::Result<()> {
+        match file_type(&self.stat()?) {
+            FileType::Directory => Ok(()),
+            _ => Err(Errno::NOTDIR.into()),
+        }
     }
 
     /// Opens the directory at the absolute `path` as a process with the root directory `self` sees it. Links cannot
@@ -255,6 +271,44 @@ impl Directory {
         Ok(rustix::fs::openat(&self.file, name.as_ref(), flags, Mode::from_raw_mode(mode))?.into())
     }
 
+    /// Opens a file for reading.
+    ///
+    /// # Errors
+    /// There is no file of this name, it is a symbolic link, or it may not be read.
+    pub fn open_file(&self, name: impl AsRef<OsStr>) -> io::Result<File> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(rustix::fs::openat(&self.file, name.as_ref(), flags, Mode::empty())?.into())
+    }
+
+    /// Makes an empty file (mode 0600), open for writing, or empties an existing one.
+    ///
+    /// # Errors
+    /// The file cannot be made, or there is a symbolic link of this name.
+    pub fn create_or_empty(&self, name: impl AsRef<OsStr>) -> io::Result<File> {
+        let flags = OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::WRONLY | OFlags::CLOEXEC;
+        Ok(rustix::fs::openat(&self.file, name.as_ref(), flags, OWNER_READS_AND_WRITES)?.into())
+    }
+
+    /// Makes all changes of the names in the directory durable.
+    ///
+    /// # Errors
+    /// Those of fsync(2); or the directory may not be read.
+    pub fn sync(&self) -> io::Result<()> {
+        Ok(rustix::fs::fsync(&self.file)?)
+    }
+
+    /// Returns when the file `name` was last written, in milliseconds since 1970.
+    ///
+    /// # Errors
+    /// There is no such file.
+    pub fn modified_ms(&self, name: impl AsRef<OsStr>) -> io::Result<u64> {
+        let stat = self.stat_of(name.as_ref())?;
+        // The fields' types differ between architectures.
+        #[allow(clippy::unnecessary_cast, reason = "not on every architecture")]
+        let (seconds, nanoseconds) = (stat.st_mtime as i64, stat.st_mtime_nsec as u64);
+        Ok(u64::try_from(seconds).unwrap_or(0) * 1000 + nanoseconds / 1_000_000)
+    }
+
     /// Opens a file of this process's user, for locking, and makes it (mode 0600) if it is missing.
     ///
     /// # Errors
@@ -335,7 +389,7 @@ impl Directory {
     }
 
     /// Locks the directory until it is closed, unless another process holds the lock. Returns whether it is locked now.
-    /// Every user who may read a directory may lock it.
+    /// Any user who may read a directory may lock it.
     ///
     /// # Errors
     /// The directory was opened without permission to read.
@@ -437,15 +491,6 @@ fn file_type(stat: &Stat) -> FileType {
 
 fn invalid(why: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, why)
-}
-
-/// Opens the file at `path` for reading, unless it is a symbolic link.
-///
-/// # Errors
-/// Those of open(2); `ELOOP` for a symbolic link.
-pub fn open_without_link(path: &Path) -> io::Result<File> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    Ok(rustix::fs::openat(CWD, path, flags, Mode::empty())?.into())
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@
 //! * the path of a page: [`entry`], [`batch`], [`send`], [`window`], [`pacer`], [`receive`];
 //! * connections: [`transport`], [`tls`], [`control_link`], and how two sides meet and find each other again [`session`];
 //! * the rest of the guest: [`device_state`];
-//! * outcome: [`report`], [`record_file`].
+//! * outcome: [`report`], [`record_file`]; after a crash: [`recovery`].
 
 pub mod abort;
 pub mod accelerator;
@@ -38,9 +38,11 @@ mod off_cpu;
 pub mod opening;
 pub mod pacer;
 pub mod process;
+mod random;
 mod reading;
 pub mod receive;
 pub mod record_file;
+pub mod recovery;
 pub mod report;
 pub mod send;
 pub mod session;

@@ -17,9 +17,9 @@ pub use sterna_wire::reason::ErrorKind;
 use sterna_wire::reason::Reason;
 
 use crate::monitor::MonitorError;
-use crate::record_file::RecordFileError;
+use crate::record_file::{RecordFileError, StateDir};
 use crate::report::{Outcome, ReceiveReport, Report};
-use crate::transport::TransportError;
+use crate::transport::{Address, TransportError};
 use crate::vmm::VmmError;
 
 /// State of the monitor as a byte stream, version 1 of the records in `state`.
@@ -293,6 +293,19 @@ impl Error for MigrationError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         self.source.as_deref().map(|source| source as _)
     }
+}
+
+/// Returns why a process that neither makes sockets nor opens paths cannot use these settings; none if it can.
+pub(crate) fn sandbox_refusal(address: &Address, state_dir: Option<&StateDir>) -> Option<String> {
+    if address.makes_sockets() {
+        return Some(format!(
+            "this side is sandboxed, and {address} needs a new socket: give sockets (Address::connecting, \
+             Address::listening, Address::accepted)"
+        ));
+    }
+    state_dir.filter(|dir| dir.is_path()).map(|dir| {
+        format!("this side is sandboxed, and {dir} is a path: give the records' directory as an open descriptor")
+    })
 }
 
 /// Returns the description of the virtual machine that each side sends or checks.

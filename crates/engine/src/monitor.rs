@@ -24,7 +24,7 @@ use crate::vmm::{AfterMove, DestinationVmm, ResumeReason, SourceVmm, VmmError};
 const MAX_FAILURES: usize = 16;
 
 /// Makes a call. Returns the text of a panic in it as the error.
-fn caught<R>(call: impl FnOnce() -> R) -> Result<R, String> {
+pub(crate) fn caught<R>(call: impl FnOnce() -> R) -> Result<R, String> {
     // Only the monitor's own state may be left half done; its documentation says what a panic leaves.
     catch_unwind(AssertUnwindSafe(call)).map_err(panic_text)
 }

@@ -12,8 +12,8 @@ use rustix::time::{ClockId, clock_gettime};
 #[derive(Debug)]
 pub(crate) struct OffCpu {
     /// `/proc/thread-self/schedstat`: three numbers, the second of which is how long the thread has waited for a CPU,
-    /// in nanoseconds (the kernel's sched-stats.rst). If the file is missing, waits for a CPU count as waits for the
-    /// call's subject.
+    /// in nanoseconds (the kernel's sched-stats.rst). Without the file, waits for a CPU count as waits for the call's
+    /// subject.
     schedstat: Option<File>,
     /// Time off the CPU in the calls since the last [`OffCpu::take`].
     off: Duration,
@@ -29,8 +29,9 @@ pub(crate) struct Begun {
 }
 
 impl OffCpu {
-    pub(crate) fn new() -> Self {
-        let schedstat = File::open("/proc/thread-self/schedstat").ok();
+    /// Begins to count for the calling thread. `may_open`: whether it may open the file.
+    pub(crate) fn new(may_open: bool) -> Self {
+        let schedstat = may_open.then(|| File::open("/proc/thread-self/schedstat").ok()).flatten();
         let delay = schedstat.as_ref().and_then(run_delay).unwrap_or_default();
         Self { schedstat, off: Duration::ZERO, delay }
     }
@@ -76,7 +77,7 @@ mod tests {
 
     #[test]
     fn waiting_counts_and_computing_does_not() {
-        let mut off_cpu = OffCpu::new();
+        let mut off_cpu = OffCpu::new(true);
         let begun = OffCpu::begin();
         let mut running = Duration::ZERO;
         while running < Duration::from_millis(20) {

@@ -25,6 +25,7 @@ pub use self::sink::{
     ChannelSink, Content, DeviceBufferSink, DevicePieceSink, MAX_PLACES, OpaqueSink, PageSink, Places, SinkError,
     StreamSink,
 };
+use crate::cpu_time;
 use crate::off_cpu::OffCpu;
 use crate::transport::{Reader, Writer};
 
@@ -133,7 +134,7 @@ pub fn receive_packets(
         decoders: Decoders::default(),
         payload: vec![0; rules.packet_size],
         content: vec![0; rules.packet_size],
-        waits: OffCpu::new(),
+        waits: OffCpu::new(cpu_time::may_open_files()),
         answered: Instant::now(),
     };
     receiving.run(acknowledgements, sink)
@@ -380,8 +381,8 @@ fn refused(header: &PacketHeader, error: SinkError) -> ReceiveError {
 struct Decoders(Vec<(Format, Box<dyn Decoder>)>);
 
 impl Decoders {
-    /// Decodes the payload of a packet, at the beginning of `payload`, and decodes once more if the content is not what the source read:
-    /// right then means that this side's first decoding erred; wrong again, that the source's encoding did.
+    /// Decodes the payload of a packet, at the beginning of `payload`, and decodes a second time if the content is not what the source
+    /// read: right then means that this side's first decoding erred; wrong again, that the source's encoding did.
     fn decode(
         &mut self,
         header: &PacketHeader,

@@ -6,20 +6,24 @@
 //!
 //! A user who can change a record decides which of two guests runs, and what `recover` connects to. So a directory is
 //! used only where it belongs to this process's user and no other user may write to it, and no file in it is opened
-//! through a symbolic link.
+//! through a symbolic link. All files are opened relative to the open directory, which the caller may have opened before:
+//! then this process needs no path.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{FlockOperation, flock};
+use sterna_wire::control::Mode;
 use sterna_wire::identity::MigrationId;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordError, RecordState};
 
-use crate::directory::{Directory, open_without_link};
+use crate::directory::Directory;
+use crate::process;
 
 /// Maximum bytes of a record: a longer file is not a record.
 const MAX_LENGTH: u64 = 64 << 10;
@@ -115,10 +119,134 @@ impl RecordFileError {
     }
 }
 
+/// The directory of migrations' records: a path, or a directory that is open already.
+///
+/// It is made from a path, or from the [`OwnedFd`] of a directory that was opened for reading, by a process that will not be
+/// able to open paths: before that, since this looks at `/proc/self/stat` too. Clones use the same descriptor. Whether the
+/// directory can be used is found out with its first use.
+#[derive(Clone, Debug)]
+pub struct StateDir(Place);
+
+#[derive(Clone, Debug)]
+enum Place {
+    Path(PathBuf),
+    Open {
+        directory: Arc<Directory>,
+        /// This process, which cannot be looked up without opening a file.
+        process: Option<ProcessIdentity>,
+    },
+}
+
+impl From<OwnedFd> for StateDir {
+    fn from(directory: OwnedFd) -> Self {
+        let directory = Arc::new(Directory::given(directory, "the given directory"));
+        Self(Place::Open { directory, process: process::identity(std::process::id()) })
+    }
+}
+
+impl From<PathBuf> for StateDir {
+    fn from(path: PathBuf) -> Self {
+        Self(Place::Path(path))
+    }
+}
+
+impl From<&PathBuf> for StateDir {
+    fn from(path: &PathBuf) -> Self {
+        path.clone().into()
+    }
+}
+
+impl From<&Path> for StateDir {
+    fn from(path: &Path) -> Self {
+        path.to_owned().into()
+    }
+}
+
+impl From<String> for StateDir {
+    fn from(path: String) -> Self {
+        PathBuf::from(path).into()
+    }
+}
+
+impl From<&str> for StateDir {
+    fn from(path: &str) -> Self {
+        PathBuf::from(path).into()
+    }
+}
+
+impl From<&Self> for StateDir {
+    fn from(dir: &Self) -> Self {
+        dir.clone()
+    }
+}
+
+impl std::fmt::Display for StateDir {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.shown().display().fmt(f)
+    }
+}
+
+impl StateDir {
+    /// Returns whether using it opens a path.
+    pub(crate) fn is_path(&self) -> bool {
+        matches!(self.0, Place::Path(_))
+    }
+
+    /// Returns the identity of this process, if it is known.
+    pub(crate) fn own_process(&self) -> Option<ProcessIdentity> {
+        let own = std::process::id();
+        match &self.0 {
+            Place::Open { process: Some(process), .. } if process.pid == own => Some(*process),
+            _ => process::identity(own),
+        }
+    }
+
+    /// Returns its path, as far as it is known.
+    fn shown(&self) -> PathBuf {
+        match &self.0 {
+            Place::Path(path) => path.clone(),
+            Place::Open { directory, .. } => directory.path().to_owned(),
+        }
+    }
+
+    /// Opens it, makes it if it is missing, and checks that no other user may change its content.
+    fn make(&self) -> Result<Arc<Directory>, RecordFileError> {
+        let Place::Path(path) = &self.0 else { return self.open() };
+        Directory::private(path).map(Arc::new).map_err(|source| match path.is_dir() {
+            true => RecordFileError::Untrusted { dir: path.clone(), why: source },
+            false => self.failed("create the state directory", source),
+        })
+    }
+
+    /// Opens it and checks that no other user may change its content.
+    fn open(&self) -> Result<Arc<Directory>, RecordFileError> {
+        let untrusted = |why| RecordFileError::Untrusted { dir: self.shown(), why };
+        let directory = match &self.0 {
+            Place::Path(path) => Directory::open(path).map(Arc::new).map_err(untrusted)?,
+            Place::Open { directory, .. } => {
+                directory.check_directory().map_err(|source| self.failed("use the state directory", source))?;
+                Arc::clone(directory)
+            }
+        };
+        directory.check_private().map_err(untrusted)?;
+        Ok(directory)
+    }
+
+    /// Returns whether nothing is there.
+    fn is_missing(&self) -> bool {
+        matches!(&self.0, Place::Path(path) if !path.exists())
+    }
+
+    fn failed(&self, doing: &'static str, source: io::Error) -> RecordFileError {
+        RecordFileError::Io { doing, path: self.shown(), source }
+    }
+}
+
 /// One side's record of one migration, locked.
 #[derive(Debug)]
 pub struct RecordFile {
-    path: PathBuf,
+    dir: Arc<Directory>,
+    name: String,
     record: Record,
     written: bool,
     _lock: File,
@@ -126,24 +254,29 @@ pub struct RecordFile {
 
 impl RecordFile {
     /// Locks the path of a new record in `dir`, which is made if it is missing. Nothing is written yet.
-    pub fn create(dir: &Path, record: Record) -> Result<Self, RecordFileError> {
-        make(dir)?;
-        remove_old(dir, now_ms());
-        let path = path_of(dir, record.migration, Side::of(record.state));
-        let lock = lock(&path)?;
-        Ok(Self { path, record, written: false, _lock: lock })
+    pub fn create(dir: impl Into<StateDir>, record: Record) -> Result<Self, RecordFileError> {
+        let dir = dir.into().make()?;
+        remove_old(&dir, now_ms());
+        let name = name_of(record.migration, Side::of(record.state));
+        let lock = lock(&dir, &name)?;
+        Ok(Self { dir, name, record, written: false, _lock: lock })
     }
 
     /// Locks and reads an existing record.
-    pub fn open(dir: &Path, id: MigrationId, side: Side) -> Result<Self, RecordFileError> {
-        let path = path_of(dir, id, side);
-        if !path.exists() {
-            return Err(RecordFileError::Missing { id, dir: dir.to_owned() });
+    pub fn open(dir: impl Into<StateDir>, id: MigrationId, side: Side) -> Result<Self, RecordFileError> {
+        let place = dir.into();
+        let missing = || RecordFileError::Missing { id, dir: place.shown() };
+        if place.is_missing() {
+            return Err(missing());
         }
-        trust(dir)?;
-        let lock = lock(&path)?;
-        let record = read(&path)?;
-        Ok(Self { path, record, written: true, _lock: lock })
+        let dir = place.open()?;
+        let name = name_of(id, side);
+        if dir.identity_of(&name).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            return Err(missing());
+        }
+        let lock = lock(&dir, &name)?;
+        let record = read(&dir, &name)?;
+        Ok(Self { dir, name, record, written: true, _lock: lock })
     }
 
     /// Returns the record as it was last written, or as it will be written first.
@@ -164,8 +297,8 @@ impl RecordFile {
     /// Writes the record in a new state, durably: once this function has returned, a power cut does not undo the write.
     pub fn write(&mut self, state: RecordState) -> Result<(), RecordFileError> {
         let record = self.record.advanced(state, std::process::id(), now_ms());
-        let content = |source| RecordFileError::Content { path: self.path.clone(), source };
-        replace(&self.path, &record.to_json().map_err(content)?)?;
+        let content = |source| RecordFileError::Content { path: self.dir.path().join(&self.name), source };
+        replace(&self.dir, &self.name, &record.to_json().map_err(content)?)?;
         self.record = record;
         self.written = true;
         Ok(())
@@ -176,8 +309,9 @@ impl RecordFile {
 ///
 /// # Errors
 /// The directory cannot be made or written to, or other users could change its content.
-pub fn prepare(dir: &Path) -> Result<(), RecordFileError> {
-    let open = make(dir)?;
+pub fn prepare(dir: impl Into<StateDir>) -> Result<(), RecordFileError> {
+    let place = dir.into();
+    let open = place.make()?;
     let probe = format!(".probe-{}", std::process::id());
     // A killed process with the same number may have left a probe.
     let _ = open.remove(&probe);
@@ -185,64 +319,61 @@ pub fn prepare(dir: &Path) -> Result<(), RecordFileError> {
         open.create_new(&probe, 0o600).and_then(|mut file| file.write_all(b"probe").and_then(|()| file.sync_all()));
     // If the probe could not be made, there is nothing to remove.
     let _ = open.remove(&probe);
-    written.map_err(|source| failed("write to the state directory", dir, source))
+    written.map_err(|source| place.failed("write to the state directory", source))
 }
 
-/// Makes the state directory if it is missing, and opens it.
-fn make(dir: &Path) -> Result<Directory, RecordFileError> {
-    Directory::private(dir).map_err(|source| match dir.is_dir() {
-        true => RecordFileError::Untrusted { dir: dir.to_owned(), why: source },
-        false => failed("create the state directory", dir, source),
-    })
+/// Returns the names of the files in `dir` with these endings.
+fn names(dir: &Directory, endings: &[&str]) -> Vec<String> {
+    let names = dir.names().unwrap_or_default().into_iter().filter_map(|name| name.into_string().ok());
+    names.filter(|name| endings.iter().any(|ending| extension(name) == Some(ending))).collect()
 }
 
-/// Checks a state directory that exists.
-fn trust(dir: &Path) -> Result<(), RecordFileError> {
-    let checked = Directory::open(dir).and_then(|open| open.check_private());
-    checked.map_err(|why| RecordFileError::Untrusted { dir: dir.to_owned(), why })
+fn extension(name: &str) -> Option<&str> {
+    Path::new(name).extension()?.to_str()
+}
+
+/// Returns the name of the file beside a record's that has this ending.
+fn beside(record: &str, ending: &str) -> String {
+    Path::new(record).with_extension(ending).display().to_string()
 }
 
 /// Removes records that were settled long ago, and files that crashes have left. Before that time the other side may
 /// still request the outcome.
-fn remove_old(dir: &Path, now_ms: u64) {
-    let Ok(entries) = fs::read_dir(dir) else { return };
-    for path in entries.flatten().map(|entry| entry.path()) {
-        match path.extension().and_then(|extension| extension.to_str()) {
-            Some("json") => {
-                let old = |record: &Record| is_over(record) && record.updated_ms + RETENTION_MS < now_ms;
-                if read(&path).is_ok_and(|record| old(&record)) {
-                    // Fails if another process removes the file at the same time.
-                    let _ = fs::remove_file(&path);
-                    let _ = fs::remove_file(path.with_extension("lock"));
-                }
-            }
-            Some("lock" | "new") if is_leftover(&path, now_ms) => {
-                let _ = fs::remove_file(&path);
-            }
-            _ => {}
+fn remove_old(dir: &Directory, now_ms: u64) {
+    for name in names(dir, &["json"]) {
+        let old = |record: &Record| record.updated_ms + RETENTION_MS < now_ms && is_over(record);
+        if read(dir, &name).is_ok_and(|record| old(&record)) {
+            // Fails if another process removes the file at the same time.
+            let _ = dir.remove(&name);
+            let _ = dir.remove(beside(&name, "lock"));
+        }
+    }
+    for name in names(dir, &["lock", "new"]) {
+        if is_leftover(dir, &name, now_ms) {
+            let _ = dir.remove(&name);
         }
     }
 }
 
-/// Returns whether the record is not needed any more. An aborted destination's record is needed while its QEMU lives,
-/// which must still be ended. If another process has QEMU's number by now, the record is merely kept longer.
+/// Returns whether the record is not needed any more. An aborted destination's record is needed while its monitor lives,
+/// which must still be ended; a monitor that embeds the library has discarded its copy by itself, or ended. If another
+/// process has the monitor's number by now, the record is merely kept longer.
 fn is_over(record: &Record) -> bool {
-    let gone = |qemu: ProcessIdentity| !Path::new("/proc").join(qemu.pid.to_string()).exists();
+    let gone = |monitor: ProcessIdentity| !Path::new("/proc").join(monitor.pid.to_string()).exists();
     let aborted = record.state == RecordState::Destination(DestinationState::Aborted);
-    record.state.settled() || aborted && record.monitor_process.is_some_and(gone)
+    record.state.settled() || aborted && (record.mode == Mode::Embedded || record.monitor_process.is_some_and(gone))
 }
 
 /// Returns whether an auxiliary file belongs to a record that does not exist, was made long ago and is not in use.
-fn is_leftover(path: &Path, now_ms: u64) -> bool {
-    let stem = path.file_stem().and_then(|stem| stem.to_str()).and_then(|stem| stem.rsplit_once('.'));
+fn is_leftover(dir: &Directory, name: &str, now_ms: u64) -> bool {
+    let stem = Path::new(name).file_stem().and_then(|stem| stem.to_str()).and_then(|stem| stem.rsplit_once('.'));
     let ours = stem.is_some_and(|(id, side)| {
         id.parse::<MigrationId>().is_ok() && [Side::Source, Side::Destination].iter().any(|known| known.name() == side)
     });
-    let made = fs::metadata(path).and_then(|file| file.modified()).ok();
-    let made_ms = made.and_then(|made| made.duration_since(UNIX_EPOCH).ok()).map(|since| since.as_millis() as u64);
-    ours && made_ms.is_some_and(|made_ms| made_ms + RETENTION_MS < now_ms)
-        && !path.with_extension("json").exists()
-        && File::open(path).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok())
+    let unlocked = |file: File| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
+    ours && dir.modified_ms(name).is_ok_and(|made_ms| made_ms + RETENTION_MS < now_ms)
+        && dir.identity_of(beside(name, "json")).is_err()
+        && dir.open_file(name).is_ok_and(unlocked)
 }
 
 /// Returns the records of `dir` that are not settled yet. Unreadable records are omitted: `recover` reports what is
@@ -250,12 +381,14 @@ fn is_leftover(path: &Path, now_ms: u64) -> bool {
 ///
 /// # Errors
 /// The directory exists, and other users could change its content.
-pub fn unsettled(dir: &Path) -> Result<Vec<Record>, RecordFileError> {
-    let Ok(entries) = fs::read_dir(dir) else { return Ok(Vec::new()) };
-    trust(dir)?;
-    let records =
-        entries.flatten().map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"));
-    Ok(records.filter_map(|path| read(&path).ok()).filter(|record| !record.state.settled()).collect())
+pub fn unsettled(dir: impl Into<StateDir>) -> Result<Vec<Record>, RecordFileError> {
+    let place = dir.into();
+    if place.is_missing() {
+        return Ok(Vec::new());
+    }
+    let dir = place.open()?;
+    let records = names(&dir, &["json"]).into_iter().filter_map(|name| read(&dir, &name).ok());
+    Ok(records.filter(|record| !record.state.settled()).collect())
 }
 
 /// Returns the milliseconds since 1970, for the record's time stamps.
@@ -263,65 +396,69 @@ pub fn now_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }
 
-fn path_of(dir: &Path, id: MigrationId, side: Side) -> PathBuf {
-    dir.join(format!("{id}.{}.json", side.name()))
+fn name_of(id: MigrationId, side: Side) -> String {
+    format!("{id}.{}.json", side.name())
 }
 
-fn lock(record: &Path) -> Result<File, RecordFileError> {
-    let path = record.with_extension("lock");
-    let file = OpenOptions::new()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(&path)
-        .map_err(|source| failed("open the lock file", &path, source))?;
+fn lock(dir: &Directory, record: &str) -> Result<File, RecordFileError> {
+    let name = beside(record, "lock");
+    let file = dir.lock_file(&name).map_err(|source| failed("open the lock file", dir, &name, source))?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(RecordFileError::Locked { path }),
-        Err(errno) => Err(failed("lock", &path, errno.into())),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(RecordFileError::Locked { path: dir.path().join(name) }),
+        Err(errno) => Err(failed("lock", dir, &name, errno.into())),
     }
 }
 
-fn read(path: &Path) -> Result<Record, RecordFileError> {
+fn read(dir: &Directory, name: &str) -> Result<Record, RecordFileError> {
     let mut content = Vec::new();
-    open_without_link(path)
+    dir.open_file(name)
         .and_then(|file| file.take(MAX_LENGTH + 1).read_to_end(&mut content))
-        .map_err(|source| failed("read the record", path, source))?;
-    Record::from_json(&content).map_err(|source| RecordFileError::Content { path: path.to_owned(), source })
+        .map_err(|source| failed("read the record", dir, name, source))?;
+    Record::from_json(&content).map_err(|source| RecordFileError::Content { path: dir.path().join(name), source })
 }
 
 /// Replaces a file durably: temporary file, `fsync`, rename, `fsync` of the directory.
-fn replace(path: &Path, content: &[u8]) -> Result<(), RecordFileError> {
-    let temporary = path.with_extension("new");
-    let mut options = OpenOptions::new();
-    options.create(true).truncate(true).write(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-    options
-        .open(&temporary)
+fn replace(dir: &Directory, name: &str, content: &[u8]) -> Result<(), RecordFileError> {
+    let temporary = beside(name, "new");
+    dir.create_or_empty(&temporary)
         .and_then(|mut file| {
             file.write_all(content)?;
             file.sync_all()
         })
-        .map_err(|source| failed("write the record", &temporary, source))?;
-    let dir = path.parent().unwrap_or(Path::new("."));
-    fs::rename(&temporary, path)
-        .and_then(|()| File::open(dir)?.sync_all())
-        .map_err(|source| failed("put the record in place", path, source))
+        .map_err(|source| failed("write the record", dir, &temporary, source))?;
+    dir.rename(&temporary, name)
+        .and_then(|()| dir.sync())
+        .map_err(|source| failed("put the record in place", dir, name, source))
 }
 
-fn failed(doing: &'static str, path: &Path, source: io::Error) -> RecordFileError {
-    RecordFileError::Io { doing, path: path.to_owned(), source }
+fn failed(doing: &'static str, dir: &Directory, name: &str, source: io::Error) -> RecordFileError {
+    RecordFileError::Io { doing, path: dir.path().join(name), source }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
     use sterna_wire::identity::MigrationKey;
     use sterna_wire::switchover::{RECORD_VERSION, SourceAfter, SourceState};
 
     use super::*;
+
+    fn path_of(dir: &Path, id: MigrationId, side: Side) -> PathBuf {
+        dir.join(name_of(id, side))
+    }
+
+    fn remove_old(dir: &Path, now_ms: u64) {
+        super::remove_old(&Directory::open(dir).unwrap(), now_ms);
+    }
+
+    impl RecordFile {
+        fn path(&self) -> PathBuf {
+            self.dir.path().join(&self.name)
+        }
+    }
 
     fn record(state: SourceState) -> Record {
         Record {
@@ -330,7 +467,7 @@ mod tests {
             state: RecordState::Source(state),
             fenced_peer: false,
             peer: "dst:4920".into(),
-            mode: sterna_wire::control::Mode::Owner,
+            mode: Mode::Owner,
             monitor_socket: "src.qmp".into(),
             monitor_process: None,
             settings_before: None,
@@ -350,7 +487,7 @@ mod tests {
         let state = RecordState::Source(SourceState::Committed);
         let mut file = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
         file.write(state).unwrap();
-        let mode = fs::metadata(&file.path).unwrap().permissions().mode();
+        let mode = fs::metadata(file.path()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
         drop(file);
 
@@ -390,13 +527,13 @@ mod tests {
         let mut file = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
         file.write(RecordState::Source(SourceState::Committed)).unwrap();
         remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
-        assert!(file.path.exists());
+        assert!(file.path().exists());
 
         file.write(RecordState::Source(SourceState::Finished)).unwrap();
         remove_old(dir.path(), now_ms());
-        assert!(file.path.exists());
+        assert!(file.path().exists());
         remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
-        assert!(!file.path.exists());
+        assert!(!file.path().exists());
     }
 
     #[test]
@@ -411,12 +548,12 @@ mod tests {
             let mut file = RecordFile::create(dir.path(), started).unwrap();
             file.write(RecordState::Destination(DestinationState::Prepared)).unwrap();
             remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
-            assert!(file.path.exists(), "not settled");
+            assert!(file.path().exists(), "not settled");
             file.write(RecordState::Destination(DestinationState::Aborted)).unwrap();
             remove_old(dir.path(), now_ms());
-            assert!(file.path.exists(), "not old");
+            assert!(file.path().exists(), "not old");
             remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
-            assert_eq!(file.path.exists(), kept, "{qemu:?}");
+            assert_eq!(file.path().exists(), kept, "{qemu:?}");
         }
     }
 
@@ -436,7 +573,7 @@ mod tests {
         remove_old(dir.path(), later);
         assert!(!left.iter().any(|path| path.exists()));
         assert!(not_ours.iter().all(|path| path.exists()));
-        assert!(used.path.with_extension("lock").exists(), "its record is about to be written");
+        assert!(used.path().with_extension("lock").exists(), "its record is about to be written");
     }
 
     #[test]
@@ -446,7 +583,7 @@ mod tests {
         prepare(&made).unwrap();
         assert_eq!(fs::read_dir(&made).unwrap().count(), 0, "nothing is left in it");
         fs::write(dir.path().join("file"), "").unwrap();
-        let error = prepare(&dir.path().join("file/state")).unwrap_err();
+        let error = prepare(dir.path().join("file/state")).unwrap_err();
         assert!(error.to_string().contains("state directory"), "{error}");
     }
 
@@ -514,6 +651,34 @@ mod tests {
         fs::rename(&path, dir.path().join("elsewhere")).unwrap();
         std::os::unix::fs::symlink(dir.path().join("elsewhere"), &path).unwrap();
         RecordFile::open(dir.path(), id, Side::Source).unwrap_err();
+    }
+
+    #[test]
+    fn an_open_directory_serves_wherever_its_path_leads_by_now() {
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("state");
+        fs::create_dir(&path).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();
+        let dir = StateDir::from(OwnedFd::from(File::open(&path).unwrap()));
+        let moved = scratch.path().join("moved");
+        fs::rename(&path, &moved).unwrap();
+
+        prepare(&dir).unwrap();
+        let mut file = RecordFile::create(&dir, record(SourceState::Started)).unwrap();
+        file.write(RecordState::Source(SourceState::Committed)).unwrap();
+        drop(file);
+        let id = MigrationId::from_bytes([1; 16]);
+        assert_eq!(unsettled(&dir).unwrap().len(), 1);
+        assert!(path_of(&moved, id, Side::Source).exists() && !path.exists());
+        assert!(RecordFile::open(&dir, id, Side::Source).is_ok());
+        assert_eq!(dir.own_process(), process::identity(std::process::id()));
+
+        fs::set_permissions(&moved, fs::Permissions::from_mode(0o770)).unwrap();
+        let refused = RecordFile::open(&dir, id, Side::Source).unwrap_err();
+        assert!(matches!(refused, RecordFileError::Untrusted { .. }), "{refused}");
+        let file = StateDir::from(OwnedFd::from(tempfile::tempfile().unwrap()));
+        let refused = prepare(&file).unwrap_err().to_string();
+        assert!(refused.contains("cannot use the state directory"), "{refused}");
     }
 
     #[test]

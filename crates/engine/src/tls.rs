@@ -1,4 +1,4 @@
-//! Who may speak to whom: mutual TLS 1.3 from a directory of files named as QEMU names them.
+//! Who may speak to whom: mutual TLS 1.3 from a directory of files named as QEMU names them, or from the same PEM in memory.
 //!
 //! One directory holds `ca-cert.pem`, optionally `ca-crl.pem`, and the pair of the side it is read for:
 //! `server-cert.pem` and `server-key.pem` on the receiving host, `client-cert.pem` and `client-key.pem` on the sending
@@ -24,7 +24,26 @@ pub use self::left_out::TlsSettings;
 /// What the TLS exporter (RFC 8446, section 7.5) is asked for; the proof in a channel header covers its answer.
 pub const EXPORTER_LABEL: &[u8] = b"EXPORTER-sterna-channel";
 
-/// Why a directory of certificates cannot be used.
+/// One side's certificates and private key as PEM, from which [`TlsSettings`] are made without opening a file.
+#[derive(Clone, Copy)]
+pub struct TlsPem<'a> {
+    /// The certificates of the authorities that the peer's certificate may be from (`ca-cert.pem`).
+    pub authority: &'a [u8],
+    /// This side's certificate, and those between it and the authority (`client-cert.pem`, `server-cert.pem`).
+    pub certificate: &'a [u8],
+    /// The certificate's private key (`client-key.pem`, `server-key.pem`). It is copied; wiping it is the caller's task.
+    pub key: &'a [u8],
+    /// The authorities' lists of revoked certificates (`ca-crl.pem`), if there are any.
+    pub revoked: Option<&'a [u8]>,
+}
+
+impl std::fmt::Debug for TlsPem<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("TlsPem(…)")
+    }
+}
+
+/// Why certificates cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
@@ -63,6 +82,14 @@ pub enum TlsError {
          with a certificate from the authority could send a guest here otherwise)"
     )]
     NobodyAllowed,
+    /// PEM from memory is not the PEM that it should be, or its parts do not fit together.
+    #[error("cannot use {what}: {reason}")]
+    Pem {
+        /// The part.
+        what: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// This build has no TLS.
     #[error("this build has no TLS: it needs the feature `tls`")]
     LeftOut,

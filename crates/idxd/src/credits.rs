@@ -24,15 +24,15 @@ impl Credits {
         Self { free: AtomicU32::new(size), size }
     }
 
-    /// Takes one, if there is one.
+    /// Takes a credit, if there is one.
     pub(crate) fn take(&self) -> bool {
-        // Acquire: the thread that takes a credit comes after the returning thread's look at the record.
+        // Acquire: the thread that takes a credit sees the returning thread's read of the record.
         self.free.fetch_update(Ordering::Acquire, Ordering::Relaxed, |free| free.checked_sub(1)).is_ok()
     }
 
     /// Returns `n` credits, never above the size. The result is the excess over the outstanding ones: a counting error
     /// of the caller.
-    pub(crate) fn give_back(&self, n: u32) -> u32 {
+    pub(crate) fn return_credits(&self, n: u32) -> u32 {
         let before = self
             .free
             .fetch_update(Ordering::Release, Ordering::Relaxed, |free| Some(free.saturating_add(n).min(self.size)))
@@ -59,7 +59,7 @@ mod tests {
         assert!(credits.take() && credits.take() && credits.take());
         assert!(!credits.take());
         assert_eq!((credits.free(), credits.outstanding()), (0, 3));
-        assert_eq!(credits.give_back(2), 0);
+        assert_eq!(credits.return_credits(2), 0);
         assert!(credits.take() && credits.take() && !credits.take());
     }
 
@@ -67,9 +67,9 @@ mod tests {
     fn returning_too_many_is_reported_and_changes_nothing() {
         let credits = Credits::new(2);
         assert!(credits.take());
-        assert_eq!(credits.give_back(5), 4);
+        assert_eq!(credits.return_credits(5), 4);
         assert_eq!(credits.free(), 2);
-        assert_eq!(credits.give_back(u32::MAX), u32::MAX);
+        assert_eq!(credits.return_credits(u32::MAX), u32::MAX);
         assert_eq!(credits.free(), 2);
     }
 
@@ -84,7 +84,7 @@ mod tests {
                         if credits.take() {
                             assert!(held.fetch_add(1, Ordering::SeqCst) < 4);
                             held.fetch_sub(1, Ordering::SeqCst);
-                            assert_eq!(credits.give_back(1), 0);
+                            assert_eq!(credits.return_credits(1), 0);
                         }
                     }
                 });
@@ -115,7 +115,7 @@ mod all_orders {
                                 assert_eq!(held.load(Ordering::Relaxed), 0);
                                 held.store(1, Ordering::Relaxed);
                                 held.store(0, Ordering::Relaxed);
-                                assert_eq!(credits.give_back(1), 0);
+                                assert_eq!(credits.return_credits(1), 0);
                             }
                         }
                     })

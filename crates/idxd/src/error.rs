@@ -48,12 +48,12 @@ pub enum OpenError {
         source: io::Error,
     },
     /// The queue was opened, but the no-op that tests it did not complete.
-    #[error("work queue {queue} was opened ({way}), but {why}")]
+    #[error("work queue {queue} was opened ({method}), but {why}")]
     NotProven {
         /// The queue.
         queue: String,
         /// The submission method of the test.
-        way: SubmitMethod,
+        method: SubmitMethod,
         /// The result of the no-op.
         why: NotProven,
     },
@@ -74,7 +74,7 @@ pub enum NotProven {
         "it would not take a no-op for {0:?}: it is full, it was disabled, or its device has halted (accel-config list \
          shows the states)"
     )]
-    NotTaken(Duration),
+    NotAccepted(Duration),
     /// Completed with an error.
     #[error("a no-op sent to it came back with {0}")]
     Answered(Status),

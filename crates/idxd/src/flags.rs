@@ -42,7 +42,7 @@ impl Operation {
         Operation::CopyCrc,
     ];
 
-    /// Returns the operation of a code, if this crate knows it.
+    /// Returns the operation of a code, if it is one of this crate's.
     pub fn from_code(code: u8) -> Option<Operation> {
         Operation::ALL.into_iter().find(|operation| *operation as u8 == code)
     }

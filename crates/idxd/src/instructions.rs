@@ -90,7 +90,7 @@ pub(crate) fn store_fence() {
 pub(crate) unsafe fn enqcmd(portal: *mut u8, descriptor: &Descriptor) -> bool {
     let retry: u8;
     // SAFETY: as this function's caller promises. The instruction reads the 64 bytes of the descriptor and writes no memory
-    // but the portal; it clears all arithmetic flags but ZF, which is 1 where the queue did not take it (SDM, ENQCMD).
+    // but the portal; it clears all arithmetic flags but ZF, which is 1 if the queue did not accept it (SDM, ENQCMD).
     unsafe {
         std::arch::asm!(
             "enqcmd {portal}, [{descriptor}]",

@@ -8,8 +8,8 @@
 //! * **`write(2)`** on the queue's device file: the kernel checks and submits. For processes that may not map portals
 //!   (INTEL-SA-01084: `CAP_SYS_RAWIO`), and for CPUs without the instructions.
 //!
-//! The mapped page is the *limited* portal: a shared queue takes descriptors from it only up to its threshold. The kernel
-//! maps no other for user space.
+//! The mapped page is the *limited* portal: a shared queue accepts descriptors from it only up to its threshold. The
+//! kernel maps no other for user space.
 
 use std::fmt;
 use std::io;
@@ -65,11 +65,11 @@ pub trait Portal: Send + Sync + fmt::Debug {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission;
 
     /// Returns the submission method.
-    fn way(&self) -> SubmitMethod;
+    fn submit_method(&self) -> SubmitMethod;
 
-    /// Returns how descriptors are submitted, for people.
+    /// Returns how descriptors are submitted, as text for people.
     fn description(&self) -> String {
-        self.way().to_string()
+        self.submit_method().to_string()
     }
 }
 
@@ -79,21 +79,21 @@ const PORTAL_BYTES: usize = 4096;
 /// A mapped portal page. Unmapped before the device file is closed.
 pub(crate) struct MappedPortal {
     page: NonNull<u8>,
-    way: SubmitMethod,
+    method: SubmitMethod,
     slot: AtomicU32,
     owner: u32,
     file: OwnedFd,
 }
 
-// SAFETY: the page is written only by ENQCMD and MOVDIR64B, 64 bytes at a time, which the device receives whole whichever
-// thread they come from; nothing reads it.
+// SAFETY: the page is written only by ENQCMD and MOVDIR64B, 64 bytes at a time, which the device receives whole from
+// any thread; no code reads it.
 unsafe impl Send for MappedPortal {}
 // SAFETY: as above.
 unsafe impl Sync for MappedPortal {}
 
 impl MappedPortal {
-    /// Maps the portal of an opened queue. `way` is [`SubmitMethod::Enqcmd`] or [`SubmitMethod::Movdir64b`].
-    pub(crate) fn map(file: OwnedFd, way: SubmitMethod) -> Result<Self, (OwnedFd, io::Error)> {
+    /// Maps the portal of an opened queue. `method` is [`SubmitMethod::Enqcmd`] or [`SubmitMethod::Movdir64b`].
+    pub(crate) fn map(file: OwnedFd, method: SubmitMethod) -> Result<Self, (OwnedFd, io::Error)> {
         // SAFETY: a new shared mapping of one page at an address of the kernel's choice.
         let page = unsafe {
             libc::mmap(
@@ -109,7 +109,7 @@ impl MappedPortal {
             return Err((file, io::Error::last_os_error()));
         }
         match NonNull::new(page.cast()) {
-            Some(page) => Ok(Self { page, way, slot: AtomicU32::new(0), owner: fork::process(), file }),
+            Some(page) => Ok(Self { page, method, slot: AtomicU32::new(0), owner: fork::process(), file }),
             None => Err((file, io::Error::other("the kernel mapped the portal at address zero"))),
         }
     }
@@ -125,10 +125,10 @@ impl MappedPortal {
 
 impl Portal for MappedPortal {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
-        match self.way {
+        match self.method {
             SubmitMethod::Enqcmd => {
                 // SAFETY: the page is mapped and 64-byte aligned; the queue was opened by this process (its address space is
-                // bound) with this instruction allowed; for the descriptor the caller answers.
+                // bound) with this instruction allowed; the caller vouches for the descriptor.
                 if unsafe { enqcmd(self.page.as_ptr(), descriptor) } { Submission::Accepted } else { Submission::Retry }
             }
             _ => {
@@ -139,8 +139,8 @@ impl Portal for MappedPortal {
         }
     }
 
-    fn way(&self) -> SubmitMethod {
-        self.way
+    fn submit_method(&self) -> SubmitMethod {
+        self.method
     }
 }
 
@@ -148,7 +148,7 @@ impl Drop for MappedPortal {
     fn drop(&mut self) {
         // Children do not inherit the mapping (VM_DONTCOPY): in a child, another mapping may be at the address.
         if fork::process() == self.owner {
-            // SAFETY: mapped by `map` with this length; nobody submits any more, since submitting borrows `self`.
+            // SAFETY: mapped by `map` with this length; no thread submits any more, since submitting borrows `self`.
             unsafe { libc::munmap(self.page.as_ptr().cast(), PORTAL_BYTES) };
         }
     }
@@ -156,7 +156,7 @@ impl Drop for MappedPortal {
 
 impl fmt::Debug for MappedPortal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MappedPortal").field("way", &self.way).field("file", &self.file.as_raw_fd()).finish()
+        f.debug_struct("MappedPortal").field("method", &self.method).field("file", &self.file.as_raw_fd()).finish()
     }
 }
 
@@ -182,7 +182,7 @@ impl Portal for WritePortal {
         }
     }
 
-    fn way(&self) -> SubmitMethod {
+    fn submit_method(&self) -> SubmitMethod {
         SubmitMethod::Write
     }
 }

@@ -65,11 +65,11 @@ impl WorkQueue {
         opening: &Opening,
     ) -> Result<Arc<WorkQueue>, OpenError> {
         info.node = directories.node(info.kind(), &info.name);
-        // Whether the file may be opened is the kernel's decision now; the other reasons stand.
+        // Whether the file may be opened is the kernel's decision now; the other reasons still apply.
         let verdict = info
             .unusable
             .clone()
-            .filter(|why| !matches!(why.reason, Reason::NoNode(_) | Reason::NoPermission(_) | Reason::Taken));
+            .filter(|why| !matches!(why.reason, Reason::NoNode(_) | Reason::NoPermission(_) | Reason::InUse));
         if let Some(why) = verdict {
             return Err(OpenError::Unusable { queue: info.full_name(), why });
         }
@@ -123,11 +123,11 @@ impl WorkQueue {
             WorkQueue { info, portal, credits, batches: Err(NoBatches::NotOffered), owner: fork::process() };
         queue.prove(deadline).map_err(|why| OpenError::NotProven {
             queue: queue.info.full_name(),
-            way: queue.portal.way(),
+            method: queue.portal.submit_method(),
             why,
         })?;
         queue.batches = queue.find_batches(deadline);
-        debug!(queue = queue.info.name, way = %queue.portal.way(), batches = ?queue.batches, "work queue proved");
+        debug!(queue = queue.info.name, method = %queue.portal.submit_method(), batches = ?queue.batches, "work queue proved");
         Ok(Arc::new(queue))
     }
 
@@ -137,11 +137,11 @@ impl WorkQueue {
     }
 
     /// Returns the submission method.
-    pub fn way(&self) -> SubmitMethod {
-        self.portal.way()
+    pub fn submit_method(&self) -> SubmitMethod {
+        self.portal.submit_method()
     }
 
-    /// Returns how descriptors are submitted, for people.
+    /// Returns how descriptors are submitted, as text for people.
     pub fn description(&self) -> String {
         self.portal.description()
     }
@@ -190,7 +190,7 @@ impl WorkQueue {
     /// cancelled requests or dropped tickets: their entries may still be in the queue.
     pub fn seen_complete(&self, n: u32) {
         let Some(credits) = &self.credits else { return };
-        let too_many = credits.give_back(n);
+        let too_many = credits.return_credits(n);
         if too_many > 0 {
             warn!(queue = self.info.name, too_many, "more completions were counted than descriptors submitted");
         }
@@ -206,7 +206,8 @@ impl WorkQueue {
             return Err(SubmitError::Busy);
         }
         store_fence();
-        // SAFETY: the caller's promise; the store fence makes what the descriptor names visible before it.
+        // SAFETY: the caller's promise; the store fence makes the memory that the descriptor names visible before the
+        // descriptor.
         let error = match unsafe { self.portal.submit(descriptor) } {
             Submission::Accepted => return Ok(()),
             Submission::Retry => SubmitError::Busy,
@@ -239,7 +240,7 @@ impl WorkQueue {
         }
         let declared = self.info.declares(Operation::Batch as u8);
         let first = self.info.device.is_first_generation();
-        match (self.portal.way(), declared) {
+        match (self.portal.submit_method(), declared) {
             (SubmitMethod::Write, _) if first => return Err(NoBatches::FirstGeneration),
             (SubmitMethod::Write, Some(false)) => return Err(NoBatches::NotOffered),
             (SubmitMethod::Enqcmd | SubmitMethod::Movdir64b, Some(false)) if !first => {
@@ -279,7 +280,7 @@ impl WorkQueue {
             match unsafe { self.send(descriptor) } {
                 Ok(()) => break,
                 Err(SubmitError::Refused(error)) => return Err(NotProven::Refused(error)),
-                Err(_) if Instant::now() >= end => return Err(NotProven::NotTaken(deadline)),
+                Err(_) if Instant::now() >= end => return Err(NotProven::NotAccepted(deadline)),
                 Err(_) => std::thread::sleep(Duration::from_micros(20)),
             }
         }
@@ -315,7 +316,7 @@ fn checked(info: &QueueInfo) -> Result<Mode, OpenError> {
     if info.ats_disable {
         return Err(unusable(Reason::AtsDisabled));
     }
-    if let Some(attribute) = info.doubtful {
+    if let Some(attribute) = info.invalid_attribute {
         return Err(unusable(Reason::Unknown(attribute)));
     }
     if info.size == 0 {
@@ -326,7 +327,7 @@ fn checked(info: &QueueInfo) -> Result<Mode, OpenError> {
 
 /// Returns the best portal for an opened queue, and the reason if it is not a mapped one.
 fn portal(file: OwnedFd, mode: Mode, opening: &Opening) -> (Arc<dyn Portal>, Option<String>) {
-    let (way, there) = match mode {
+    let (method, there) = match mode {
         Mode::Shared => (SubmitMethod::Enqcmd, opening.instructions.enqcmd()),
         Mode::Dedicated => (SubmitMethod::Movdir64b, opening.instructions.movdir64b()),
     };
@@ -334,13 +335,13 @@ fn portal(file: OwnedFd, mode: Mode, opening: &Opening) -> (Arc<dyn Portal>, Opt
         return (Arc::new(WritePortal { file }), Some("not asked for".to_owned()));
     }
     if !there {
-        let why = match way {
+        let why = match method {
             SubmitMethod::Enqcmd => "this CPU has no ENQCMD",
             _ => "this CPU has no MOVDIR64B",
         };
         return (Arc::new(WritePortal { file }), Some(why.to_owned()));
     }
-    match MappedPortal::map(file, way) {
+    match MappedPortal::map(file, method) {
         Ok(portal) => (Arc::new(portal), None),
         Err((file, error)) => {
             let hint = match error.raw_os_error() {

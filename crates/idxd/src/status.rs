@@ -40,7 +40,7 @@ macro_rules! statuses {
             }
 
             /// Returns the specification's description, as one sentence.
-            pub const fn words(self) -> &'static str {
+            pub const fn description(self) -> &'static str {
                 match self {
                     $(Status::$name => $words,)*
                     Status::Unknown(_) => "A status code that the specification does not define.",
@@ -149,7 +149,7 @@ impl Status {
 
 impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "status {:#04x}: {}", self.code(), self.words())
+        write!(f, "status {:#04x}: {}", self.code(), self.description())
     }
 }
 

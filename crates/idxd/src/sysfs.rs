@@ -2,7 +2,7 @@
 //! them.
 //!
 //! One parser reads the real tree and fake ones: a value that is missing, unreadable, invalid or absurdly large becomes
-//! "unknown" and a remark ([`DeviceInfo::oddities`]), never a panic and never a number used in calculations. The
+//! "unknown" and a remark ([`DeviceInfo::invalid_attributes`]), never a panic and never a number used in calculations. The
 //! attributes and their formats are from the kernel's `Documentation/ABI/stable/sysfs-driver-dma-idxd` and
 //! `drivers/dma/idxd/sysfs.c`.
 
@@ -104,7 +104,8 @@ pub fn discover(directories: &Directories) -> Result<Vec<DeviceInfo>, DiscoverEr
     if left_out > 0
         && let Some(last) = devices.last_mut()
     {
-        last.oddities.push(format!("{left_out} more devices are shown than the {MAX_DEVICES} that are looked at"));
+        last.invalid_attributes
+            .push(format!("{left_out} more devices are shown than the {MAX_DEVICES} that are examined"));
     }
     Ok(devices)
 }
@@ -113,7 +114,7 @@ fn read_device(directories: &Directories, bus: &[String], name: &str, kind: Kind
     let path = directories.sysfs.join(name);
     let mut attributes = Attributes::new(&path, name);
     let device = Arc::new(Device::read(name, kind, number, &mut attributes));
-    let mut oddities = attributes.into_oddities();
+    let mut invalid_attributes = attributes.into_oddities();
 
     // The same directories appear below the device and beside it on the bus; either works.
     let nested = list(&path).unwrap_or_default();
@@ -127,7 +128,7 @@ fn read_device(directories: &Directories, bus: &[String], name: &str, kind: Kind
     let mut read = |prefix: &str, index: u32, path: &Path, take: &mut dyn FnMut(&mut Attributes)| {
         let mut attributes = Attributes::new(path, &format!("{prefix}{number}.{index}"));
         take(&mut attributes);
-        oddities.append(&mut attributes.into_oddities());
+        invalid_attributes.append(&mut attributes.into_oddities());
     };
     let mut groups = Vec::new();
     for (index, path) in members("group") {
@@ -143,7 +144,7 @@ fn read_device(directories: &Directories, bus: &[String], name: &str, kind: Kind
             queues.push(QueueInfo::read(index, &device, directories, attributes));
         });
     }
-    let mut info = DeviceInfo { device, groups, engines, queues, oddities };
+    let mut info = DeviceInfo { device, groups, engines, queues, invalid_attributes };
     verdict::judge(&mut info);
     info
 }

@@ -1,5 +1,5 @@
-//! The kernel's own header has the last word on numbers: a C program over `<linux/idxd.h>` prints offsets, operation codes, flags and
-//! status codes, and they must be this crate's. Names that an older header lacks are listed as not compared.
+//! Compares this crate's numbers with the kernel's header: a C program with `<linux/idxd.h>` prints offsets, operation
+//! codes, flags and status codes. Names that an older header lacks are listed as not compared.
 
 use std::collections::HashSet;
 use std::process::Command;
@@ -7,7 +7,7 @@ use std::process::Command;
 use sterna_idxd::flags::{Operation, flag};
 use sterna_idxd::{Status, descriptor_offset, iaa, record_offset};
 
-/// A C expression and what this crate has for it.
+/// Returns C expressions and this crate's values of them.
 fn expectations() -> Vec<(String, u64)> {
     let mut all: Vec<(String, u64)> = Vec::new();
     let mut add = |expression: &str, value: u64| all.push((expression.to_owned(), value));
@@ -48,7 +48,7 @@ fn expectations() -> Vec<(String, u64)> {
     ] {
         add(&format!("offsetof(struct dsa_completion_record, {field})"), at as u64);
     }
-    // Flags and operation code are bit fields: what a structure with one of them set has in its first eight bytes.
+    // Flags and operation code are bit fields: compared are the first eight bytes of a structure with one of them set.
     add("first_word((struct dsa_hw_desc){ .flags = 0xffffff })", 0x00ff_ffff << (8 * d::FLAGS));
     add("first_word((struct dsa_hw_desc){ .opcode = 0xff })", 0xff << (8 * d::OPERATION));
 
@@ -165,7 +165,7 @@ fn expectations() -> Vec<(String, u64)> {
     }
     add("DSA_COMP_STATUS_WRITE", 0x80);
 
-    // IAA descriptors and records, by what this crate puts and finds where.
+    // IAA descriptors and records, by where this crate writes and reads marked values.
     let marked = |find: u64, descriptor: iaa::Descriptor| -> u64 {
         let bytes = descriptor.as_bytes();
         (0..=56).find(|at| u64::from_le_bytes(bytes[*at..*at + 8].try_into().unwrap()) & find == find).unwrap() as u64
@@ -191,7 +191,7 @@ const IAA_OFFSETS: [(&str, usize); 10] = [
     ("offsetof(struct iax_completion_record, crc)", 32),
 ];
 
-/// What this crate reads at (or writes to) those places, so that the table above is not only compared with C.
+/// Checks that this crate reads and writes at those offsets, so that the table above is compared with the crate too.
 #[test]
 fn the_table_of_iaa_offsets_is_what_the_crate_does() {
     let descriptor = iaa::Descriptor::compress(0, 0x1111, 0, 0x2222, 0);
@@ -234,7 +234,8 @@ fn the_kernels_header_has_the_same_numbers() {
     let line = |index: usize, expression: &str| {
         format!("#line {} \"row\"\n    printf(\"{index} %llu\\n\", (unsigned long long)({expression}));\n", index + 1)
     };
-    // Each row has its own line number, so complaints about names that this header lacks say which rows to leave out.
+    // Each row has its own line number, so the compiler's errors about names that this header lacks show which rows to
+    // leave out.
     let program = |left_out: &HashSet<usize>| {
         let body: String = expected
             .iter()

@@ -27,6 +27,7 @@
 use crate::PAGE_SIZE;
 use crate::guest_process::{Advice, GuestProcess, HugePageAdvice};
 use crate::mappings::{Mapping, Mappings};
+use crate::own_files::OwnFiles;
 use crate::userfault::{MISSING_HUGETLBFS, MISSING_SHMEM};
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs, major, minor, seek};
 use rustix::io::Errno;
@@ -153,7 +154,7 @@ impl Discardable {
     /// `addresses` stays mapped as it is until the value is dropped, and is accessed by raw pointers only: content
     /// vanishes and appears without a store.
     pub unsafe fn anonymous(addresses: Range<usize>, page_size: usize) -> Result<Self, DiscardError> {
-        Self::anonymous_of(addresses, page_size, None)
+        Self::anonymous_of(addresses, page_size, None, None)
     }
 
     /// As [`Self::anonymous`], in another process.
@@ -165,17 +166,30 @@ impl Discardable {
         addresses: Range<usize>,
         page_size: usize,
     ) -> Result<Self, DiscardError> {
-        Self::anonymous_of(addresses, page_size, Some(Arc::clone(guest)))
+        Self::anonymous_of(addresses, page_size, Some(Arc::clone(guest)), None)
+    }
+
+    /// `files`: those of this process, if they are open already.
+    ///
+    /// # Safety
+    /// As for [`Self::anonymous`].
+    pub(crate) unsafe fn anonymous_here(
+        addresses: Range<usize>,
+        page_size: usize,
+        files: Option<&OwnFiles>,
+    ) -> Result<Self, DiscardError> {
+        Self::anonymous_of(addresses, page_size, None, files)
     }
 
     fn anonymous_of(
         addresses: Range<usize>,
         page_size: usize,
         guest: Option<Arc<dyn GuestProcess>>,
+        files: Option<&OwnFiles>,
     ) -> Result<Self, DiscardError> {
         let backing = Self { addresses, guest, page_size, private: true, file: None };
         let expected = "private anonymous memory of this page size";
-        backing.check(expected, |mapping| {
+        backing.check(expected, files, |mapping| {
             let huge = mapping.is_anonymous_hugetlb();
             mapping.is_anonymous()
                 && if page_size == kernel_page_size() { !huge } else { huge && page_size > PAGE_SIZE }
@@ -190,7 +204,20 @@ impl Discardable {
     /// # Safety
     /// As for [`Self::anonymous`].
     pub unsafe fn file(addresses: Range<usize>, file: BorrowedFd<'_>, offset: u64) -> Result<Self, DiscardError> {
-        Self::file_of(addresses, file, offset, None)
+        Self::file_of(addresses, file, offset, None, None)
+    }
+
+    /// `files`: those of this process, if they are open already.
+    ///
+    /// # Safety
+    /// As for [`Self::anonymous`].
+    pub(crate) unsafe fn file_here(
+        addresses: Range<usize>,
+        file: BorrowedFd<'_>,
+        offset: u64,
+        files: Option<&OwnFiles>,
+    ) -> Result<Self, DiscardError> {
+        Self::file_of(addresses, file, offset, None, files)
     }
 
     /// As [`Self::file`], mapped in another process.
@@ -203,7 +230,7 @@ impl Discardable {
         file: BorrowedFd<'_>,
         offset: u64,
     ) -> Result<Self, DiscardError> {
-        Self::file_of(addresses, file, offset, Some(Arc::clone(guest)))
+        Self::file_of(addresses, file, offset, Some(Arc::clone(guest)), None)
     }
 
     fn file_of(
@@ -211,6 +238,7 @@ impl Discardable {
         file: BorrowedFd<'_>,
         offset: u64,
         guest: Option<Arc<dyn GuestProcess>>,
+        files: Option<&OwnFiles>,
     ) -> Result<Self, DiscardError> {
         let failed = |what| {
             let addresses = addresses.clone();
@@ -229,7 +257,7 @@ impl Discardable {
         let start = addresses.start;
         let file = Some(RamFile { file: file.into(), offset, huge });
         let mut backing = Self { addresses, guest, page_size, private, file };
-        backing.check("a mapping of that file from that offset on", |mapping| {
+        backing.check("a mapping of that file from that offset on", files, |mapping| {
             private |= mapping.private;
             mapping.is_of_file(start, (device, status.st_ino), offset)
         })?;
@@ -239,7 +267,12 @@ impl Discardable {
 
     /// Checks size and alignment, that huge pages are in this process, and that every mapping in the range is as
     /// expected.
-    fn check(&self, expected: &'static str, is: impl FnMut(&Mapping<'_>) -> bool) -> Result<(), DiscardError> {
+    fn check(
+        &self,
+        expected: &'static str,
+        files: Option<&OwnFiles>,
+        is: impl FnMut(&Mapping<'_>) -> bool,
+    ) -> Result<(), DiscardError> {
         let different = |found: String| DiscardError::Different { addresses: self.addresses.clone(), expected, found };
         let Range { start, end } = self.addresses;
         let size = self.page_size;
@@ -247,7 +280,7 @@ impl Discardable {
             return Err(different(format!("they are not whole pages of {size} bytes")));
         }
         let mappings = match &self.guest {
-            None => Mappings::own(),
+            None => files.filter(|files| files.are_own()).map_or_else(Mappings::own, OwnFiles::mappings),
             Some(guest) if self.is_hugetlb() => {
                 let (addresses, pid) = (self.addresses.clone(), guest.process().pid());
                 return Err(DiscardError::HugeElsewhere { addresses, pid, page_size: size });

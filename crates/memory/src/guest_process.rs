@@ -67,7 +67,7 @@ pub trait GuestProcess: Debug + Send + Sync {
 }
 
 /// The advice about transparent huge pages in a process's memory, recorded to be restored.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct HugePageAdvice {
     /// The addresses where they are wanted, in ascending order.
     wanted: Vec<Range<usize>>,

@@ -59,7 +59,7 @@ pub enum HoleError {
 #[derive(Debug)]
 pub struct PageMap {
     scanner: Scanner,
-    way: PageMapMethod,
+    method: PageMapMethod,
     entries: Box<[u8; ENTRIES * ENTRY]>,
 }
 
@@ -85,24 +85,28 @@ impl PageMap {
     }
 
     fn open(path: String) -> Result<Self, HoleError> {
-        let file = File::open(&path).map_err(|source| HoleError::Open { path, source })?;
+        File::open(&path).map(Self::of_file).map_err(|source| HoleError::Open { path, source })
+    }
+
+    /// Wraps a page map that was opened before.
+    pub(crate) fn of_file(file: File) -> Self {
         let mut map =
-            Self { scanner: Scanner::new(file), way: PageMapMethod::Scan, entries: Box::new([0; ENTRIES * ENTRY]) };
+            Self { scanner: Scanner::new(file), method: PageMapMethod::Scan, entries: Box::new([0; ENTRIES * ENTRY]) };
         // Scanning an empty range tests only whether the operation exists: older kernels return ENOTTY.
         if map.scanner.scan(0..0, Query::POPULATED).is_err() {
-            map.way = PageMapMethod::Read;
+            map.method = PageMapMethod::Read;
         }
-        Ok(map)
+        map
     }
 
     /// Returns the method in use.
-    pub fn way(&self) -> PageMapMethod {
-        self.way
+    pub fn method(&self) -> PageMapMethod {
+        self.method
     }
 
     /// Uses the method that every kernel supports.
     pub fn use_read(&mut self) {
-        self.way = PageMapMethod::Read;
+        self.method = PageMapMethod::Read;
     }
 
     /// Calls `populated` for each part of the addresses `range` that was ever populated, in ascending order, whole
@@ -116,7 +120,7 @@ impl PageMap {
         let mut at = range.start;
         while at < range.end {
             let rest = at..range.end;
-            at = match self.way {
+            at = match self.method {
                 PageMapMethod::Scan => self.scan(rest, &mut populated),
                 PageMapMethod::Read => self.read(rest, &mut populated),
             }
@@ -214,7 +218,7 @@ mod tests {
         let mut read = PageMap::own().unwrap();
         read.use_read();
         let own = PageMap::own().unwrap();
-        if own.way() == PageMapMethod::Scan { vec![own, read] } else { vec![read] }
+        if own.method() == PageMapMethod::Scan { vec![own, read] } else { vec![read] }
     }
 
     /// Page numbers relative to the area.
@@ -245,7 +249,7 @@ mod tests {
             let range = bounds.0.min(bounds.1)..bounds.0.max(bounds.1);
             let expected: Vec<usize> = written.range(range.clone()).copied().collect();
             for mut map in ways() {
-                prop_assert_eq!(&populated(&mut map, &area, range.clone()), &expected, "{:?}", map.way());
+                prop_assert_eq!(&populated(&mut map, &area, range.clone()), &expected, "{:?}", map.method());
             }
         }
 
@@ -289,7 +293,7 @@ mod tests {
         assert!(unsafe { crate::scan::is_zero_raw(area.ptr(), 64 * PAGE_SIZE) });
         area.bytes_mut()[5 * PAGE_SIZE] = 1;
         let mut map = PageMap::own().unwrap();
-        if map.way() == PageMapMethod::Scan {
+        if map.method() == PageMapMethod::Scan {
             assert_eq!(populated(&mut map, &area, 0..64), [5]);
         }
         map.use_read();

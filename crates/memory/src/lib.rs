@@ -16,6 +16,7 @@ mod mappings;
 pub mod missing;
 pub mod node;
 pub mod normal_page_ratio;
+mod own_files;
 mod pagemap_scan;
 pub mod place;
 mod process_memory;

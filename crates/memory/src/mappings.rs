@@ -99,10 +99,10 @@ impl Mappings {
     }
 }
 
-#[cfg(test)]
-impl From<&str> for Mappings {
-    fn from(lines: &str) -> Self {
-        Self(lines.to_owned())
+impl From<String> for Mappings {
+    /// Takes the text of a `/proc/PID/maps`.
+    fn from(lines: String) -> Self {
+        Self(lines)
     }
 }
 
@@ -128,7 +128,7 @@ mod tests {
     fn a_range_is_checked_mapping_by_mapping_and_for_gaps() {
         let lines =
             "1000-3000 rw-p 00000000 00:00 0 \n3000-4000 rw-p 00005000 00:01 7 /file\n6000-7000 rw-p 0 00:00 0 \n";
-        let mappings = Mappings::from(lines);
+        let mappings = Mappings::from(lines.to_owned());
         let check = |range, is: fn(&Mapping<'_>) -> bool| mappings.check(range, is);
         assert_eq!(check(0x1000..0x3000, |mapping| mapping.is_anonymous()), Ok(()));
         assert_eq!(check(0x2000..0x3000, |mapping| mapping.is_anonymous()), Ok(()));

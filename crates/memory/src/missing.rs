@@ -117,8 +117,8 @@ impl MissingError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// Request these pages of the block from the source: one page of the backing. Returned once per page, until
-    /// [`MissingPages::forget_asked`].
-    Ask(Range<u64>),
+    /// [`MissingPages::forget_requests`].
+    Request(Range<u64>),
     /// Nothing: the page was requested before, or is being placed right now.
     Waiting,
     /// Nothing: the page was never written at the source, so a page of zeros was placed.
@@ -244,7 +244,7 @@ impl MissingPages {
 
     /// Returns what to do about a fault at `address`, received from the userfaultfd, and resolves it if possible.
     ///
-    /// After an error the faulting thread still waits; [`Self::forget_asked`] makes it fault again.
+    /// After an error the faulting thread still waits; [`Self::forget_requests`] makes it fault again.
     pub fn fault(&self, address: usize) -> Result<Answer, MissingError> {
         if !self.contains(address) {
             return Err(MissingError::NotHere { address, block: self.backing.addresses() });
@@ -254,7 +254,7 @@ impl MissingPages {
         if self.stale.contains(page.start) {
             // If the claiming thread fails to place the page, it wakes the waiting threads, which fault again.
             let is_new = self.unclaimed.contains(page.start) && self.asked.test_and_set(page.clone(), |_| {}) > 0;
-            return Ok(if is_new { Answer::Ask(page) } else { Answer::Waiting });
+            return Ok(if is_new { Answer::Request(page) } else { Answer::Waiting });
         }
         match self.zero(&page) {
             Ok(Filled::Placed) => Ok(Answer::ZeroFilled),
@@ -270,7 +270,7 @@ impl MissingPages {
     /// faults again and the page is requested again.
     ///
     /// Call it when a new connection accepts requests, and again if that was lost before all of them were sent.
-    pub fn forget_asked(&self) -> Result<(), MissingError> {
+    pub fn forget_requests(&self) -> Result<(), MissingError> {
         self.asked.clear(0..self.backing.pages());
         Ok(self.userfault.wake(self.backing.addresses())?)
     }
@@ -320,7 +320,7 @@ impl MissingPages {
                 self.stale_count.fetch_sub(at - claimed.start, Ordering::AcqRel);
                 placed += at - claimed.start;
             }
-            self.give_back(at..claimed.end);
+            self.release(at..claimed.end);
         });
         match failure {
             Some(error) => Err(error),
@@ -377,7 +377,7 @@ impl MissingPages {
 
     /// Releases claimed pages that were not placed: another thread may claim them, and they are requested at the next
     /// fault.
-    fn give_back(&self, rest: Range<u64>) {
+    fn release(&self, rest: Range<u64>) {
         if rest.is_empty() {
             return;
         }

@@ -92,7 +92,7 @@ pub trait Place: Send + Sync + fmt::Debug {
     fn zero(&self, offset: u64, len: u64) -> Result<(), PlaceError>;
 
     /// Returns the method by which this place writes.
-    fn way(&self) -> PlacementMethod;
+    fn method(&self) -> PlacementMethod;
 }
 
 /// Why pages could not be placed.

@@ -12,7 +12,7 @@ use std::fmt::{Debug, Formatter};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -22,9 +22,10 @@ use thiserror::Error;
 use crate::PAGE_SIZE;
 use crate::copy::{store_raw, zero_raw};
 use crate::discard::{DiscardError, Discardable};
-use crate::guest_process::GuestProcess;
+use crate::guest_process::{GuestProcess, HugePageAdvice};
 use crate::holes::{HoleError, PageMap, file_data};
 use crate::mappings::{Mapping, Mappings};
+use crate::own_files::OwnFiles;
 use crate::place::{Place, PlaceError, ProcessWrite, TargetProcess};
 use crate::process_memory::ProcessMemory;
 pub use crate::process_memory::ProcessReadError;
@@ -160,6 +161,8 @@ pub struct RamBlock {
     backing: Backing,
     /// The block's address in the guest's process, if that is another process and this process has its own mapping.
     elsewhere: Option<ProcessMemory>,
+    /// Of this process; none before the block is part of guest RAM, or where they could not be opened.
+    own_files: Option<Arc<OwnFiles>>,
     /// Unmaps the memory when the last clone of the block is dropped.
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -191,7 +194,7 @@ impl RamBlock {
     /// it before the guest's state is loaded.
     pub unsafe fn new(name: impl Into<String>, start: NonNull<u8>, bytes: usize, backing: Backing) -> Self {
         let (name, home, page_size) = (name.into(), Location::Here(start), PAGE_SIZE);
-        Self { name, home, bytes, page_size, backing, elsewhere: None, _owner: None }
+        Self { name, home, bytes, page_size, backing, elsewhere: None, own_files: None, _owner: None }
     }
 
     /// Makes a block of `bytes` bytes of guest RAM at `address` of another process, which the kernel reads and writes
@@ -208,7 +211,7 @@ impl RamBlock {
     ) -> Self {
         let home = Location::Process(ProcessMemory::new(Arc::clone(process), address, bytes));
         let (name, page_size) = (name.into(), PAGE_SIZE);
-        Self { name, home, bytes, page_size, backing, elsewhere: None, _owner: None }
+        Self { name, home, bytes, page_size, backing, elsewhere: None, own_files: None, _owner: None }
     }
 
     /// Makes a block of `bytes` bytes from `offset` of a file in memory (memfd, tmpfs, hugetlbfs), such as another
@@ -231,7 +234,7 @@ impl RamBlock {
         let owner = Arc::new(OwnMapping { start, bytes });
         // SAFETY: the mapping was made just now for the block alone, which keeps it; what the file is of is compared by `GuestRam`.
         let block = unsafe { Self::new(name, start, bytes, Backing::Shared(file, offset)) };
-        Ok(block.with_page_size(page_size).kept_by(owner))
+        Ok(block.with_page_size(page_size).owned_by(owner))
     }
 
     /// Returns the block, a file in memory that is mapped here ([`RamBlock::of_file`]), with its address in the guest's
@@ -251,7 +254,7 @@ impl RamBlock {
     /// Returns the block, which with its clones keeps `owner` alive. If dropping `owner` unmaps the memory, the first
     /// promise of [`RamBlock::new`] is kept.
     #[must_use]
-    pub fn kept_by(self, owner: Arc<dyn Any + Send + Sync>) -> Self {
+    pub fn owned_by(self, owner: Arc<dyn Any + Send + Sync>) -> Self {
         Self { _owner: Some(owner), ..self }
     }
 
@@ -548,14 +551,15 @@ impl RamBlock {
         if self.process().is_some() {
             return Ok(None);
         }
+        let files = self.own_files.as_deref();
         match &self.backing {
             Backing::Anonymous => {
                 // SAFETY: by the contract of `new` the mapping stays as it is, and nobody has a reference to it.
-                unsafe { Discardable::anonymous(self.addresses(), self.page_size) }.map(Some)
+                unsafe { Discardable::anonymous_here(self.addresses(), self.page_size, files) }.map(Some)
             }
             Backing::Shared(file, offset) => {
                 // SAFETY: as above.
-                unsafe { Discardable::file(self.addresses(), file.as_fd(), *offset) }.map(Some)
+                unsafe { Discardable::file_here(self.addresses(), file.as_fd(), *offset, files) }.map(Some)
             }
             Backing::Other => Ok(None),
         }
@@ -644,16 +648,29 @@ pub struct GuestRam {
     blocks: Arc<[RamBlock]>,
     /// The process that runs the guest, where that is another process.
     guest: Option<Arc<dyn GuestProcess>>,
+    /// Whether the kernel makes no huge pages of shared memory by itself.
+    shared_stays_small: bool,
+    post_copy: Option<Arc<GivenUserfault>>,
+}
+
+/// A userfaultfd of this process, and what else post-copy would read from files.
+#[derive(Debug)]
+struct GivenUserfault {
+    userfault: Arc<Userfault>,
+    huge_pages: HugePageAdvice,
 }
 
 impl GuestRam {
     /// Makes guest RAM of `blocks`, which are mapped already. Compares each block's backing with the mappings of the
     /// process that it lies in (`/proc/PID/maps`).
     ///
+    /// Opens what a migration needs of `/proc/self` later. A process that will not be able to open files makes its
+    /// guest RAM before, and keeps it: a clone serves each migration.
+    ///
     /// # Errors
     /// A block is not whole pages of its page size, two blocks have the same name, or a block's backing does not match
     /// its mapping.
-    pub fn new(blocks: Vec<RamBlock>) -> Result<Self, RamError> {
+    pub fn new(mut blocks: Vec<RamBlock>) -> Result<Self, RamError> {
         let mut names = std::collections::HashSet::new();
         for block in &blocks {
             block.check()?;
@@ -678,7 +695,63 @@ impl GuestRam {
             let (_, mappings) = seen.iter().find(|(of, _)| *of == pid).expect("just put there");
             block.check_backing(mappings)?;
         }
-        Ok(Self { blocks: blocks.into(), guest: None })
+        let own_files = OwnFiles::open().ok().map(Arc::new);
+        blocks.iter_mut().for_each(|block| block.own_files = own_files.clone());
+        Ok(Self { blocks: blocks.into(), guest: None, shared_stays_small: shared_stays_small(), post_copy: None })
+    }
+
+    /// Returns the same RAM with a userfaultfd of this process, by which post-copy at the destination watches missing
+    /// pages. Otherwise post-copy opens one when it begins. What post-copy reads from files is read now.
+    ///
+    /// The descriptor delivers all faults: it was opened by `/dev/userfaultfd` or by userfaultfd(2), without
+    /// `UFFD_USER_MODE_ONLY`. Its handshake is made here, unless it was made before with the features that the blocks
+    /// need. It serves any number of migrations, one after the other.
+    ///
+    /// # Errors
+    /// [`UserfaultError::Given`] if the descriptor is no userfaultfd, its handshake was made with other features, or
+    /// `/proc/self/smaps` cannot be read; [`UserfaultError::Features`] if the kernel is too old.
+    pub fn with_userfault(self, userfault: impl Into<OwnedFd>) -> Result<Self, UserfaultError> {
+        let of = |block: &RamBlock| Some(block.discardable().ok()??.userfault_features());
+        let features = self.blocks.iter().filter_map(of).fold(0, |all, features| all | features);
+        let userfault = Arc::new(Userfault::from_descriptor(userfault.into(), features)?);
+        let huge_pages = HugePageAdvice::of(None);
+        let huge_pages =
+            huge_pages.map_err(|error| UserfaultError::Given(format!("the mappings of guest RAM: {error}")))?;
+        Ok(Self { post_copy: Some(Arc::new(GivenUserfault { userfault, huge_pages })), ..self })
+    }
+
+    /// Returns whether post-copy has a userfaultfd already, and opens no file.
+    pub fn has_userfault(&self) -> bool {
+        self.post_copy.is_some()
+    }
+
+    /// Returns the page map of this process.
+    ///
+    /// # Errors
+    /// `/proc/self/pagemap` cannot be opened.
+    pub fn page_map(&self) -> Result<PageMap, HoleError> {
+        let opened = self.blocks.iter().find_map(|block| block.own_files.as_ref()).filter(|files| files.are_own());
+        match opened.map(|files| files.page_map()) {
+            Some(Ok(file)) => Ok(PageMap::of_file(file)),
+            Some(Err(_)) | None => PageMap::own(),
+        }
+    }
+
+    /// Returns whether shared memory of ordinary pages stays so: the kernel makes no huge pages of it by itself.
+    pub fn shared_stays_small(&self) -> bool {
+        self.shared_stays_small
+    }
+
+    /// Returns the present advice about huge pages where the guest runs; with a userfaultfd that was given, the advice
+    /// of that time.
+    ///
+    /// # Errors
+    /// The mappings of that process cannot be read.
+    pub fn huge_page_advice(&self) -> io::Result<HugePageAdvice> {
+        match &self.post_copy {
+            Some(given) if self.guest.is_none() => Ok(given.huge_pages.clone()),
+            _ => HugePageAdvice::of(self.guest.as_ref().map(|guest| &**guest.process())),
+        }
     }
 
     /// Returns the same RAM with the process that runs its guest: this makes post-copy possible.
@@ -704,16 +777,18 @@ impl GuestRam {
         }
     }
 
-    /// Opens a userfaultfd for missing pages in the process that runs the guest, for all faults, with `features`.
+    /// Opens a userfaultfd for missing pages in the process that runs the guest, for all faults, with `features`; or
+    /// returns the one that [was given](Self::with_userfault).
     ///
     /// # Errors
     /// It cannot be opened.
-    pub fn open_userfault(&self, features: u64) -> Result<Userfault, UserfaultError> {
-        match &self.guest {
-            None => Userfault::open(Faults::All, features),
-            Some(guest) => {
+    pub fn open_userfault(&self, features: u64) -> Result<Arc<Userfault>, UserfaultError> {
+        match (&self.guest, &self.post_copy) {
+            (None, Some(given)) => Ok(Arc::clone(&given.userfault)),
+            (None, None) => Userfault::open(Faults::All, features).map(Arc::new),
+            (Some(guest), _) => {
                 let descriptor = guest.open_userfault().map_err(UserfaultError::NotMade)?;
-                Userfault::from_descriptor(descriptor, features)
+                Userfault::from_descriptor(descriptor, features).map(Arc::new)
             }
         }
     }
@@ -727,6 +802,12 @@ impl GuestRam {
     pub fn bytes(&self) -> u64 {
         self.blocks.iter().map(RamBlock::bytes).sum()
     }
+}
+
+/// Reads the system's setting for huge pages of shared memory.
+fn shared_stays_small() -> bool {
+    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+        .is_ok_and(|modes| modes.contains("[never]") || modes.contains("[deny]"))
 }
 
 #[cfg(test)]

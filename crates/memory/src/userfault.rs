@@ -166,6 +166,8 @@ impl Userfault {
     /// requested all of `features`, and no events (fork, mremap, remove, unmap): threads of that process that cause an
     /// event would wait until it is read. More features than `features` are allowed otherwise.
     ///
+    /// The descriptor is made non-blocking, as waiting for faults needs it.
+    ///
     /// All copies of the descriptor together count as the last descriptor ([`Userfault`]): a program that keeps a copy
     /// keeps the registrations and protections alive when this value is dropped or this process dies. It should close
     /// its copies.
@@ -176,6 +178,8 @@ impl Userfault {
     pub fn from_descriptor(fd: OwnedFd, features: u64) -> Result<Self, UserfaultError> {
         // A copy that a child of this process inherits would outlive this one.
         rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|error| UserfaultError::Handshake(error.into()))?;
+        // Polling a descriptor that blocks fails (`userfaultfd_poll` in `fs/userfaultfd.c`).
+        rustix::io::ioctl_fionbio(&fd, true).map_err(|error| UserfaultError::Handshake(error.into()))?;
         let made = made_with(fd.as_fd())?;
         let mut userfault = Self { fd, features };
         if made == 0 {

@@ -93,7 +93,7 @@ mod tests {
         let mut info = QueueInfo::new("wq0.0", device, Mode::Shared, 16);
         info.max_batch = 1;
         let queue = WorkQueue::with_portal(info, time.device.clone()).unwrap();
-        let offload = Offload::over(vec![queue], &settings).unwrap();
+        let offload = Offload::with_queues(vec![queue], &settings).unwrap();
         let core = offload.core();
         assert!(time.core.set(core.clone()).is_ok());
         let memory: &'static mut [u64] = vec![0; 8].leak();
@@ -105,7 +105,7 @@ mod tests {
             batch.push(&region.range(0, 64).unwrap()).unwrap();
             let _ = channel.submit(batch).unwrap().into_id();
         }
-        assert!(channel.wait(NEVER).is_some() && channel.under_way() == 1);
+        assert!(channel.wait(NEVER).is_some() && channel.in_flight() == 1);
         assert!(core.bell.heard() > time.heard.load(Ordering::Relaxed), "the backstop sleeps for ever");
         assert_ne!(look(&core).1, NEVER);
 

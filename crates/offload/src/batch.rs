@@ -315,8 +315,8 @@ impl Batch {
 
     /// Returns the pages that a device reported as zero and that the CPU, reading a sample of them, found not zero: the
     /// device erred, or another thread wrote them in between. They are not zero in the map.
-    pub fn doubted(&self) -> impl Iterator<Item = usize> {
-        let words = self.request().doubted[..self.len().div_ceil(64)].iter();
+    pub fn suspect_pages(&self) -> impl Iterator<Item = usize> {
+        let words = self.request().suspect[..self.len().div_ceil(64)].iter();
         words
             .enumerate()
             .filter(|(_, word)| **word != 0)

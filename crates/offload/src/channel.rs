@@ -54,7 +54,7 @@ impl Ticket {
     pub fn cancel(mut self) -> Cancelled {
         self.kept = true;
         match self.submitter.detach(self.id) {
-            Detached::Mine(request) => Cancelled::GivenBack(Batch::reopened(request, &self.submitter.pools)),
+            Detached::Mine(request) => Cancelled::Returned(Batch::reopened(request, &self.submitter.pools)),
             Detached::Disowned => Cancelled::Disowned,
             Detached::Gone => Cancelled::Delivered,
         }
@@ -75,7 +75,7 @@ impl Drop for Ticket {
 #[derive(Debug)]
 pub enum Cancelled {
     /// No device has it: the batch, with its items and without results.
-    GivenBack(Batch),
+    Returned(Batch),
     /// A device has it; it will return to the pool by itself.
     Disowned,
     /// Its completion was taken before.
@@ -92,7 +92,7 @@ pub struct Channel {
 
 impl Debug for Channel {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Channel({} under way)", self.under_way())
+        write!(f, "Channel({} under way)", self.in_flight())
     }
 }
 
@@ -148,7 +148,7 @@ impl Channel {
             let first = submitter.due.load(Ordering::SeqCst);
             let due = first.saturating_add(submitter.last_due.load(Ordering::Relaxed).saturating_sub(first) / 2);
             let now = time.now();
-            if now >= deadline || self.under_way() == 0 {
+            if now >= deadline || self.in_flight() == 0 {
                 return None;
             }
             // An overdue batch cannot be predicted: look less and less often.
@@ -175,7 +175,7 @@ impl Channel {
     }
 
     /// Returns the number of batches submitted and not yet collected.
-    pub fn under_way(&self) -> usize {
+    pub fn in_flight(&self) -> usize {
         let slots = self.submitter.table.lock();
         slots.active() + slots.done()
     }

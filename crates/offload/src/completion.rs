@@ -42,7 +42,7 @@ pub struct Done {
     /// How it ended.
     pub outcome: Outcome,
     /// The device that did all or most of it; none if the CPU did.
-    pub maker: Option<Producer>,
+    pub producer: Option<Producer>,
 }
 
 /// The device that did a batch, to be reported ([`Offload::report_wrong_result`](crate::Offload::report_wrong_result)) if its result turns

@@ -247,8 +247,8 @@ impl Core {
         if outcome == Outcome::Done {
             self.finish(&mut request);
         }
-        let maker = (outcome == Outcome::Done && !request.work.by_cpu).then(|| self.maker(&request));
-        Done { ticket: TicketId(id), batch: Batch::reopened(request, &self.pools), outcome, maker }
+        let producer = (outcome == Outcome::Done && !request.work.by_cpu).then(|| self.producer(&request));
+        Done { ticket: TicketId(id), batch: Batch::reopened(request, &self.pools), outcome, producer }
     }
 
     fn finish(&self, request: &mut Request) {
@@ -322,25 +322,25 @@ impl Core {
         counters.doubtful.fetch_add(doubtful, Relaxed);
         if wrong {
             counters.fell_back(Cause::WrongResult, request.items.len() as u64);
-            self.report_wrong_result(self.maker(request), "it called a page zero that is not");
+            self.report_wrong_result(self.producer(request), "it called a page zero that is not");
             request.work.rest.clear();
             request.work.rest.push(Run { first: 0, count: request.items.len() as u32 });
         }
     }
 
     /// Returns the device that did `request`.
-    fn maker(&self, request: &Request) -> Producer {
+    fn producer(&self, request: &Request) -> Producer {
         let engine = request.work.engine;
         Producer { engine, device: self.engines[engine].device(request) }
     }
 
     /// Takes a device out of service that gave a wrong result. Its earlier results become suspect, if it makes zero
     /// maps: a device that only compresses has reported no zero pages.
-    pub(crate) fn report_wrong_result(&self, maker: Producer, what: &str) {
-        let engine = &self.engines[maker.engine];
-        engine.report_wrong_result(maker.device, what);
+    pub(crate) fn report_wrong_result(&self, producer: Producer, what: &str) {
+        let engine = &self.engines[producer.engine];
+        engine.report_wrong_result(producer.device, what);
         if engine.does(Operation::ZeroMap) {
-            self.statistics.refuted.fetch_add(1, Ordering::Release);
+            self.statistics.wrong_results.fetch_add(1, Ordering::Release);
         }
     }
 
@@ -374,7 +374,7 @@ impl Core {
         }
         if wrong > 0 {
             self.statistics.of(request.operation, kind).fell_back(Cause::WrongResult, wrong);
-            self.report_wrong_result(self.maker(request), "its copy is not what it has read");
+            self.report_wrong_result(self.producer(request), "its copy is not what it has read");
         }
     }
 

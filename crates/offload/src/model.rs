@@ -58,8 +58,8 @@ pub(crate) fn open(config: ModelConfig) -> Result<Vec<Arc<WorkQueue>>, String> {
 pub fn queues(model: &Arc<Model>) -> Result<Vec<Arc<WorkQueue>>, String> {
     let open = |queue: ModelQueue| {
         let info = info(&queue);
-        let way = if info.mode == Some(Mode::Dedicated) { SubmitMethod::Movdir64b } else { SubmitMethod::Enqcmd };
-        let portal = Arc::new(ModelPortal { model: Arc::clone(model), queue, way });
+        let method = if info.mode == Some(Mode::Dedicated) { SubmitMethod::Movdir64b } else { SubmitMethod::Enqcmd };
+        let portal = Arc::new(ModelPortal { model: Arc::clone(model), queue, method });
         WorkQueue::with_portal(info, portal).map_err(|error| error.to_string())
     };
     model.queues().into_iter().map(open).collect()
@@ -93,21 +93,21 @@ fn info(queue: &ModelQueue) -> QueueInfo {
 struct ModelPortal {
     model: Arc<Model>,
     queue: ModelQueue,
-    way: SubmitMethod,
+    method: SubmitMethod,
 }
 
 impl Portal for ModelPortal {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
         let bytes = descriptor.as_bytes();
-        if self.way == SubmitMethod::Movdir64b {
+        if self.method == SubmitMethod::Movdir64b {
             self.queue.movdir64b(bytes);
             return Submission::Accepted;
         }
         if self.queue.enqcmd(bytes) { Submission::Accepted } else { Submission::Retry }
     }
 
-    fn way(&self) -> SubmitMethod {
-        self.way
+    fn submit_method(&self) -> SubmitMethod {
+        self.method
     }
 
     fn description(&self) -> String {

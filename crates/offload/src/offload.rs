@@ -59,7 +59,7 @@ impl Offload {
     /// # Errors
     /// A setting is out of its range.
     #[cfg(feature = "accel")]
-    pub fn over(queues: Vec<Arc<WorkQueue>>, settings: &Settings) -> Result<Arc<Self>, StartError> {
+    pub fn with_queues(queues: Vec<Arc<WorkQueue>>, settings: &Settings) -> Result<Arc<Self>, StartError> {
         checked(settings)?;
         Self::running(Opened { queues, not_used: Vec::new() }, settings)
     }
@@ -115,16 +115,16 @@ impl Offload {
         self.core.settings.trace.as_deref()
     }
 
-    /// Takes the device of `maker` out of service because a result of it was wrong. `what` is the reason that is
+    /// Takes the device of `producer` out of service because a result of it was wrong. `what` is the reason that is
     /// reported.
-    pub fn report_wrong_result(&self, maker: Producer, what: &str) {
-        self.core.report_wrong_result(maker, what);
+    pub fn report_wrong_result(&self, producer: Producer, what: &str) {
+        self.core.report_wrong_result(producer, what);
     }
 
     /// Returns how often a device that makes zero maps was taken out of service for a wrong result. When this rises,
     /// zero maps and copies delivered earlier may be wrong too, because only a sample of them is checked.
-    pub fn refuted(&self) -> u64 {
-        self.core.statistics.refuted.load(Ordering::Acquire)
+    pub fn wrong_results(&self) -> u64 {
+        self.core.statistics.wrong_results.load(Ordering::Acquire)
     }
 
     /// Returns one line: the accelerators in use, why others are not used, and how each device is shared.
@@ -193,7 +193,7 @@ impl Offload {
     }
 
     /// Does one turn of the backstop thread, where [`Settings::threads`] is off. Returns when the next turn is due.
-    pub fn turn(&self) -> Nanos {
+    pub fn run_backstop(&self) -> Nanos {
         self.core.turn()
     }
 

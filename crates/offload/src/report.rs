@@ -179,7 +179,7 @@ pub(crate) struct Statistics {
     table: [[Counters; 3]; Operation::ALL.len()],
     taken_out: Mutex<Vec<TakenOut>>,
     /// Wrong results for which a device was taken out of service.
-    pub(crate) refuted: AtomicU64,
+    pub(crate) wrong_results: AtomicU64,
 }
 
 impl Statistics {

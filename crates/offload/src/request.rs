@@ -64,7 +64,7 @@ pub(crate) struct Request {
     pub(crate) answers: Vec<Answer>,
     pub(crate) zero: Vec<u64>,
     /// Pages that a device reported as zero and that the CPU then read as not zero.
-    pub(crate) doubted: Vec<u64>,
+    pub(crate) suspect: Vec<u64>,
     pub(crate) bytes: u64,
     /// The batch's own buffer, if its kind has one, and how much of it is allocated to items.
     pub(crate) buffer: Option<Arc<Slab>>,
@@ -94,7 +94,7 @@ impl Request {
             entered: false,
             answers: Vec::with_capacity(shape.pages),
             zero: vec![0; shape.pages.div_ceil(64)],
-            doubted: vec![0; shape.pages.div_ceil(64)],
+            suspect: vec![0; shape.pages.div_ceil(64)],
             bytes: 0,
             shown: buffer.as_ref().map(|slab| Region::of_slab(slab, shape.node)),
             buffer,
@@ -150,7 +150,7 @@ impl Request {
             self.answers.resize(self.items.len(), Answer::None);
         }
         self.zero[..self.items.len().div_ceil(64)].fill(0);
-        self.doubted[..self.items.len().div_ceil(64)].fill(0);
+        self.suspect[..self.items.len().div_ceil(64)].fill(0);
     }
 
     /// Enters all its regions, or none if one of them is retired.
@@ -208,7 +208,7 @@ impl Request {
 
     /// Records that a device reported page `page` as zero and the CPU then read it as not zero.
     pub(crate) fn doubt(&mut self, page: usize) {
-        self.doubted[page / 64] |= 1 << (page % 64);
+        self.suspect[page / 64] |= 1 << (page % 64);
     }
 
     /// Returns whether page `page` is marked as zero.

@@ -148,7 +148,7 @@ impl Trials {
                 break;
             }
             let cpu = opened.is_empty();
-            let offload = Offload::over(opened, settings)?;
+            let offload = Offload::with_queues(opened, settings)?;
             let mut ground = Ground::new(seed);
             let all = Operation::ALL.into_iter().filter(|operation| cpu || offload.accelerates(*operation));
             let operations = all.map(|operation| ground.trial(&offload, operation, rounds, go_on)).collect();

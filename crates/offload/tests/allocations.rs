@@ -120,7 +120,7 @@ fn no_batch_allocates_by_the_cpu_or_by_a_device() {
     // The device says anything and writes nothing.
     let mut settings = Settings::default();
     settings.recheck_copies = false;
-    let device = Offload::over(instant_queues(), &settings).unwrap();
+    let device = Offload::with_queues(instant_queues(), &settings).unwrap();
     assert_eq!(per_batch(&device), 0, "by a device");
     let report = device.report();
     assert_eq!(report.operations.len(), 4);

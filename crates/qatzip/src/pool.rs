@@ -312,7 +312,7 @@ impl Pool {
         let jobs = std::mem::take(&mut state.jobs);
         drop(state);
         self.shared.work.notify_all();
-        self.shared.give_back(jobs, Failure::ShutDown);
+        self.shared.fail_jobs(jobs, Failure::ShutDown);
         let mut state = lock(&self.shared.state);
         while state.alive > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -433,7 +433,7 @@ impl Out {
 }
 
 impl Shared {
-    fn give_back(&self, jobs: VecDeque<(Job, Arc<Completions>)>, failure: Failure) {
+    fn fail_jobs(&self, jobs: VecDeque<(Job, Arc<Completions>)>, failure: Failure) {
         for (job, completions) in jobs {
             self.counters.failed.fetch_add(1, Ordering::Relaxed);
             complete(&completions, job, Err(failure));
@@ -474,7 +474,7 @@ impl Drop for Alive {
         state.alive -= 1;
         let jobs = if state.alive == 0 { std::mem::take(&mut state.jobs) } else { VecDeque::new() };
         drop(state);
-        self.0.give_back(jobs, Failure::WorkerLost);
+        self.0.fail_jobs(jobs, Failure::WorkerLost);
         self.0.ended.notify_all();
     }
 }

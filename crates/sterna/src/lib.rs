@@ -1,21 +1,21 @@
 //! Live migration of virtual machines, for machine monitors that embed it.
 //!
-//! A monitor gives the RAM of its guest ([`GuestRam`]), a log of the pages that the guest writes ([`DirtyLog`]) and a few methods
+//! A monitor supplies the RAM of its guest ([`GuestRam`]), a log of the pages that the guest writes ([`DirtyLog`]) and a few methods
 //! ([`SourceVmm`], [`DestinationVmm`]). [`Source::run`] and [`Listening::run`] do the rest: rounds over the dirty pages, compression,
 //! encryption, convergence, post-copy, a switchover that never leaves two guests running, and a report.
 //!
 //! ```text
 //!  your monitor                                                                         your monitor
 //!  RAM blocks ──┐                                                                ┌── RAM blocks
-//!  dirty log  ──┤  Source::run ═══ control, RAM ×N, state (TCP, TLS, unix) ═══> Destination::run
+//!  dirty log  ──┤  Source::run ═══ control, RAM ×N, state (TCP, TLS, unix) ═══> Listening::run
 //!  pause, save ─┘                                                                └─ load, resume
 //! ```
-//! `docs/embedding.md` describes all that an embedder decides, and `examples/embedded` is a small monitor over rust-vmm's `vm-memory`.
+//! `docs/embedding.md` describes the embedder's choices, and `examples/embedded` is a small monitor over rust-vmm's `vm-memory`.
 //!
 //! # A monitor that migrates its guest
 //!
 //! The "guest" here is a thread that counts in its memory. Both monitors live in one process, on a network in memory, so that the
-//! example runs as it is; between two hosts only the address differs.
+//! example runs as it is. Between two hosts, only address and security differ.
 //!
 //! ```
 //! use std::io::{Read, Write};
@@ -42,13 +42,13 @@
 //! }
 //!
 //! impl Monitor {
-//!     /// A monitor with memory of its own, its guest not running; and the log of what its guest writes.
+//!     /// Makes a monitor with its own memory and a guest that does not run, and the log of the guest's writes.
 //!     fn new() -> (Self, GuestRam, ReportedLog) {
 //!         // Two pages more than needed, so that whole pages fit in.
 //!         let memory: &'static [AtomicU64] = Vec::leak((0..WORDS + 1024).map(|_| AtomicU64::new(0)).collect());
 //!         let first = memory.as_ptr().align_offset(4096);
 //!         let memory = &memory[first..first + WORDS];
-//!         // SAFETY: leaked, so it is there for ever, and accessed by atomics only.
+//!         // SAFETY: leaked, so mapped for ever, and accessed by atomics only.
 //!         let block = unsafe { RamBlock::new("ram", NonNull::from(memory).cast(), PAGES * 4096, Backing::Other) };
 //!         let log = ReportedLog::new(&[PAGES as u64]);
 //!         let (dirty, counted, stop) = (log.marker(), Arc::default(), Arc::default());
@@ -115,25 +115,25 @@
 //! let (received, there) = destination.join().unwrap();
 //! received?;
 //! let counted = |monitor: &Monitor| monitor.counted.load(Ordering::Relaxed);
-//! assert!(counted(&there) >= counted(&here), "the guest has gone on counting over there");
+//! assert!(counted(&there) >= counted(&here), "the guest continues to count at the destination");
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! # Features
 //!
-//! None is on by default: a plain build links neither TLS nor QATzip nor a driver of accelerators. Both sides need a method's feature,
-//! except where the table says "source".
+//! None is on by default: a plain build links neither TLS nor QATzip nor a driver of accelerators. Both sides need a feature,
+//! unless the table has "source": then only the source does.
 //!
 //! | feature | adds |
 //! |---|---|
 //! | `tls` | mutual TLS 1.3 (rustls with aws-lc): [`Security::Tls`] can be made. Without it [`TlsSettings::client`] and [`TlsSettings::server`] return an error |
 //! | `zstd` | the method `zstd`; `auto` may choose it |
 //! | `qatzip` | source: the engine `qat` of the method `deflate`, by the library QATzip, found at run time |
-//! | `accel` | source: Intel DSA and IAA look for zero pages, copy, compare and compress |
-//! | `model` | with `accel`: these devices in software, for tests |
-//! | `vm-memory` | RAM blocks and a dirty log from rust-vmm's `vm-memory` |
+//! | `accel` | source: Intel DSA searches for zero pages, copies with checksums and makes deltas; Intel IAA compresses |
+//! | `model` | includes `accel`: these devices in software, for tests |
+//! | `vm-memory` | either side: RAM blocks and a dirty log from rust-vmm's `vm-memory` |
 //!
-//! Internals, and what Sterna's own programs need beside this (guests in other processes, records on disk), are in `sterna-engine` and the
+//! Internals, and further interfaces of Sterna's own programs (guests in other processes, records on disk), are in `sterna-engine` and the
 //! crates below it; they change without notice.
 
 #[cfg(feature = "vm-memory")]
@@ -145,6 +145,8 @@ pub use sterna_engine::destination::{Before, Destination, Fence, Listening};
 pub use sterna_engine::live_control::{Answer, Control};
 pub use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase, Side};
 pub use sterna_engine::opening::{Block, Opening, Prepared};
+pub use sterna_engine::record_file::{RecordFileError as RecordError, StateDir};
+pub use sterna_engine::recovery::{Recovery, Remains, Settled};
 pub use sterna_engine::source::{NotConverging, Source, Throttle, TimeLimits};
 pub use sterna_engine::vmm::{AfterMove, DestinationVmm, ResumeReason, SourceVmm, VmmError};
 pub use sterna_engine::wakers::Registration;
@@ -159,8 +161,8 @@ pub use sterna_engine::report::{
 pub use sterna_engine::device_state::{Ahead, DeviceChannels, DeviceId, DevicePhase, LoadDevice, SaveDevice};
 
 // Connections.
-pub use sterna_engine::tls::{TlsError, TlsSettings};
-pub use sterna_engine::transport::{Address, Security};
+pub use sterna_engine::tls::{TlsError, TlsPem, TlsSettings};
+pub use sterna_engine::transport::{Address, Security, SocketQueue};
 
 /// A network in memory with planned faults, for an embedder's own tests.
 pub mod simulated {

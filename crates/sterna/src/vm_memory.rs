@@ -67,7 +67,7 @@ fn block<B: Bitmap + Send + Sync + 'static>(number: usize, region: &Arc<MmapRegi
     // SAFETY: the region is mapped for reading and writing until it is dropped, which the block delays. `vm-memory` accesses it by raw and
     // volatile reads and writes only; no reference into it can be had from safe code.
     let block = unsafe { RamBlock::new(name, start, region.size(), backing) };
-    Ok(block.with_page_size(page_size).kept_by(Arc::clone(region) as _))
+    Ok(block.with_page_size(page_size).owned_by(Arc::clone(region) as _))
 }
 
 /// Collects the writes that `vm-memory` has recorded in the bitmaps of its regions: those through its own interface. Names exactly these

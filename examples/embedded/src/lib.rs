@@ -28,7 +28,7 @@ const STRIDE: u64 = 7919;
 
 /// A machine: its RAM, the registers of its one vCPU, and the vCPU's thread while it runs.
 pub struct Machine {
-    /// Guest RAM, with a bitmap of what was written.
+    /// Guest RAM, with a bitmap of the written pages.
     pub memory: GuestMemoryMmap<AtomicBitmap>,
     steps: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
@@ -40,7 +40,7 @@ fn address(page: u64) -> u64 {
     if page < LOW { page * PAGE } else { HIGH_START + (page - LOW) * PAGE }
 }
 
-/// Returns the address that step `step` writes, and what it writes there.
+/// Returns the address that step `step` writes, and the value.
 fn work(step: u64) -> (GuestAddress, u64) {
     let page = step * STRIDE % (LOW + HIGH);
     (GuestAddress(address(page) + step % 512 * 8), (step + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15))
@@ -50,7 +50,7 @@ impl Machine {
     /// Makes a machine whose vCPU is paused before its first step.
     ///
     /// # Errors
-    /// There is no memory for it.
+    /// There is not enough memory.
     pub fn new() -> Result<Self, FromRangesError> {
         let memory = GuestMemoryMmap::from_ranges(&REGIONS)?;
         Ok(Self { memory, steps: Arc::default(), stop: Arc::default(), vcpu: None })

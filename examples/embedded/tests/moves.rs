@@ -1,4 +1,4 @@
-//! The example moves its guest, as a reader would run it; and its verification notices what it must notice.
+//! The example moves its guest, as a reader would run it; and its verification detects a wrong page.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};

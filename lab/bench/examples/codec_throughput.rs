@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("{} batches of 512 KiB", batches.len());
     // `qat_throughput` has QATzip, with whatever it finds.
     for method in Method::all().filter(|method| method.name() != "none") {
-        let levels = method.row().encodings.iter().find_map(|row| row.levels).map(|levels| (levels.least, levels.most));
+        let levels = method.row().encodings.iter().find_map(|row| row.levels).map(|levels| (levels.min, levels.max));
         let shown = Encoding::all_by(Engine::Cpu).filter(|encoding| match (encoding.level(), levels) {
             _ if encoding.method() != method => false,
             (Some(level), Some((least, most))) => [least, -1, 1, 3, 6, most].contains(&level),

@@ -1,8 +1,8 @@
-//! Measures on this machine what it costs to notice memory that is given back while a guest is migrated:
+//! Measures on this machine the cost of finding memory that is freed while a guest is migrated:
 //! `cargo run --release -p sterna-bench --example given_back [-- GIB]`
 //!
 //! For 1 GiB of populated memory, or as much as is asked for: `start` of a log, a look while nothing has changed, and a look
-//! after a sixteenth was given back in pieces of 64 KiB. The last look of a migration is made while the guest is paused.
+//! after a sixteenth was freed in pieces of 64 KiB. The last collection of a migration is made while the guest is paused.
 //! Shown in milliseconds per GiB: the median of 9, and the least and the most.
 
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};

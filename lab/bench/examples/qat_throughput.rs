@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 fn measure(encoding: Encoding, engines: &Engines, content: &[u8]) -> Result<(), sterna_codec::CodecError> {
-    let mut encoder: Box<dyn Encoder> = encoding.untiring_encoder(engines)?;
+    let mut encoder: Box<dyn Encoder> = encoding.non_adaptive_encoder(engines)?;
     let mut packet = vec![0; BATCH];
     let mut best = (Duration::MAX, Duration::MAX, 0);
     for _ in 0..3 {

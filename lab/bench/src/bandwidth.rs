@@ -1,8 +1,8 @@
 //! `sterna-bench bandwidth`: how closely the library keeps to a bandwidth limit.
 //!
-//! A guest that writes all of its memory moves from process to process at a limit. What comes in at the destination is told
-//! by the kernel ([`received`](super::ram)), not by what sends; the least and the most of any second after the first, each
-//! against the limit, are the figures.
+//! A guest that writes all of its memory moves from process to process at a limit. The kernel of the destination counts
+//! what arrives ([`received`](super::ram)), not the sender. The figures are the smallest and the largest second after
+//! the first, each against the limit.
 
 use std::cell::RefCell;
 
@@ -29,7 +29,7 @@ const COLUMNS: &[Column] = &[
 /// How far a second may be off.
 const ALLOWED: f64 = 0.05;
 const MIB: u64 = 1 << 20;
-/// About what zstd makes of the content.
+/// About the ratio of zstd on this content.
 const RATIO: u64 = 2;
 
 /// One configuration.
@@ -46,15 +46,15 @@ impl Way {
         format!("{} MB/s, {}{}", self.megabytes, self.method, if self.encrypted { ", TLS" } else { "" })
     }
 
-    /// Bytes of memory, whole huge pages: sent in less than a second, so that the destination's memory is all there before
-    /// the first second that counts, and in more than the downtime, so that round follows round.
+    /// Bytes of memory, whole huge pages. Sending it takes less than a second, so that the destination's memory is
+    /// populated before the first second that counts, and more than the downtime, so that rounds continue.
     fn memory(self) -> u64 {
         let ratio = if self.method == "none" { 1 } else { RATIO };
         (self.megabytes * 900_000 * ratio).next_multiple_of(2 * MIB)
     }
 }
 
-/// Compressed, no more than a core can: zstd writes down some 350 MB of memory each second, in half of that.
+/// Compressed cells need no more than a core: zstd compresses some 350 MB of memory per second to half.
 fn ways() -> Vec<Way> {
     let mut ways = Vec::new();
     for (megabytes, method) in [(20, "none"), (125, "none"), (500, "none"), (20, "zstd"), (60, "zstd")] {
@@ -67,14 +67,14 @@ fn ways() -> Vec<Way> {
     ways
 }
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     ways().into_iter().map(Way::name).collect()
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
-    // A limit is not kept by who cannot send so fast, so each side has half of the machine unless told otherwise.
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+    // A sender that is too slow shows nothing about the limit, so by default each side has half of the machine.
     let half = std::thread::available_parallelism().map_or(1, usize::from) / 2;
     let rig = Rig { hosts: Hosts::loopback(), cpus: args.cpus.max(half.clamp(1, 64) as u16), cancel };
     let seconds = if args.quick { 4 } else { 10 };
@@ -119,7 +119,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         for row in &mut rows {
             row.detail = format!("{} MiB", bytes / MIB);
             let worst: Vec<String> = row.runs.iter().map(|run| format!("{:.1} %", run[0] * 100.0)).collect();
-            tell(&format!("{}: worst second off by {}", row.name, worst.join(", ")));
+            progress(&format!("{}: worst second off by {}", row.name, worst.join(", ")));
         }
         findings.rows.extend(rows);
     }
@@ -134,12 +134,12 @@ struct Windows {
     most: f64,
     /// Bytes per second over the whole time.
     mean: f64,
-    /// Between two samples, in seconds: over so long the bytes are taken to have come evenly.
+    /// The longest time between two samples, in seconds; within it the bytes count as evenly spread.
     longest_gap: f64,
 }
 
 impl Windows {
-    /// From (seconds, bytes so far), in order; `None` where no second lies between `from` and `to`.
+    /// From ordered pairs (seconds, bytes so far); `None` if no whole second lies between `from` and `to`.
     fn of(samples: &[(f64, f64)], from: f64, to: f64) -> Option<Self> {
         let inside: Vec<(f64, f64)> = samples.iter().copied().filter(|(at, _)| (from..=to).contains(at)).collect();
         let (first, last) = (inside.first()?, inside.last()?);
@@ -227,7 +227,7 @@ mod tests {
     #[test]
     fn a_pause_and_a_burst_are_found_wherever_they_are() {
         for begin in [1.3, 1.97, 2.5] {
-            // A step of the samples more or less.
+            // The tolerance is one step of the samples.
             let near = |a: f64, b: f64| (a / b - 1.0).abs() < 0.03;
             let pause = |at: f64| if (begin..begin + 0.2).contains(&at) { 0.0 } else { 100.0 };
             let windows = Windows::of(&samples(pause, 5.0), 1.0, 4.0).unwrap();

@@ -1,9 +1,10 @@
-//! `sterna-bench compression`: which method is the fastest way through which network, with how many channels, for which content, and
-//! beside QEMU's own.
+//! `sterna-bench compression`: the fastest method for each network, number of channels and content, beside QEMU's own
+//! methods.
 //!
-//! Two processes move memory as in `sterna-bench ram`; it holds content that machines really have ([`sterna_qemu_lab::corpus`]), or a
-//! pattern of published measurements that a thread writes meanwhile at a set rate. Networks with a limit are two namespaces with a
-//! token bucket between them, for QEMU and for the library alike. Which cells there are is in [`plan`].
+//! Two processes move memory as in `sterna-bench ram`. The memory holds real content ([`sterna_qemu_lab::corpus`]), or
+//! a pattern of published measurements that a thread writes during the migration at a set rate. Networks with a limit
+//! are two namespaces with a token bucket between them, for QEMU and for the library alike. The cells are listed in
+//! [`plan`].
 
 mod plan;
 
@@ -34,25 +35,25 @@ const COLUMNS: &[Column] = &[
     Column { name: "ratio", title: "ratio", scale: 1.0, places: 2 },
     Column { name: "cpu_seconds", title: "CPU, s", scale: 1.0, places: 2 },
 ];
-/// QEMU's multifd channels that are tried.
+/// The numbers of multifd channels that are tried for QEMU.
 const QEMU_CHANNELS: [u8; 3] = [1, 2, 4];
 const PAGE: f64 = 4096.0;
-/// What a QEMU takes beside guest RAM.
+/// Memory of a QEMU beside guest RAM, in bytes.
 const BESIDE_RAM: u64 = 128 << 20;
-/// A guest that writes less of its set rate is not what was to be measured.
+/// The least part of its set rate that a guest must reach for a run to count.
 const MIN_ACHIEVED: f64 = 0.95;
-/// So many runs may be repeated for that.
+/// How many runs may be repeated because the guest was too slow.
 const STARVED_RUNS: u32 = 3;
-/// Seconds after which a guest that writes is given up.
+/// Seconds after which the migration of a guest that writes is abandoned.
 const GIVE_UP_AFTER: u64 = 10;
 
-/// The names of all cells, those included that this machine may be unable to measure.
+/// Returns the names of all cells, including those that this machine may be unable to measure.
 pub(crate) fn cells() -> Vec<String> {
     plan::all().iter().map(Plan::name).collect()
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let chosen = |plan: &Plan| match args.only.as_slice() {
         [] => plan.is_measured(args.quick, args.long),
         _ => args.wants(&plan.name()),
@@ -68,10 +69,10 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         let (network, load) = (first.network, first.load);
         let (part, rest) = plans.into_iter().partition(|plan| (plan.network, plan.load) == (network, load));
         plans = rest;
-        match measure_part(args, network, load, &part, cancel, tell, &mut findings.notes) {
+        match measure_part(args, network, load, &part, cancel, progress, &mut findings.notes) {
             Ok(rows) => findings.rows.extend(rows),
             Err(error) if cancel.is_cancelled() => return Err(error),
-            // Too little material, no namespaces: the others go on.
+            // Too little content or no namespaces: the other parts continue.
             Err(error) => findings.rows.extend(part.iter().map(|plan| Row {
                 name: plan.name(),
                 detail: String::new(),
@@ -85,14 +86,14 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
     Ok(findings)
 }
 
-/// All cells of one network and one load, in turns.
+/// Measures all cells of one network and one load, in turns.
 fn measure_part(
     args: &BenchArgs,
     network: Network,
     load: Load,
     plans: &[Plan],
     cancel: &Cancel,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
     notes: &mut Vec<String>,
 ) -> Result<Vec<Row>, HostsError> {
     let hosts = match network.bits() {
@@ -104,8 +105,8 @@ fn measure_part(
     let content = Content::Corpus { corpus: load.corpus(), bytes: filled };
     let shape = Shape { memory: Memory::Anonymous, bytes: Content::around_corpus(filled), content };
     let about = format!("{}, {}", network.name(), load.name());
-    tell(&format!("{about}: {} MiB are put together", filled >> 20));
-    // Here first, so that both movers and all processes find it.
+    progress(&format!("{about}: {} MiB are put together", filled >> 20));
+    // Opened here first, so that both movers and all processes find it.
     let origin = load.corpus().open(filled, SEED)?.origin().to_owned();
     let note = format!("{about}: {} MiB; {origin}.", filled >> 20);
     if !notes.contains(&note) {
@@ -120,7 +121,9 @@ fn measure_part(
     for plan in plans {
         channels.push(match (plan.way, &qemu) {
             (Way::Sterna(_, channels), _) => channels,
-            (Way::Qemu(compression), Some(Ok(qemu))) => best_channels(plan, qemu, compression, expected, tell)?.into(),
+            (Way::Qemu(compression), Some(Ok(qemu))) => {
+                best_channels(plan, qemu, compression, expected, progress)?.into()
+            }
             (Way::Qemu(_), _) => 0,
         });
     }
@@ -130,7 +133,7 @@ fn measure_part(
         let (source, qemu, rig, seen) = (&source, &qemu, &rig, &seen);
         let mut first = true;
         let mut once = move || {
-            // That memory arrives whole is looked at once for each way.
+            // The arrived memory is verified once for each kind of migration.
             let verify = std::mem::take(&mut first);
             match (plan.way, source, qemu) {
                 (Way::Qemu(compression), _, Some(Ok(qemu))) => {
@@ -147,7 +150,7 @@ fn measure_part(
         };
         let run = move || {
             let mut measured = once()?;
-            // A guest that was starved says nothing about the migration; that may be for once only.
+            // A run whose guest was too slow does not count and is repeated, a few times.
             for _ in 0..STARVED_RUNS {
                 if !is_starved(&measured) {
                     break;
@@ -159,7 +162,7 @@ fn measure_part(
         };
         cells.push(Cell { name: plan.name(), run: Box::new(run) });
     }
-    let mut rows = interleaved(&mut cells, args.rounds(), cancel, tell)?;
+    let mut rows = interleaved(&mut cells, args.rounds(), cancel, progress)?;
     drop(cells);
     for (((row, plan), channels), seen) in rows.iter_mut().zip(plans).zip(channels).zip(seen.into_inner()) {
         row.detail = match plan.way {
@@ -174,19 +177,19 @@ fn is_starved(measured: &Measured) -> bool {
     measured.achieved.is_some_and(|achieved| achieved < MIN_ACHIEVED)
 }
 
-/// What a cell's guest did, over all rounds.
+/// The guest's results of a cell, over all rounds.
 #[derive(Clone, Debug, Default)]
 struct Seen {
-    /// The least that it achieved of its rate, where it writes.
+    /// The smallest part of its rate that it reached, if it writes.
     achieved: Option<f64>,
     /// Runs that count.
     runs: u32,
-    /// How many of them were given up, and why the last of these was.
+    /// How many of them were abandoned, and why the last one was.
     given_up: (u32, String),
 }
 
 impl Seen {
-    /// Adds a run, if its guest was fast enough for it to say anything.
+    /// Adds a run if its guest was fast enough for the run to count.
     fn note(&mut self, measured: &Measured) -> Result<(), HostsError> {
         if let Some(achieved) = measured.achieved {
             if is_starved(measured) {
@@ -195,7 +198,7 @@ impl Seen {
             self.achieved = Some(self.achieved.map_or(achieved, |least| least.min(achieved)));
         }
         if let Some(reason) = &measured.given_up {
-            // What follows says what would help.
+            // The rest of the text is advice.
             let what = reason.split(':').next().unwrap_or_default();
             self.given_up = (self.given_up.0 + 1, what.to_owned());
         }
@@ -226,18 +229,18 @@ fn mover(method: Method, load: Load, filled: u64, rig: &Rig<'_>) -> Mover {
     Mover::Method { method: method.name.into(), level: method.level.map(str::to_owned), writes }
 }
 
-/// With which number of channels QEMU is fastest.
+/// Returns the number of channels with which QEMU is fastest.
 fn best_channels(
     plan: &Plan,
     qemu: &Source<'_>,
     compression: &'static str,
     expected: u64,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
 ) -> Result<u8, HostsError> {
     let mut best = (f64::INFINITY, QEMU_CHANNELS[0]);
     for channels in QEMU_CHANNELS {
         let measured = qemu.migrate(Multifd { channels, compression, encrypted: false }, expected, false)?;
-        tell(&format!("{}: {channels} channels: {:.0} ms", plan.name(), measured.total_ms));
+        progress(&format!("{}: {channels} channels: {:.0} ms", plan.name(), measured.total_ms));
         if measured.total_ms < best.0 {
             best = (measured.total_ms, channels);
         }
@@ -245,7 +248,7 @@ fn best_channels(
     Ok(best.1)
 }
 
-/// In the order of [`COLUMNS`].
+/// Returns the figures in the order of [`COLUMNS`].
 fn figures(measured: &Measured) -> Vec<f64> {
     let Measured { total_ms, downtime_ms, wire_bytes, pages, source_cpu, destination_cpu, .. } = *measured;
     let seconds = total_ms / 1e3;
@@ -261,13 +264,14 @@ fn figures(measured: &Measured) -> Vec<f64> {
     ]
 }
 
-/// What the fastest of some cells, by their medians, is called.
+/// Returns the name of the cell with the shortest median.
 fn fastest<'a>(findings: &Findings, cells: impl Iterator<Item = &'a String>) -> Option<&'a String> {
     let rate = |cell: &&String| findings.spread(cell, "pages_per_second").map(|spread| spread.median);
     cells.filter_map(|cell| Some((cell, rate(&cell)?))).max_by(|a, b| a.1.total_cmp(&b.1)).map(|(cell, _)| cell)
 }
 
-/// How much faster a network of so many bytes per second could have moved pages at the ratio of `best` than `cell` moved them.
+/// Returns how many times faster a network of this rate could have moved pages at the ratio of `best` than `cell` moved
+/// them.
 fn short_of_network(findings: &Findings, cell: &str, best: &str, bytes_per_second: f64) -> Option<Spread> {
     let ratio = findings.spread(best, "ratio")?.median;
     let rate = findings.spread(cell, "pages_per_second")?;
@@ -275,7 +279,7 @@ fn short_of_network(findings: &Findings, cell: &str, best: &str, bytes_per_secon
     Some(Spread { median: short(rate.median), min: short(rate.max), max: short(rate.min) })
 }
 
-/// The targets of requirement Q and of what is claimed beside QEMU.
+/// Judges the targets of requirement Q and of the claims beside QEMU.
 fn judge(findings: &mut Findings) {
     let cell = |network, way| Plan { network, load: Load::Still(Corpus::Mixed), way }.name();
     let sterna = |network, method| cell(network, Way::Sterna(method, 2));

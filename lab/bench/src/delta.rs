@@ -1,8 +1,8 @@
-//! `sterna-bench delta`: what it saves to send of a page only what has changed in it.
+//! `sterna-bench delta`: what deltas save: sending only the changed words of a page.
 //!
-//! Two parts, both over a virtual cable of 1 Gbit/s. *Pages*: every page of a guest is changed in every round, in one way per cell; how many
-//! pages go in a second, by zstd with deltas and without ([`side`]). *Rounds*: a microvm writes one word of page after page of 1 GiB,
-//! 1000 MiB/s of pages; whether it can be moved.
+//! Two parts, both over a virtual cable of 1 Gbit/s. *Pages*: every page of a guest changes in every round, each cell
+//! with its kind of change; the figure is pages sent per second, by zstd with deltas and without ([`side`]). *Rounds*:
+//! a microvm writes one word of page after page of 1 GiB, 1000 MiB/s of pages; the figure is whether it can be moved.
 
 pub(crate) mod side;
 
@@ -35,14 +35,14 @@ const COLUMNS: &[Column] = &[
 
 const GIGABIT: u64 = 1_000_000_000;
 const MIB: u64 = 1 << 20;
-/// What the guest that is moved dirties: 1000 MiB of pages.
+/// Pages per second that the moved guest dirties: 1000 MiB.
 const PAGES_PER_SECOND: f64 = 256_000.0;
-/// How often a guest that is too slow is tried again.
+/// How many times a run with a guest that is too slow is repeated.
 const TOO_SLOW: usize = 2;
-/// What two of the same differ by from run to run.
+/// The ratio by which equal cells differ from run to run.
 const NOISE: f64 = 1.03;
 
-/// A kind of content and of change, and how many times as fast deltas must be (the most of the time that a page may take).
+/// A kind of content and of change, and the target: the largest part of the time per page that deltas may take.
 struct Kind {
     name: &'static str,
     content: Content,
@@ -58,11 +58,11 @@ const KINDS: &[Kind] = &[
     Kind { name: "guest RAM, rewritten", content: Content::Corpus, change: Change::Rewritten, limit: NOISE },
     Kind { name: "incompressible, rewritten", content: Content::Random, change: Change::Rewritten, limit: NOISE },
 ];
-/// How pages go.
+/// The two ways of sending: name, and whether with deltas.
 const WAYS: [(&str, bool); 2] = [("zstd", false), ("zstd with deltas", true)];
 /// The method of all cells.
 const METHOD: &str = "zstd";
-/// A guest that writes at a rate, and more options of its source than the method.
+/// A guest that writes at a rate, and further options of its source beside the method.
 const ROUNDS: [(&str, &str, bool); 2] = [
     ("1 GiB at 1000 MiB/s of one word per page, deltas", "--delta-cache 2048 --not-converging give-up", true),
     ("1 GiB at 1000 MiB/s of one word per page, zstd", "--not-converging give-up", false),
@@ -72,14 +72,14 @@ fn cell(kind: &Kind, way: &str) -> String {
     format!("{}, {way}", kind.name)
 }
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     let pages = KINDS.iter().flat_map(|kind| WAYS.iter().map(move |(way, _)| cell(kind, way)));
     pages.chain(ROUNDS.iter().map(|(name, ..)| (*name).to_owned())).collect()
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let half = std::thread::available_parallelism().map_or(1, usize::from) / 2;
     let rig = Rig { hosts: Hosts::loopback(), cpus: args.cpus.max(half.clamp(1, 64) as u16), cancel };
     let hosts = Hosts::namespaces(Link { bits_per_second: Some(GIGABIT), delay: None })?.pinned(rig.cpus);
@@ -96,7 +96,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
             }
         }
     }
-    let rows = interleaved(&mut cells, args.rounds(), cancel, tell)?;
+    let rows = interleaved(&mut cells, args.rounds(), cancel, progress)?;
     drop(cells);
     let mut findings =
         Findings { name: "delta", columns: COLUMNS, rows, targets: Vec::new(), notes: notes(&rig, bytes) };
@@ -116,7 +116,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         if cancel.is_cancelled() {
             return Err(HostsError("cancelled".into()));
         }
-        tell(&format!("{name}: {}", row.void.as_deref().unwrap_or("measured")));
+        progress(&format!("{name}: {}", row.void.as_deref().unwrap_or("measured")));
         findings.rows.push(row);
     }
     judge(&mut findings);
@@ -128,14 +128,15 @@ fn pages(hosts: &Hosts, rig: &Rig<'_>, job: &Job) -> Result<Vec<f64>, HostsError
     let mut destination = SideProcess::start(hosts, Side::B, rig.cancel)?;
     let at = format!("{}:0", hosts.address_b());
     let cpus = rig.cpus(Side::B);
-    destination.tell(&SideOrder::Delta(Order::Receive { at, bytes: job.bytes, cpus }))?;
-    let to = match destination.hear()? {
+    destination.send(&SideOrder::Delta(Order::Receive { at, bytes: job.bytes, cpus }))?;
+    let to = match destination.receive_answer()? {
         Answer::Listening { address } => address,
         other => return Err(unexpected(&other)),
     };
     let mut source = SideProcess::start(hosts, Side::A, rig.cancel)?;
-    let sent = found(source.ask(&SideOrder::Delta(Order::Send { to, job: job.clone(), cpus: rig.cpus(Side::A) }))?)?;
-    let received = found(destination.hear()?)?;
+    let sent =
+        found(source.request(&SideOrder::Delta(Order::Send { to, job: job.clone(), cpus: rig.cpus(Side::A) }))?)?;
+    let received = found(destination.receive_answer()?)?;
     if sent.checksum != received.checksum {
         return Err(HostsError("the destination has other content than the source".into()));
     }
@@ -238,7 +239,7 @@ fn notes(rig: &Rig<'_>, bytes: u64) -> Vec<String> {
             bytes / MIB
         ),
         "Rounds: a microvm (lab/microvm, KVM with its dirty log) of 1 GiB that nothing shrinks; the destination checks its memory. \
-         Not moved: 1 where it was given up or stood for longer than 330 ms. The source's CPU is with the guest's."
+         Not moved: 1 if the migration was abandoned or paused the guest for longer than 330 ms. The source's CPU includes the guest's."
             .into(),
     ]
 }
@@ -249,13 +250,11 @@ mod tests {
 
     #[test]
     fn every_target_is_about_cells_that_are_measured() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let rows = cells().into_iter().map(row).collect();
-        let mut findings = Findings { name: "delta", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("delta", COLUMNS, cells());
         judge(&mut findings);
         assert_eq!(findings.targets.len(), KINDS.len() + 1);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()));
-        // All the same, and nothing moved: only what allows for noise is met.
+        assert!(findings.has_all_values());
+        // All figures are equal and nothing moved: only targets that allow for noise are met.
         assert_eq!(findings.targets.iter().filter(|target| target.met() == Some(true)).count(), 4);
     }
 }

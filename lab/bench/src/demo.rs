@@ -42,7 +42,7 @@ pub(crate) struct DemoArgs {
 /// What failed.
 pub(crate) fn run(args: &DemoArgs) -> Result<(), String> {
     let cancel = Cancel::new();
-    signals::cancel_on_signals(cancel.clone(), crate::tell)
+    signals::cancel_on_signals(cancel.clone(), crate::progress)
         .map_err(|error| format!("cannot wait for signals: {error}"))?;
     let file = args.directory.join("report.json");
     let mut report = json!({ "outcome": "failed", "guest_verified": false });
@@ -67,11 +67,11 @@ pub(crate) fn run(args: &DemoArgs) -> Result<(), String> {
 fn show(directory: &Path, cancel: &Cancel, report: &mut Value) -> Result<(), HostsError> {
     let hosts = match Hosts::namespaces(Link::default()) {
         Ok(hosts) => {
-            say("Two hosts: network namespaces A and B, joined by a virtual cable.");
+            print_line("Two hosts: network namespaces A and B, joined by a virtual cable.");
             hosts
         }
         Err(error) => {
-            say(&format!("Two hosts on the loopback interface ({error})."));
+            print_line(&format!("Two hosts on the loopback interface ({error})."));
             Hosts::loopback()
         }
     };
@@ -83,20 +83,20 @@ fn show(directory: &Path, cancel: &Cancel, report: &mut Value) -> Result<(), Hos
     options.namespace = hosts.namespace(Side::A);
     let source = Qemu::start(&options)?;
     let destination = Qemu::start(&QemuOptions { namespace: hosts.namespace(Side::B), ..options.incoming() })?;
-    say(&format!(
+    print_line(&format!(
         "Host A: QEMU {version} ({}) boots Linux in {} MiB. Host B: QEMU {version} waits for a guest.",
         source.accel().name(),
         RAM >> 20
     ));
     let ready = patiently(LONG, cancel, |limit| source.guest().wait_ready(limit))?;
     patiently(LONG, cancel, |limit| source.guest().wait_tick_after(4, limit))?;
-    say(&format!(
+    print_line(&format!(
         "The guest has filled {} MiB, rewrites {} MiB/s of it at random, and counts. On host A it says:",
         ready.pages >> 8,
         DIRTY_RATE >> 20
     ));
     for line in last_ticks(source.console(), SHOWN) {
-        say(&format!("  {line}"));
+        print_line(&format!("  {line}"));
     }
 
     migrate(directory, &hosts, &source, &destination, cancel, report)?;
@@ -106,12 +106,12 @@ fn show(directory: &Path, cancel: &Cancel, report: &mut Value) -> Result<(), Hos
     let verified = destination.guest().verify(LONG)?;
     // Read only now: another thread reads the source's console meanwhile.
     let last = source.guest().last_tick().ok_or_else(|| HostsError("the guest on host A never counted".into()))?;
-    say("On host B the guest says:");
+    print_line("On host B the guest says:");
     for line in first_ticks(destination.console(), SHOWN) {
-        say(&format!("  {line}"));
+        print_line(&format!("  {line}"));
     }
     check_counter(&last, &first)?;
-    say(&format!(
+    print_line(&format!(
         "The counter goes on: {} was the last on host A, {} the first on host B, and {followed} follow one by one.",
         last.number, first.number
     ));
@@ -126,8 +126,8 @@ fn show(directory: &Path, cancel: &Cancel, report: &mut Value) -> Result<(), Hos
         return Err(HostsError(format!("the guest finds its memory wrong on host B: {verified:?} {bad}")));
     }
     report["guest_verified"] = json!(true);
-    say(&format!(
-        "Memory is right: the guest looked at all {} pages ({} writings since its start), bad=0.",
+    print_line(&format!(
+        "Memory is right: the guest verified all {} pages ({} writes since its start), bad=0.",
         verified.pages, verified.generation
     ));
     Ok(())
@@ -147,7 +147,7 @@ fn migrate(
     let mut command = hosts.sterna(Side::A)?;
     command.args(["cert", "--force", "--host", &host, "--client", "host-a", "--dir"]).arg(&certificates);
     run_quietly(command)?;
-    say(&format!("Certificates: {}.", certificates.display()));
+    print_line(&format!("Certificates: {}.", certificates.display()));
 
     let mut command = hosts.sterna(Side::B)?;
     command
@@ -180,7 +180,7 @@ fn migrate(
     }
     let received = receiver.finish(LONG, cancel)?;
     for line in &sent.output {
-        say(&format!("  {line}"));
+        print_line(&format!("  {line}"));
     }
     if !received.status.success() {
         let last = received.errors.last().map_or("no message", String::as_str);
@@ -192,7 +192,7 @@ fn migrate(
             sent_report.display()
         )));
     }
-    say(&format!("The guest moved; `sterna send` took {:.1} s in all.", elapsed.as_secs_f64()));
+    print_line(&format!("The guest moved; `sterna send` took {:.1} s in all.", elapsed.as_secs_f64()));
     Ok(())
 }
 
@@ -242,7 +242,7 @@ fn run_quietly(mut command: Command) -> Result<(), HostsError> {
     Err(HostsError(format!("sterna cert: {}", String::from_utf8_lossy(&output.stderr).trim())))
 }
 
-fn say(text: &str) {
+fn print_line(text: &str) {
     // The reader of a pipe may have closed it; the report is what counts.
     let _ = writeln!(std::io::stdout(), "{text}");
 }

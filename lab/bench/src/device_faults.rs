@@ -1,10 +1,11 @@
-//! `sterna-bench device-faults`: what a device meets that writes a migration's pages into memory nobody has touched.
+//! `sterna-bench device-faults`: page faults and IOMMU flushes of a device that writes a migration's pages into
+//! untouched memory.
 //!
-//! A device with shared virtual memory walks the process's page tables. A page that is not there for it is a page request or an
-//! end in part, and dearer than a page fault of the CPU; a translation that changes is flushed from the IOMMU and from every
-//! device. Looking at a zero page makes both: it maps the kernel's zero page, and whoever writes there next replaces it.
-//! Received here is what a migration sends ([`arrivals`]), by the product's own code for offload on the model of a device,
-//! which sees this process's real page tables.
+//! A device with shared virtual memory walks the process's page tables. For a missing page a device issues a page
+//! request or ends the descriptor early, and both cost more than a page fault of the CPU; a translation that changes is
+//! flushed from the IOMMU and from every device. Reading an untouched page leads to both: it maps the kernel's zero
+//! page, which the next write replaces. This benchmark receives what a migration sends ([`arrivals`]), by the product's
+//! own offload code on the model of a device, which uses this process's real page tables.
 
 mod arrivals;
 mod blocking;
@@ -34,7 +35,7 @@ const COLUMNS: &[Column] = &[
     Column { name: "device_faults_per_normal", title: "device faults / page to be written", scale: 1.0, places: 3 },
 ];
 
-/// Published, for 64 GiB: without the bitmap and with it.
+/// A part; published figures are for 64 GiB: without the bitmap and with it.
 struct Part {
     name: &'static str,
     normal_of_64: u64,
@@ -47,7 +48,7 @@ const PARTS: [Part; 2] = [
     Part { name: "full", normal_of_64: 56, flushes: [1_647_701.0, 890.0], faults: [981_899.0, 937_105.0] },
 ];
 
-/// Most of what the device is to write that may be faults, where all was populated just ahead.
+/// The largest permitted part of the device's writes that fault where all pages were populated just before.
 const ABOUT_NONE: f64 = 0.001;
 
 fn settings() -> Vec<Setting> {
@@ -59,7 +60,7 @@ fn settings() -> Vec<Setting> {
             }
         }
     }
-    // The published set-up.
+    // The set-up of the published run.
     for populate in [false, true] {
         let block = true;
         all.extend([false, true].map(|bitmap| Setting { way: Way::Inflate, bitmap, populate, block, huge: true }));
@@ -79,7 +80,7 @@ fn name(part: &Part, setting: Setting) -> String {
     format!("{}, {way}, {huge}{block}, {populate}, {bitmap}", part.name)
 }
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     PARTS.iter().flat_map(|part| settings().into_iter().map(|setting| name(part, setting))).collect()
 }
@@ -89,7 +90,7 @@ fn bytes(quick: bool) -> u64 {
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let contents = &Contents::new(arrivals::contents())?;
     let mut findings =
         Findings { name: "device-faults", columns: COLUMNS, rows: Vec::new(), targets: Vec::new(), notes: notes(args) };
@@ -102,7 +103,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
                 run: Box::new(move || Ok(figures(&receiver::receive(setting, arrivals, contents)?, arrivals))),
             })
             .collect();
-        findings.rows.extend(interleaved(&mut cells, args.rounds(), cancel, tell)?);
+        findings.rows.extend(interleaved(&mut cells, args.rounds(), cancel, progress)?);
     }
     judge(&mut findings);
     Ok(findings)
@@ -113,7 +114,7 @@ fn figures(counts: &Counts, arrivals: Arrivals) -> Vec<f64> {
     vec![
         per_gib(counts.device_faults),
         per_gib(counts.flushes),
-        per_gib(counts.met_flushes),
+        per_gib(counts.used_flushes),
         per_gib(counts.page_requests),
         per_gib(counts.page_request_ns) / 1e9,
         counts.longest_request_ns as f64 / 1e9,
@@ -124,7 +125,7 @@ fn figures(counts: &Counts, arrivals: Arrivals) -> Vec<f64> {
     ]
 }
 
-/// Adds the targets: no more left of flushes and of faults than in the published table.
+/// Adds the targets: flushes and faults are reduced at least as much as in the published table.
 fn judge(findings: &mut Findings) {
     for part in &PARTS {
         for (kind, way, huge) in
@@ -154,7 +155,7 @@ fn judge(findings: &mut Findings) {
     }
 }
 
-/// To what the table shows; downwards, so that no target is easier than it says.
+/// Rounds to the table's precision, downwards, so that no target is easier than it reads.
 fn rounded(ratio: f64) -> f64 {
     (ratio * 1e4).floor() / 1e4
 }
@@ -165,13 +166,13 @@ fn notes(args: &BenchArgs) -> Vec<String> {
         .map(|part| format!("{} {} flushes and {} faults", part.name, per_gib(part.flushes), per_gib(part.faults)));
     vec![
         format!(
-            "{} MiB of fresh private memory, of 4 KiB pages unless it says huge pages; idle: 2 of 64 pages are not zero, full: 56 \
+            "{} MiB of fresh private memory, of 4 KiB pages unless huge pages are named; idle: 2 of 64 pages are not zero, full: 56 \
              of 64; then three rounds of a working set of one page in 64, a quarter of it zero each time. Packets of 128 pages. \
              Written by the product's offload on the software model of a device, over this process's real page tables: nothing \
              here was run on hardware. At the end of each run all of the memory was compared with what was sent.",
             bytes(args.quick) >> 20
         ),
-        "No bitmap: each zero page is looked at, and cleared where it holds anything. Bitmap: the library's. Populated ahead: \
+        "No bitmap: each zero page is read, and cleared if it is not zero. Bitmap: the library's. Populated ahead: \
          by one system call for each run of pages, just before they are handed to the device, as the library's destination \
          does. Page requests: descriptors block on fault; the product never asks for that, the benchmark sets the bit on the \
          way to the device. CPU finishes: what offload does where a device met a fault. No destination of this version has \
@@ -183,7 +184,7 @@ fn notes(args: &BenchArgs) -> Vec<String> {
          populating included, which takes them without a trap for each; the model's threads are the device."
             .into(),
         "Device time, not measured: the model draws the time of each page request from the published distribution (mean 9 µs, \
-         at most 556 µs). So \"longest\" says nothing of a bitmap: what makes a fault take 18 ms, contention in the kernel, is \
+         at most 556 µs). So \"longest\" shows nothing about a bitmap: the cause of a fault of 18 ms, contention in the kernel, is \
          not in the model. CPU time of the placing thread is measured: copying into the batch, zero pages, populating, \
          finishing what the device left."
             .into(),
@@ -200,19 +201,15 @@ fn notes(args: &BenchArgs) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::harness::Row;
     use super::*;
 
     #[test]
     fn every_target_is_about_cells_that_there_are() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let rows: Vec<Row> = cells().into_iter().map(row).collect();
-        assert_eq!(rows.len(), 40);
-        let mut findings =
-            Findings { name: "device-faults", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("device-faults", COLUMNS, cells());
+        assert_eq!(findings.rows.len(), 40);
         judge(&mut findings);
         assert_eq!(findings.targets.len(), 34);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()));
+        assert!(findings.has_all_values());
         assert!(findings.targets.iter().all(|target| target.limit > 0.0 && target.limit < 1.0));
     }
 

@@ -1,8 +1,8 @@
 //! `sterna-bench device-state`: four devices with 100 MiB of state each, one after the other and all at once.
 //!
-//! Three parts. *At a rate*: devices give and take their state as fast as hardware of the published table may have, and no faster; what counts
-//! is the downtime. *Unlimited*: they copy from and to memory, beside plain connections that do the same; what counts is what the engine
-//! costs. *Stalled*: one device takes nothing for a minute; what counts is memory.
+//! Three parts. *At a rate*: devices save and load their state at rates of hardware of the published table; the figure
+//! is the downtime. *Unlimited*: they copy from and to memory, beside plain connections that do the same; the figure is
+//! the engine's cost. *Stalled*: one device accepts nothing for a minute; the figure is memory.
 //!
 //! Both sides are in this process, each on CPUs of its own.
 
@@ -43,13 +43,13 @@ const COLUMNS: &[Column] = &[
 
 const MIB: u64 = 1 << 20;
 const DEVICES: usize = 4;
-/// MiB per second: with the first, four devices one after the other take what the published table has for them; with the other, all at
-/// once, they come to what two CPUs can carry.
+/// MiB per second: at the first, four devices one after the other take as long as in the published table; at the
+/// second, all at once, they reach what two CPUs can carry.
 const RATES: [u64; 2] = [200, 800];
-/// Memory for what waits in the cell of a stalled device.
+/// The limit of queued device state in the cell of a stalled device.
 const STALLED_QUEUE: u64 = 64 * MIB;
 
-/// Which devices, by which channels, in how large a guest.
+/// Devices, channels and the guest's size.
 #[derive(Clone, Copy, Debug)]
 struct Setting {
     devices: usize,
@@ -58,7 +58,7 @@ struct Setting {
     encrypted: bool,
     pace: Pace,
     queue: u64,
-    /// How long the first device takes nothing.
+    /// How long the first device accepts nothing.
     stall: Duration,
 }
 
@@ -79,7 +79,7 @@ fn unlimited(way: &str, encrypted: bool) -> String {
     format!("unlimited, {way}{}", if encrypted { ", TLS" } else { "" })
 }
 
-/// What moves state.
+/// How state is moved.
 enum Mover {
     Engine(Setting),
     /// Four connections.
@@ -88,7 +88,7 @@ enum Mover {
     },
 }
 
-/// Each rate, and whether with TLS.
+/// Returns each rate, without and with TLS.
 fn rates() -> impl Iterator<Item = (u64, bool)> {
     RATES.into_iter().flat_map(|rate| [(rate, false), (rate, true)])
 }
@@ -123,16 +123,16 @@ fn plan(quick: bool) -> Vec<(String, Mover)> {
     plan
 }
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     plan(false).into_iter().map(|(name, _)| name).collect()
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let certificates = certificates()?;
     let rig = Rig { hosts: Hosts::loopback(), cpus: args.cpus, cancel };
-    // Touched once, so that no cell pays for memory that the machine has not used yet.
+    // Touched once, so that no cell's figures include populating memory.
     let memories = Memories::new(DEVICES, 256 * MIB);
     let ram = || Guest::new(Memory::SmallPages, 64 * MIB).map_err(|error| HostsError(error.to_string()));
     let guests = (ram()?, ram()?);
@@ -146,15 +146,17 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
             Cell { name, run: Box::new(move || bench.run(&mover)) }
         };
         let mut cells: Vec<Cell<'_>> = plan.into_iter().map(cell).collect();
-        interleaved(&mut cells, rounds, cancel, tell)
+        interleaved(&mut cells, rounds, cancel, progress)
     };
     for (_, mover) in &stalled {
-        // What a first migration touches, the destination's RAM above all, is not what a device's queue takes.
+        // A first migration populates memory, above all the destination's RAM, which is not the memory of a device's
+        // queue.
         if let Mover::Engine(setting) = mover {
             bench.migrate(&Setting { stall: Duration::ZERO, ..*setting }).map_err(HostsError)?;
         }
     }
-    // Before the others, of whose memory this process keeps some; and once, for a minute of waiting says the same every time.
+    // Before the other cells, because this process keeps some of their memory; and once, because a minute of waiting
+    // does not vary.
     let stalled = run(stalled, 1)?;
     let mut rows = run(others, args.rounds())?;
     rows.extend(stalled);
@@ -165,7 +167,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
     Ok(findings)
 }
 
-/// What all cells use.
+/// Shared by all cells.
 struct Bench<'a> {
     rig: &'a Rig<'a>,
     memories: &'a Memories,
@@ -188,7 +190,7 @@ impl Bench<'_> {
         Ok(vec![downtime, save, transfer, load, cpu_seconds, memory as f64])
     }
 
-    /// Both sides on their CPUs.
+    /// Runs both sides, each on its CPUs.
     fn beside<S: Send, D: Send>(
         &self,
         source: impl FnOnce() -> Result<S, String> + Send,
@@ -204,7 +206,7 @@ impl Bench<'_> {
         })
     }
 
-    /// The downtime, and the longest that one device took to be saved, to travel and to be loaded, in ms.
+    /// Returns the downtime, and of all devices the longest saving, transfer and loading, in ms.
     fn migrate(&self, setting: &Setting) -> Result<[f64; 4], String> {
         let tls = setting.encrypted.then_some(self.certificates);
         let (to, from) =
@@ -215,7 +217,7 @@ impl Bench<'_> {
             .channels(CHANNELS)
             .method(method)
             .device_channels(setting.channels)
-            // Whatever the prediction says of the state, the guest is to be stopped at once.
+            // So long that the guest is paused at once, whatever is predicted for the state.
             .downtime(Duration::from_secs(60))
             .time_limits(TimeLimits::default().step(Duration::from_secs(300)));
         for number in 0..setting.devices {
@@ -243,7 +245,7 @@ impl Bench<'_> {
         ])
     }
 
-    /// As many bytes over as many connections, by nothing but reads and writes.
+    /// Moves as many bytes over as many connections, by plain reads and writes.
     fn plain(&self, bytes: u64) -> Result<[f64; 4], String> {
         let text = |error: std::io::Error| error.to_string();
         let listener = TcpListener::bind("127.0.0.1:0").map_err(text)?;
@@ -302,7 +304,7 @@ fn judge(findings: &mut Findings) {
         min: of_bound(min),
         max: of_bound(max),
     });
-    // What the channels hold comes on top: 16 pieces wait in each one's queue, and each side has a packet twice.
+    // Plus the memory of the channels: 16 pieces in the queue of each, and a packet twice on each side.
     findings.targets.push(Target {
         name: "one device stalled, memory of both sides to the bound".into(),
         limit: 1.5,
@@ -311,16 +313,16 @@ fn judge(findings: &mut Findings) {
     });
 }
 
-/// What the engine costs beyond plain connections; four devices of 256 MiB are 1 GiB.
+/// Returns the cost of the engine beyond plain connections; four devices of 256 MiB are 1 GiB.
 fn overheads(findings: &Findings) -> Vec<String> {
-    let beyond =
+    let excess =
         |cell: &str, column| Some(findings.spread(cell, column)?.median - findings.spread(PLAIN, column)?.median);
-    let said = |(way, encrypted): (&str, bool)| {
+    let overhead = |(way, encrypted): (&str, bool)| {
         let cell = unlimited(way, encrypted);
-        let (cpu, time) = (beyond(&cell, "cpu_seconds")?, beyond(&cell, "downtime_ms")?);
+        let (cpu, time) = (excess(&cell, "cpu_seconds")?, excess(&cell, "downtime_ms")?);
         Some(format!("{cell}: {cpu:.2} CPU-seconds and {time:.0} ms for 1 GiB more than plain connections (medians)."))
     };
-    [false, true].into_iter().flat_map(|encrypted| WAYS.map(|(way, _)| (way, encrypted))).filter_map(said).collect()
+    [false, true].into_iter().flat_map(|encrypted| WAYS.map(|(way, _)| (way, encrypted))).filter_map(overhead).collect()
 }
 
 fn notes(rig: &Rig<'_>) -> Vec<String> {
@@ -344,16 +346,12 @@ fn notes(rig: &Rig<'_>) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::harness::Row;
     use super::*;
 
     #[test]
     fn every_target_is_about_cells_that_there_are() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let rows = cells().into_iter().map(row).collect();
-        let mut findings =
-            Findings { name: "device-state", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("device-state", COLUMNS, cells());
         judge(&mut findings);
-        assert!(findings.targets.len() == 17 && findings.targets.iter().all(|target| target.value.is_some()));
+        assert!(findings.targets.len() == 17 && findings.has_all_values());
     }
 }

@@ -1,8 +1,8 @@
 //! `sterna-bench dirty-rate`: the largest rate at which a guest may write its memory and still be moved.
 //!
-//! Guests of `lab/microvm` write page after page at a set rate. For each way of moving them the rate is searched at which
-//! that just ends in time ([`mod@search`]); each rate is tried with two processes of their own ([`attempt`]). The same is searched for guests
-//! of QEMU ([`qemu`]).
+//! Guests of `lab/microvm` write page after page at a set rate. For each method, the search ([`mod@search`]) finds the
+//! largest rate at which the migration still ends in time; each rate is tried with two new processes ([`attempt`]). The
+//! same is done with guests of QEMU ([`qemu`]).
 
 pub(super) mod attempt;
 mod qemu;
@@ -31,14 +31,14 @@ const COLUMNS: &[Column] = &[
 const LINKS: [(&str, u64); 2] = [("1 Gbit/s", 125_000_000), ("500 MB/s", 500_000_000)];
 const FILLS: [&str; 3] = ["ones", "sequence", "random"];
 const DOWNTIME: Duration = Duration::from_millis(300);
-/// How often a rate whose guest was too slow is tried again: other work on the machine comes and goes.
+/// How many times a rate is tried again if the guest was too slow, because of other work on the machine.
 const TOO_SLOW: usize = 2;
-/// With `--quick`, no new rate is tried for a cell that has taken so long.
+/// With `--quick`, no further rate is tried for a cell after this time.
 const QUICK_CELL: Duration = Duration::from_secs(25);
-/// Post-copy is tried with a guest that writes so many times what the network carries.
+/// Post-copy is tried with a guest that writes this many times the network's rate.
 const FAR_TOO_FAST: f64 = 2.0;
 
-/// How the guest is moved.
+/// The method of the migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     None,
@@ -91,8 +91,7 @@ impl Cell {
         format!("{}, {}, {}", self.link.0, self.way.name(), self.fill)
     }
 
-    /// MiB of memory: so much that what fits into the downtime is a small part of it, and yet little enough for the first
-    /// round to take seconds.
+    /// MiB of memory: large against what fits into the downtime, and small enough for a first round of seconds.
     fn memory(&self, quick: bool) -> u64 {
         let shrinks = matches!(self.way, Way::Lz4 | Way::Zstd);
         let usual = match (self.fill, self.link.1) {
@@ -119,7 +118,7 @@ impl Cell {
     }
 }
 
-/// Content shows where it is compressed; throttling and post-copy need one kind of it.
+/// Content matters only where it is compressed; throttling and post-copy are measured with one kind.
 fn all_cells() -> Vec<Cell> {
     let mut cells = Vec::new();
     for link in LINKS {
@@ -131,7 +130,7 @@ fn all_cells() -> Vec<Cell> {
     cells
 }
 
-/// With `--quick`: what the targets are about.
+/// Returns whether `--quick` measures the cell: those of the targets.
 fn is_quick(cell: &Cell) -> bool {
     cell.link == LINKS[0]
         && match cell.way {
@@ -141,13 +140,13 @@ fn is_quick(cell: &Cell) -> bool {
         }
 }
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     all_cells().iter().map(Cell::name).chain(qemu::cells()).collect()
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let half = std::thread::available_parallelism().map_or(1, usize::from) / 2;
     let runs = args.rounds.unwrap_or(if args.quick { 1 } else { 3 }).max(1);
     let mut findings =
@@ -162,8 +161,8 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
     for (cell, site) in chosen.iter().zip(site.iter().cycle()) {
         let mut row = Row { name: cell.name(), detail: String::new(), runs: Vec::new(), void: None };
         let measured = match cell.way {
-            Way::PostCopy => post_copy(site, cell, args.quick, runs, tell),
-            _ => boundary(site, cell, args.quick, runs, tell),
+            Way::PostCopy => post_copy(site, cell, args.quick, runs, progress),
+            _ => boundary(site, cell, args.quick, runs, progress),
         };
         if cancel.is_cancelled() {
             return Err(HostsError("cancelled".into()));
@@ -174,36 +173,36 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         }
         findings.rows.push(row);
     }
-    findings.rows.extend(qemu::measure(args, runs, cancel, tell)?);
+    findings.rows.extend(qemu::measure(args, runs, cancel, progress)?);
     judge(&mut findings);
     qemu::judge(&mut findings);
     Ok(findings)
 }
 
-/// A line of figures for each run, and what else the table says.
+/// A line of figures for each run, and the remark in the table.
 type Measured = (Vec<Vec<f64>>, String);
 
-/// Searches the largest rate: with a guest on KVM, and where that does not reach the rates of interest, with one of threads.
+/// Searches the largest rate: with a guest on KVM, or of threads where the guest on KVM is too slow.
 fn boundary(
     site: &Site<'_>,
     cell: &Cell,
     quick: bool,
     runs: usize,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
 ) -> Result<Measured, HostsError> {
     let mut setting = cell.setting(quick);
-    // How fast its pages leave while nothing writes them: near there the boundary is looked for.
+    // The search begins near the rate at which the pages of an idle guest are sent.
     let idle = site.attempt(&setting, 0.0)?;
     if !idle.moved {
         return Err(HostsError("not even an idle guest was moved".into()));
     }
     let leave = idle.content_bytes / (idle.total_ms / 1e3).max(1e-3);
-    tell(&format!("{}: {:.0} MB/s of pages leave while the guest is idle", cell.name(), leave / 1e6));
+    progress(&format!("{}: {:.0} MB/s of pages leave while the guest is idle", cell.name(), leave / 1e6));
     let mut best = Found::default();
     for guest in Guest::ALL {
         setting.guest = guest;
         let first = best.rate.map_or(0.9 * leave / PAGE, |rate| rate * WIDTH);
-        let found = search(site, cell, &setting, first, (quick, runs), tell)?;
+        let found = search(site, cell, &setting, first, (quick, runs), progress)?;
         let in_reach = found.why != Some(Outcome::OutOfReach);
         if found.rate > best.rate || best.detail.is_empty() {
             best = found;
@@ -218,13 +217,13 @@ fn boundary(
     }
 }
 
-/// What a search has found.
+/// The result of a search.
 #[derive(Debug, Default)]
 struct Found {
     /// The largest rate that works, and the figures of its runs.
     rate: Option<f64>,
     lines: Vec<Vec<f64>>,
-    /// Why the next rate does not.
+    /// Why the next larger rate does not work.
     why: Option<Outcome>,
     detail: String,
 }
@@ -235,7 +234,7 @@ fn search(
     setting: &Setting,
     first: f64,
     (quick, runs): (bool, usize),
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
 ) -> Result<Found, HostsError> {
     let since = Instant::now();
     let mut search = Search::new(first);
@@ -248,7 +247,7 @@ fn search(
         let (outcome, attempts) = all_of(site, setting, rate, runs)?;
         tried += 1;
         let last = attempts.last().copied().unwrap_or_default();
-        tell(&format!(
+        progress(&format!(
             "{}: {:.0} MB/s: {} ({:.1} s, downtime {:.0} ms, {:.0} rounds, achieved {:.0} %)",
             cell.name(),
             rate * PAGE / 1e6,
@@ -278,7 +277,7 @@ fn search(
     Ok(found)
 }
 
-/// Tries one rate until it fails, or has worked so often as it must.
+/// Tries one rate until it fails or has worked `runs` times.
 fn all_of(site: &Site<'_>, setting: &Setting, rate: f64, runs: usize) -> Result<(Outcome, Vec<Attempt>), HostsError> {
     let (mut worked, mut slow) = (Vec::new(), 0);
     while worked.len() < runs {
@@ -297,13 +296,13 @@ fn all_of(site: &Site<'_>, setting: &Setting, rate: f64, runs: usize) -> Result<
     Ok((Outcome::Works, worked))
 }
 
-/// Post-copy has no boundary: a guest that is far too fast is moved, and how long that takes is what counts.
+/// Measures post-copy, which has no boundary: it moves a guest that is far too fast, and the figure is the time.
 fn post_copy(
     site: &Site<'_>,
     cell: &Cell,
     quick: bool,
     runs: usize,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
 ) -> Result<Measured, HostsError> {
     let setting = cell.setting(quick);
     let rate = FAR_TOO_FAST * cell.link.1 as f64 / PAGE;
@@ -321,7 +320,7 @@ fn post_copy(
                  {nearly_all:.2} ms",
                 setting.memory
             );
-            tell(&format!("{}: {detail}", cell.name()));
+            progress(&format!("{}: {detail}", cell.name()));
             Ok((lines, detail))
         }
         Outcome::Fails => Err(HostsError("it did not end well".into())),
@@ -333,7 +332,7 @@ fn post_copy(
     }
 }
 
-/// In the order of [`COLUMNS`].
+/// Returns the figures in the order of [`COLUMNS`].
 fn figures(rate: f64, attempt: &Attempt, cell: &Cell, setting: &Setting) -> Vec<f64> {
     let at_bandwidth_ms = (setting.memory << 20) as f64 / cell.link.1 as f64 * 1e3;
     vec![
@@ -356,7 +355,7 @@ fn judge(findings: &mut Findings) {
     }
     let post_copy = all_cells().into_iter().filter(|cell| cell.way == Way::PostCopy).map(|cell| cell.name());
     let measured: Vec<Spread> = post_copy.filter_map(|cell| findings.spread(&cell, "to_bandwidth")).collect();
-    // Always: the worst run of all cells is judged.
+    // The worst run of all cells is judged, also with `--quick`.
     let worst = measured.iter().copied().max_by(|a, b| a.max.total_cmp(&b.max));
     findings.targets.push(Target {
         name: "post-copy, worst time after the start to size/bandwidth".into(),
@@ -380,7 +379,7 @@ fn notes(site: &Site<'_>, runs: usize, quick: bool) -> Vec<String> {
         ),
         format!(
             "Largest dirty rate: the largest of the rates that were tried at which {runs} of {runs} guests were moved, \
-             stood for at most {MAX_DOWNTIME} times the downtime, and had achieved at least 95 % of their rate before \
+             were paused for at most {MAX_DOWNTIME} times the downtime, and had reached at least 95 % of their rate before \
              (throttle: only before) and during the migration; the next rate above, which fails, is at most 10 % more. \
              Total, downtime and the rest are of those migrations. Of size/bandwidth: the total time to that in which all \
              of RAM goes over the network once; in post-copy, only the time after the start."

@@ -1,7 +1,7 @@
-//! What all benchmarks share: runs in turn, medians with their range, targets, the table and the JSON.
+//! Shared by all benchmarks: runs in turn, medians with their range, targets, the table and the JSON.
 //!
-//! A benchmark gives cells. Each round runs every cell once, so that what drifts on the machine meets all alike, and a
-//! comparison of two cells compares runs that stood beside each other.
+//! A benchmark consists of cells. Each round runs every cell once, so that a drift of the machine affects all cells
+//! alike, and two cells are compared by runs of the same time.
 
 use std::fmt::Write as _;
 
@@ -19,7 +19,7 @@ pub(crate) struct Column {
     pub(crate) name: &'static str,
     /// Its title in the table.
     pub(crate) title: &'static str,
-    /// What the table divides by: 1e6 shows bytes as megabytes.
+    /// The divisor in the table: 1e6 shows bytes as megabytes.
     pub(crate) scale: f64,
     /// Decimal places in the table.
     pub(crate) places: usize,
@@ -28,7 +28,7 @@ pub(crate) struct Column {
 /// One configuration that is measured.
 pub(crate) struct Cell<'a> {
     pub(crate) name: String,
-    /// Runs it once and gives a figure for each column.
+    /// Runs it once and returns a figure for each column.
     pub(crate) run: Box<dyn FnMut() -> Result<Vec<f64>, HostsError> + 'a>,
 }
 
@@ -36,15 +36,15 @@ pub(crate) struct Cell<'a> {
 #[derive(Clone, Debug)]
 pub(crate) struct Row {
     pub(crate) name: String,
-    /// What else the table says of it.
+    /// A remark in the table.
     pub(crate) detail: String,
-    /// A line of figures for each round; empty where the cell is void.
+    /// A line of figures for each round; empty if the cell is void.
     pub(crate) runs: Vec<Vec<f64>>,
-    /// Why it is void, where it is.
+    /// Why it is void, if it is.
     pub(crate) void: Option<String>,
 }
 
-/// Median, least and most of some runs.
+/// Median, minimum and maximum of some runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Spread {
     pub(crate) median: f64,
@@ -53,7 +53,7 @@ pub(crate) struct Spread {
 }
 
 impl Spread {
-    /// Of at least one value.
+    /// Returns the spread of the values; none if there are none.
     pub(crate) fn of(values: &[f64]) -> Option<Self> {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -64,35 +64,35 @@ impl Spread {
     }
 }
 
-/// Something that must be reached.
+/// A target.
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
     pub(crate) name: String,
-    /// The most that is allowed.
+    /// The largest permitted value.
     pub(crate) limit: f64,
-    /// What was measured: the median; with it, the least and the most of single runs.
+    /// The measured value: the median, with minimum and maximum of single runs.
     pub(crate) value: Option<Spread>,
     pub(crate) unit: &'static str,
 }
 
 impl Target {
-    /// Whether it is reached; none where that was not measured.
+    /// Returns whether it is met; none if it was not measured.
     pub(crate) fn met(&self) -> Option<bool> {
         self.value.map(|value| value.median <= self.limit)
     }
 }
 
-/// What a benchmark found.
+/// The results of a benchmark.
 pub(crate) struct Findings {
     pub(crate) name: &'static str,
     pub(crate) columns: &'static [Column],
     pub(crate) rows: Vec<Row>,
     pub(crate) targets: Vec<Target>,
-    /// What a reader must know beside the figures.
+    /// Notes for the reader of the figures.
     pub(crate) notes: Vec<String>,
 }
 
-/// Runs all cells once in each round. A cell that fails is void from then on, and the others go on.
+/// Runs all cells once in each round. A cell that fails is void from then on; the others continue.
 ///
 /// # Errors
 /// Cancelled.
@@ -100,7 +100,7 @@ pub(crate) fn interleaved(
     cells: &mut [Cell<'_>],
     rounds: usize,
     cancel: &Cancel,
-    mut tell: impl FnMut(&str),
+    mut progress: impl FnMut(&str),
 ) -> Result<Vec<Row>, HostsError> {
     let mut rows: Vec<Row> = cells
         .iter()
@@ -117,11 +117,11 @@ pub(crate) fn interleaved(
             }
             match outcome {
                 Ok(figures) => {
-                    tell(&format!("round {round}/{rounds}  {}: {:.0}", cell.name, figures[0]));
+                    progress(&format!("round {round}/{rounds}  {}: {:.0}", cell.name, figures[0]));
                     row.runs.push(figures);
                 }
                 Err(error) => {
-                    tell(&format!("round {round}/{rounds}  {}: void: {error}", cell.name));
+                    progress(&format!("round {round}/{rounds}  {}: void: {error}", cell.name));
                     row.runs.clear();
                     row.void = Some(error.to_string());
                 }
@@ -132,22 +132,41 @@ pub(crate) fn interleaved(
 }
 
 impl Findings {
+    /// Findings with one row for each name, in which every figure is 1: what a test of the targets judges.
+    #[cfg(test)]
+    pub(crate) fn all_ones(
+        name: &'static str,
+        columns: &'static [Column],
+        rows: impl IntoIterator<Item = String>,
+    ) -> Findings {
+        let row = |name| Row { name, detail: String::new(), runs: vec![vec![1.0; columns.len()]], void: None };
+        let rows = rows.into_iter().map(row).collect();
+        Findings { name, columns, rows, targets: Vec::new(), notes: Vec::new() }
+    }
+
+    /// Whether every target is about cells that were measured.
+    #[cfg(test)]
+    pub(crate) fn has_all_values(&self) -> bool {
+        self.targets.iter().all(|target| target.value.is_some())
+    }
+
     fn column(&self, name: &str) -> usize {
         self.columns.iter().position(|column| column.name == name).expect("a column of this benchmark")
     }
 
-    /// A row that counts.
+    /// Returns a row that is not void.
     fn row(&self, name: &str) -> Option<&Row> {
         self.rows.iter().find(|row| row.name == name && row.void.is_none())
     }
 
-    /// A figure of a cell.
+    /// Returns a figure of a cell.
     pub(crate) fn spread(&self, row: &str, column: &str) -> Option<Spread> {
         let column = self.column(column);
         Spread::of(&self.row(row)?.runs.iter().map(|run| run[column]).collect::<Vec<_>>())
     }
 
-    /// The same figure of two cells, the first divided by the second: that of the medians, and the range of the rounds.
+    /// Returns the ratio of the same figure of two cells, the first divided by the second: of the medians, with the
+    /// range of the rounds.
     pub(crate) fn ratio(&self, row: &str, other: &str, column: &str) -> Option<Spread> {
         let (above, below) = (self.spread(row, column)?, self.spread(other, column)?);
         let column = self.column(column);
@@ -162,7 +181,7 @@ impl Findings {
         self.targets.push(Target { name: name.to_owned(), limit, value, unit: "times" });
     }
 
-    /// The table and the targets, as Markdown.
+    /// Returns the table and the targets, as Markdown.
     pub(crate) fn text(&self, machine: &Machine) -> String {
         let mut text = format!("# sterna-bench {}\n\n{}\n\n", self.name, machine.line());
         let mut lines = vec![vec!["cell".to_owned(), "runs".to_owned()]];
@@ -202,7 +221,7 @@ impl Findings {
         text
     }
 
-    /// The same for machines, and for `sterna-bench report`.
+    /// Returns the same as JSON, for programs and `sterna-bench report`.
     pub(crate) fn json(&self, machine: &Machine, provenance: &Provenance) -> Value {
         let rows: Vec<Value> = self.rows.iter().map(|row| self.row_json(row)).collect();
         let targets: Vec<Value> = self
@@ -256,7 +275,7 @@ fn number(value: f64) -> String {
     if value < 10.0 { format!("{value}") } else { format!("{value:.0}") }
 }
 
-/// Columns as wide as they must be; the first line is the heading.
+/// Writes a table with columns as wide as needed; the first line is the heading.
 fn table(text: &mut String, lines: &[Vec<String>]) {
     let columns = lines.first().map_or(0, Vec::len);
     let widths: Vec<usize> =
@@ -340,19 +359,19 @@ mod tests {
     }
 
     #[test]
-    fn the_table_and_the_json_say_the_same() {
+    fn the_table_and_the_json_agree() {
         let mut findings = findings(&[("ours", &[1500.0, 1400.0, 1600.0]), ("theirs", &[1000.0])]);
         findings.at_most("fast", 1.6, "ours", "theirs", "total_ms");
         findings.at_most("slow", 1.4, "ours", "theirs", "total_ms");
         findings.at_most("left out", 1.6, "ours", "nobody", "total_ms");
-        let machine = Machine::look();
+        let machine = Machine::describe();
         let text = findings.text(&machine);
         assert!(text.contains("| ours   | 3    | 1500 (1400–1600) |"), "{text}");
         for words in
             [["fast", "≤ 1.6", "| met "], ["slow", "≤ 1.4", "| MISSED "], ["left out", "≤ 1.6", "| not measured |"]]
         {
-            let told = |line: &str| words.iter().all(|word| line.contains(word));
-            assert!(text.lines().any(told), "{words:?}: {text}");
+            let shows = |line: &str| words.iter().all(|word| line.contains(word));
+            assert!(text.lines().any(shows), "{words:?}: {text}");
         }
         let json = findings.json(&machine, &Provenance::of_this_run());
         assert_eq!(json["rows"][0]["total_ms"]["median"], 1500.0);

@@ -164,7 +164,7 @@ impl Hosts {
 /// Returns the path of a program that lies beside this one, or that the environment variable `variable` names.
 ///
 /// # Errors
-/// There is no such file; the text says how to build it from the package `package`.
+/// There is no such file; the text tells how to build it from the package `package`.
 pub(crate) fn program(name: &str, variable: &str, package: &str) -> Result<PathBuf, HostsError> {
     let path = match std::env::var_os(variable) {
         Some(path) => PathBuf::from(path),
@@ -312,10 +312,10 @@ impl Drop for Sterna {
     }
 }
 
-fn read_lines(stream: impl Read + Send + 'static, tell: Sender<Line>, kind: impl Fn(String) -> Line + Send + 'static) {
+fn read_lines(stream: impl Read + Send + 'static, lines: Sender<Line>, kind: impl Fn(String) -> Line + Send + 'static) {
     std::thread::spawn(move || {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
-            if tell.send(kind(line)).is_err() {
+            if lines.send(kind(line)).is_err() {
                 return;
             }
         }

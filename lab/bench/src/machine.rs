@@ -1,21 +1,21 @@
-//! The machine that figures were measured on: without it they mean nothing.
+//! A description of the machine on which figures were measured.
 
 use serde::{Deserialize, Serialize};
 
-/// What is told of it.
+/// The description.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Machine {
     cpu: String,
     cpus: usize,
     memory_bytes: u64,
     kernel: String,
-    /// Processes that ran or wanted to, averaged over a minute: at the start and at the end.
+    /// The load (running and runnable processes, averaged over a minute) at the start and at the end.
     load: Vec<f64>,
 }
 
 impl Machine {
-    /// Looks at it now.
-    pub(crate) fn look() -> Self {
+    /// Describes the machine now.
+    pub(crate) fn describe() -> Self {
         let field = |file: &str, name: &str| {
             let text = std::fs::read_to_string(file).unwrap_or_default();
             let value = text.lines().find_map(|line| line.strip_prefix(name)?.trim_start().strip_prefix(':'));
@@ -32,12 +32,12 @@ impl Machine {
         }
     }
 
-    /// Looks at its load again.
-    pub(crate) fn look_again(&mut self) {
+    /// Adds its present load.
+    pub(crate) fn add_load(&mut self) {
         self.load.push(load());
     }
 
-    /// One line for people.
+    /// Returns the description in one line.
     pub(crate) fn line(&self) -> String {
         let load: Vec<String> = self.load.iter().map(|load| format!("{load:.1}")).collect();
         format!(

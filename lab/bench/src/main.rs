@@ -1,4 +1,4 @@
-//! `sterna-bench`: measurements beside what Sterna is compared with, the demo, and the page of results.
+//! `sterna-bench`: the benchmarks of Sterna and of what it is compared with, the demo, and the page of results.
 //!
 //! Each benchmark is a row of [`BENCHMARKS`] and a file that makes cells and targets; what they share is in `harness`. Two `hosts` on
 //! this machine run the `sterna` program, or this program again as a `side` of a benchmark of the library.
@@ -90,7 +90,7 @@ const BENCHMARKS: &[Benchmark] = &[
     },
     Benchmark {
         name: "compression",
-        about: "Compression methods, channels and networks, beside QEMU's, on content that machines really have",
+        about: "Compression methods, channels and networks, beside QEMU's, on real content",
         cells: compression::cells,
         measure: compression::measure,
         has_long: true,
@@ -104,7 +104,7 @@ const BENCHMARKS: &[Benchmark] = &[
     },
     Benchmark {
         name: "selection",
-        about: "How good the method 'auto' is, beside each fixed choice and one that knows everything: computed, and a \
+        about: "How good the method 'auto' is, beside each fixed choice and an oracle: computed, and a \
                 dozen real cells",
         cells: selection::cells,
         measure: selection::measure,
@@ -119,7 +119,7 @@ const BENCHMARKS: &[Benchmark] = &[
     },
     Benchmark {
         name: "zero-page",
-        about: "Simulated: looking for zero pages with an accelerator, in the published structure and in Sterna's",
+        about: "Simulated: the search for zero pages with an accelerator, in the published structure and in Sterna's",
         cells: zero_page::cells,
         measure: zero_page::measure,
         has_long: false,
@@ -164,7 +164,7 @@ fn main() -> ExitCode {
         Err(Failure::Failed(text)) => (1, text),
         Err(Failure::Usage(text)) => (2, text),
     };
-    tell(&format!("sterna-bench: {text}"));
+    progress(&format!("sterna-bench: {text}"));
     ExitCode::from(code)
 }
 
@@ -199,7 +199,7 @@ fn parsed<T: FromArgMatches>(options: &ArgMatches) -> Result<T, Failure> {
     T::from_arg_matches(options).map_err(|error| Failure::Usage(error.to_string()))
 }
 
-/// Runs a benchmark. A missed target is no failure of the program: the table says so.
+/// Runs a benchmark. A missed target is no failure of the program; the table shows it.
 fn measure(benchmark: &Benchmark, args: &BenchArgs) -> Result<(), Failure> {
     args.check_only(&(benchmark.cells)()).map_err(Failure::Usage)?;
     if args.long && !benchmark.has_long {
@@ -211,15 +211,15 @@ fn measure(benchmark: &Benchmark, args: &BenchArgs) -> Result<(), Failure> {
         )));
     }
     let cancel = Cancel::new();
-    signals::cancel_on_signals(cancel.clone(), tell)
+    signals::cancel_on_signals(cancel.clone(), progress)
         .map_err(|error| Failure::Failed(format!("cannot wait for signals: {error}")))?;
-    let mut machine = Machine::look();
-    let findings = (benchmark.measure)(args, &cancel, &tell)
+    let mut machine = Machine::describe();
+    let findings = (benchmark.measure)(args, &cancel, &progress)
         .map_err(|error| Failure::Failed(format!("the benchmark ended: {error}")))?;
     if findings.rows.is_empty() {
         return Err(Failure::Failed(format!("nothing could be measured: {}", findings.notes.join(" "))));
     }
-    machine.look_again();
+    machine.add_load();
     let _ = writeln!(std::io::stdout(), "{}", findings.text(&machine));
     if let Some(path) = &args.json {
         std::fs::write(path, format!("{:#}\n", findings.json(&machine, &Provenance::of_this_run())))
@@ -229,14 +229,14 @@ fn measure(benchmark: &Benchmark, args: &BenchArgs) -> Result<(), Failure> {
         let names = findings.targets.iter().filter(|target| target.met() == met).map(|target: &Target| &*target.name);
         let names: Vec<&str> = names.collect();
         if !names.is_empty() {
-            tell(&format!("{what}: {}", names.join("; ")));
+            progress(&format!("{what}: {}", names.join("; ")));
         }
     }
     Ok(())
 }
 
-/// Prints a line for whoever watches; results go to standard output.
-fn tell(text: &str) {
+/// Prints a progress line to standard error; results go to standard output.
+fn progress(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 

@@ -1,7 +1,7 @@
 //! `sterna-bench many-vms`: up to a hundred migrations at once on one to eight accelerators, in virtual time.
 //!
-//! What decides who may use a device is the product's own code. The question of the reviewers of the published design was what
-//! the worst of a hundred VMs gets, and whether any of them starves in a queue that knows no shares.
+//! The product's own code decides about admission to a device. Reviewers of the published design asked what the worst
+//! of a hundred VMs gets, and whether any of them starves in a queue without shares.
 
 use sterna_engine::cancel::Cancel;
 use sterna_simulator::costs::Costs;
@@ -30,7 +30,7 @@ const COLUMNS: &[Column] = &[
     Column { name: "unfinished", title: "unfinished", scale: 1.0, places: 0 },
 ];
 
-/// Cores that migrations may have, of 192.
+/// Cores for migrations, of 192.
 const FEW: usize = 4;
 const ALL_CORES: usize = 192;
 
@@ -84,7 +84,7 @@ fn whats() -> Vec<What> {
     }
     for mix in Mix::ALL {
         for policy in Policy::ALL {
-            // A FIFO knows no spilling: what finds the queue full goes to the CPU.
+            // A FIFO never spills by prediction: only batches that find the queue full go to the CPU.
             whats.push(What::Unequal { mix, policy, spill: true });
             if policy != Policy::Fifo {
                 whats.push(What::Unequal { mix, policy, spill: false });
@@ -94,7 +94,7 @@ fn whats() -> Vec<What> {
     whats
 }
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     whats().into_iter().map(name).collect()
 }
@@ -138,7 +138,7 @@ fn figures(scenario: &Scenario, outcome: &Outcome, unequal: bool) -> Vec<f64> {
 }
 
 /// Simulates all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let costs = measured::here(&Costs::default());
     let ledger = measured::asking_ledger(std::path::Path::new("/dev/shm")).unwrap_or(costs.ask);
     let mut cells: Vec<Cell<'_>> = whats()
@@ -152,8 +152,8 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         .collect();
     let mut findings =
         Findings { name: "many-vms", columns: COLUMNS, rows: Vec::new(), targets: Vec::new(), notes: Vec::new() };
-    // The same every time: once is enough.
-    findings.rows = interleaved(&mut cells, 1, cancel, tell)?;
+    // The simulation is deterministic, so one run is enough.
+    findings.rows = interleaved(&mut cells, 1, cancel, progress)?;
     findings.notes = notes(args, &costs, ledger);
     judge(&mut findings);
     Ok(findings)
@@ -162,7 +162,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
 fn notes(args: &BenchArgs, costs: &Costs, ledger: f64) -> Vec<String> {
     vec![
         "Simulated in virtual time; nothing here ran on an accelerator. The code that decides who may use a device is the \
-         product's own. Measured CPU is by figures that were measured, charged CPU is for what nobody measured here; device \
+         product's own. Measured CPU is by figures that were measured, charged CPU is for costs that were not measured here; device \
          time is the accelerators'."
             .into(),
         format!(
@@ -180,8 +180,8 @@ fn notes(args: &BenchArgs, costs: &Costs, ledger: f64) -> Vec<String> {
             costs.link,
         ),
         format!(
-            "Heavy VMs have weight {HEAVY}, four senders and 32 batches each; all VMs are zero, so that everybody wants the \
-             one device all the time. Shares are looked at in windows of 100 ms in which all wanted it, the first of the run \
+            "Heavy VMs have weight {HEAVY}, four senders and 32 batches each; all VMs are zero, so that all want the \
+             one device all the time. Shares are compared in windows of 100 ms in which all wanted it, the first of the run \
              left out; where spilling ends the run sooner there are none. Nothing on the CPU: work waits for the device \
              however long that takes."
         ),
@@ -227,14 +227,14 @@ fn judge(findings: &mut Findings) {
     for mix in Mix::ALL {
         for policy in [Policy::Ledger, Policy::Exact] {
             let row = name(What::Unequal { mix, policy, spill: false });
-            // A window that was not there is no success.
+            // Without a window the target is not measured.
             let windows = findings.spread(&row, "share_windows").is_some_and(|windows| windows.median > 0.0);
             let value = findings.spread(&row, "share_worst_percent").filter(|_| windows);
             let what = format!("{WITH_HEAVY}, {}, {}: furthest from a share in 100 ms", mix.name(), policy.name());
             findings.targets.push(Target { name: what, limit: 10.0, value, unit: "%" });
         }
     }
-    // As the product is used: what would wait too long goes to the CPU.
+    // As in the product: batches that would wait too long go to the CPU.
     for mix in Mix::ALL {
         for policy in [Policy::Ledger, Policy::Delay, Policy::Exact] {
             let row = name(What::Unequal { mix, policy, spill: true });
@@ -255,19 +255,15 @@ fn judge(findings: &mut Findings) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::harness::Row;
     use super::*;
 
     #[test]
     fn every_target_is_about_cells_that_there_are_and_no_two_have_one_name() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
         let names = cells();
         let distinct: std::collections::BTreeSet<&String> = names.iter().collect();
         assert_eq!(distinct.len(), names.len());
-        let rows = cells().into_iter().map(row).collect();
-        let mut findings =
-            Findings { name: "many-vms", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("many-vms", COLUMNS, cells());
         judge(&mut findings);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()), "{:?}", findings.targets);
+        assert!(findings.has_all_values(), "{:?}", findings.targets);
     }
 }

@@ -1,12 +1,12 @@
-//! What one migration took: the same figures for a guest of QEMU and for memory that the library moves.
+//! The figures of one migration, the same for a guest of QEMU and for memory that the library moves.
 
 use sterna_codec::{Encoding, MethodChoice};
 use sterna_qemu_lab::usage::Usage;
 
 use crate::hosts::HostsError;
 
-/// Looks whether a migration was made by the method that its row names: defaults change, and a row must not change with them. `report` is
-/// what the report says of the method, which may go on with how it was done.
+/// Checks that a migration was made by the method that its row names: defaults change, and a row must not change with
+/// them. `report` is the report's text about the method, which may continue with details.
 ///
 /// # Errors
 /// It was another method: the row is void.
@@ -22,36 +22,36 @@ pub(crate) fn check_method(asked: MethodChoice, report: &str) -> Result<(), Host
     is_same.then_some(()).ok_or_else(error)
 }
 
-/// Figures of one migration; what a benchmark does not look at is 0.
+/// Figures of one migration; 0 where a benchmark does not measure a figure.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Measured {
     pub(crate) total_ms: f64,
     pub(crate) downtime_ms: f64,
-    /// As the mover counts them; between namespaces, out of the source host's interface, headers and all.
+    /// Bytes as the mover counts them; between namespaces, as the source host's interface counts them, with headers.
     pub(crate) wire_bytes: f64,
     /// Pages sent that were not zero, in all rounds, where they were counted.
     pub(crate) pages: f64,
     /// Rounds over guest RAM, where they were counted.
     pub(crate) rounds: f64,
-    /// What a guest that writes at a set rate has achieved of it.
+    /// The part of the set rate that a guest reached, if it writes at one.
     pub(crate) achieved: Option<f64>,
-    /// Why the migration was given up, where it was and that is a result.
+    /// Why the migration was abandoned, if it was and that is a result.
     pub(crate) given_up: Option<String>,
-    /// All processes at the source.
+    /// CPU time of all processes at the source.
     pub(crate) source_cpu: f64,
-    /// All processes at the destination.
+    /// CPU time of all processes at the destination.
     pub(crate) destination_cpu: f64,
     /// Page faults at the destination.
     pub(crate) faults: f64,
-    /// The most that Sterna's process had of its own, without guest RAM.
+    /// The peak memory of Sterna's process, without guest RAM.
     pub(crate) source_memory: f64,
     pub(crate) destination_memory: f64,
-    /// Seconds since the beginning and the bytes that had come in by then, where they were noted.
+    /// Pairs of seconds since the beginning and bytes received by then, where recorded.
     pub(crate) received: Vec<(f64, f64)>,
 }
 
 impl Measured {
-    /// With what both sides used meanwhile.
+    /// Makes figures with the resource usage of both sides.
     pub(crate) fn using(source: &Usage, destination: &Usage) -> Self {
         Self {
             source_cpu: source.cpu_seconds(),
@@ -61,7 +61,7 @@ impl Measured {
         }
     }
 
-    /// Total, wire, CPU of both sides and of each, faults, memory of each.
+    /// Returns total time, wire bytes, CPU of both sides and of each, faults, memory of each.
     pub(crate) fn figures(&self) -> Vec<f64> {
         vec![
             self.total_ms,

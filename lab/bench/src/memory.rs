@@ -1,14 +1,14 @@
-//! How much memory of its own a process holds at most while it is watched: anonymous pages, without mapped guest RAM.
+//! The peak of a process's own memory while it is watched: anonymous pages, without mapped guest RAM.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How often it is looked at. A buffer that lives shorter than this can be missed.
+/// The interval of sampling. A buffer that lives shorter than this can be missed.
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// Watches processes until it is asked.
+/// Watches processes until the peaks are requested.
 pub(crate) struct MemoryWatch {
     stop: Arc<AtomicBool>,
     peaks: Vec<Arc<AtomicU64>>,
@@ -33,12 +33,12 @@ impl MemoryWatch {
         Self { stop, peaks, thread: Some(thread) }
     }
 
-    /// What a process holds now, in bytes; 0 where it is gone.
+    /// Returns the memory that a process holds now, in bytes; 0 if it has ended.
     pub(crate) fn of(process: u32) -> u64 {
         anonymous(process).unwrap_or(0)
     }
 
-    /// The peaks in bytes, in the order of the processes.
+    /// Returns the peaks in bytes, in the order of the processes.
     pub(crate) fn peaks(mut self) -> Vec<u64> {
         self.end();
         self.peaks.iter().map(|peak| peak.load(Ordering::Relaxed)).collect()

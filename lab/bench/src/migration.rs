@@ -1,9 +1,10 @@
 //! One migration, measured: by QEMU alone or through Sterna, in the same way.
 //!
-//! The source is used again and again: after a migration its guest is stopped there, complete, and goes on with `cont`.
-//! The destination is a fresh QEMU each time. Both have a second monitor, because Sterna occupies the first; time is that
-//! of QEMU's own events, from the source's `MIGRATION setup` to the destination's `RESUME`, on the one clock of the
-//! machine. What moves its guest directly causes no event of a migration at the source: its time begins with its process.
+//! The source is reused: after a migration its guest is paused there, complete, and resumes with `cont`. The
+//! destination is a fresh QEMU each time. Both have a second monitor, because Sterna occupies the first. Time is
+//! measured between QEMU's own events, from the source's `MIGRATION setup` to the destination's `RESUME`, which share
+//! the machine's clock. A direct migration causes no event at the source: its time begins with the start of `sterna
+//! send`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,33 +24,33 @@ use super::memory::MemoryWatch;
 use super::ram::side::CLIENT;
 use crate::hosts::{Hosts, HostsError, Side, Sterna, doing, patiently};
 
-/// No step takes longer on a machine that is only slow.
+/// Time limit of each step, enough for a slow machine.
 const LONG: Duration = Duration::from_secs(180);
-/// The downtime that all aim at.
+/// The target downtime of all migrations.
 const DOWNTIME_MS: u64 = 300;
-/// How often a wait looks whether it was cancelled.
+/// How often a wait checks for cancellation.
 const SLICE: Duration = Duration::from_millis(200);
 /// What QEMU takes beside guest RAM.
 const BESIDE_RAM: u64 = 128 << 20;
-/// QEMU's name for its certificates, and the name in the destination's.
+/// QEMU's name for its certificates, and the host name in the destination's.
 const CREDENTIALS: &str = "tls0";
 const TLS_NAME: &str = "localhost";
 /// QEMU's method of its own that is no compression of multifd.
 const XBZRLE: &str = "xbzrle";
-/// What QEMU keeps of pages that it sent, for [`XBZRLE`]: more than any guest here writes again.
+/// QEMU's cache of sent pages for [`XBZRLE`]: larger than the rewritten memory of any guest here.
 const XBZRLE_CACHE: u64 = 1 << 30;
 const PAGE: f64 = 4096.0;
-/// Ticks of the guest after which it writes at a rate that was set.
+/// Ticks of the guest after which it writes at its new rate.
 const SETTLED: u64 = 2;
 
-/// What a migration of `sterna send` goes by.
+/// The mode of a migration by `sterna send`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
     Direct,
     Stream,
 }
 
-/// By whom.
+/// The mover.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     /// QEMU itself, over TCP: multifd, or one channel with `xbzrle`.
@@ -63,37 +64,37 @@ pub(crate) enum Way {
     /// `sterna send` and `sterna receive`.
     Sterna {
         mode: Mode,
-        /// Words for `--method`, `--level` and what else belongs to them.
+        /// The options `--method`, `--level` and further ones that belong to them.
         method: &'static [&'static str],
         channels: u16,
         encrypted: bool,
-        /// Whether pages go through QEMU's sockets even where there is a faster way.
+        /// Whether pages go through QEMU's stream even where direct mode is possible.
         in_stream: bool,
     },
 }
 
-/// What the guest does meanwhile, and how far the migration may go.
+/// The guest's writes during the migration, and the migration's limits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conditions {
-    /// Bytes a second that the guest writes, in whole pages or stamps as it was started.
+    /// Bytes per second that the guest writes, in whole pages or stamps as it was started.
     pub(crate) dirty_rate: u64,
-    /// Bytes a second that may be sent.
+    /// The bandwidth limit, in bytes per second.
     pub(crate) bandwidth: Option<u64>,
-    /// After this long it is given up, which then is a result.
+    /// The time after which the migration is abandoned, which then is a result.
     pub(crate) give_up_after: Option<Duration>,
 }
 
 impl Conditions {
-    /// A guest at rest, moved as fast as that goes.
+    /// An idle guest, moved as fast as possible.
     pub(crate) const REST: Self = Self { dirty_rate: 0, bandwidth: None, give_up_after: None };
 }
 
-/// A source with its guest running, and where its destinations are.
+/// A source with a running guest, and the place of its destinations.
 pub(crate) struct Bench {
     hosts: Hosts,
     certificates: PathBuf,
     conditions: Conditions,
-    /// The host's free memory, or as much of it as a destination will populate.
+    /// Warm memory of the host: all free memory, or as much as a destination will populate.
     warm: WarmMemory,
     options: QemuOptions,
     source: Qemu,
@@ -120,8 +121,9 @@ impl Drop for Destination {
 }
 
 impl Bench {
-    /// Boots the source and waits until its guest has filled its memory, of which it populates at most `populated` bytes. As much of the
-    /// host's memory is kept warm, or without a figure all that is free. Encrypted migrations use `certificates`.
+    /// Boots the source and waits until its guest has filled its memory, of which it populates at most `populated`
+    /// bytes. That much of the host's memory is kept warm, or all free memory if `populated` is none. Encrypted
+    /// migrations use `certificates`.
     pub(crate) fn start(
         hosts: Hosts,
         mut options: QemuOptions,
@@ -134,7 +136,7 @@ impl Bench {
         options.namespace = hosts.namespace(Side::A);
         options.host_cpus = hosts.cpus(Side::A);
         let path = directory.path().join("source.sock");
-        let extra = words(&path, certificates, "client");
+        let extra = monitor_and_certificates(&path, certificates, "client");
         let source = Qemu::start(&QemuOptions { extra, ..options.clone() })?;
         let source_monitor = Qmp::connect(&path)?;
         patiently(LONG, cancel, |limit| source.guest().wait_ready(limit))?;
@@ -143,8 +145,8 @@ impl Bench {
         Ok(Self { hosts, certificates, conditions, warm, options, source, source_monitor, directory, number: 0 })
     }
 
-    /// Moves the guest once to a destination with `backend`, and has the source's guest go on. With `verify` the guest
-    /// that arrived looks at all its memory.
+    /// Moves the guest once to a destination with `backend`, and resumes the source's guest. With `verify` the guest
+    /// that arrived verifies all its memory.
     pub(crate) fn migrate(
         &mut self,
         way: &Way,
@@ -176,11 +178,11 @@ impl Bench {
             }
         }
         drop(destination);
-        self.go_on()?;
+        self.resume_source()?;
         result
     }
 
-    /// Has the guest write as it is to, and waits until it does.
+    /// Sets the guest's rate, and waits until the guest writes at it.
     fn set(&mut self, conditions: Conditions, cancel: &Cancel) -> Result<(), HostsError> {
         if self.conditions.dirty_rate != conditions.dirty_rate {
             let guest = self.source.guest();
@@ -196,7 +198,7 @@ impl Bench {
         let name = format!("destination-{}", self.number);
         let path = self.directory.path().join(format!("{name}.sock"));
         let (backend, file) = match backend {
-            // A file of its own for each, in the directory that was given.
+            // Each destination has its own file, in the given directory.
             Backend::File { path } => {
                 let file = path.join(&name);
                 (Backend::File { path: file.clone() }, Some(file))
@@ -208,15 +210,15 @@ impl Bench {
             backend,
             namespace: self.hosts.namespace(Side::B),
             host_cpus: self.hosts.cpus(Side::B),
-            extra: words(&path, &self.certificates, "server"),
+            extra: monitor_and_certificates(&path, &self.certificates, "server"),
             ..self.options.incoming()
         };
         let qemu = Qemu::start(&options)?;
         Ok(Destination { monitor: Qmp::connect(&path)?, qemu, file })
     }
 
-    /// The source's guest goes on after it was moved away.
-    fn go_on(&self) -> Result<(), HostsError> {
+    /// Resumes the source's guest after it was moved away.
+    fn resume_source(&self) -> Result<(), HostsError> {
         if self.source_monitor.status()? != "running" {
             self.source_monitor.execute("cont", json!({}))?;
         }
@@ -258,7 +260,7 @@ impl Bench {
         let limit = self.conditions.give_up_after;
         let Some(resumed) = self.resumed(destination, limit.unwrap_or(LONG), cancel, &AtomicBool::new(false))? else {
             return match limit {
-                Some(_) => self.give_up_qemu(begun, &before, destination),
+                Some(_) => self.abandon_qemu(begun, &before, destination),
                 None => Err(too_long()),
             };
         };
@@ -269,8 +271,8 @@ impl Bench {
         Ok(measured)
     }
 
-    /// Ends QEMU's migration, which has gone on for too long.
-    fn give_up_qemu(&self, begun: Instant, before: &Before, destination: &Destination) -> Result<Measured, HostsError> {
+    /// Ends QEMU's migration, which has taken too long.
+    fn abandon_qemu(&self, begun: Instant, before: &Before, destination: &Destination) -> Result<Measured, HostsError> {
         self.source_monitor.execute("migrate_cancel", json!({}))?;
         let ended = |data: &Value| matches!(data["status"].as_str(), Some("failed" | "cancelled" | "completed"));
         if self.source_monitor.wait_event("MIGRATION", ended, Instant::now() + LONG)?.is_none() {
@@ -319,7 +321,7 @@ impl Bench {
         if let Some(limit) = self.conditions.give_up_after {
             command.arg(format!("--time-limit={}s", limit.as_secs()));
         }
-        // It is looked at afterwards, and its guest moves again.
+        // The source must survive, because its guest moves again.
         command.args(["--source-after", "keep"]);
         command
             .arg("--qmp")
@@ -346,17 +348,17 @@ impl Bench {
             serde_json::from_slice(&text).map_err(doing("reading the report of sterna send"))
         };
         if !sent.status.success() {
-            // A report where there is one, else the message at the end.
-            let said = sent.output.first().or(sent.errors.last()).map_or("nothing", String::as_str);
+            // The report, or without one the last message.
+            let reason = sent.output.first().or(sent.errors.last()).map_or("nothing", String::as_str);
             let late =
                 started.elapsed().ok().zip(self.conditions.give_up_after).filter(|(spent, limit)| spent >= limit);
             return match late {
                 Some((spent, _)) if self.source_monitor.status()? == "running" => Ok(Measured {
                     total_ms: spent.as_secs_f64() * 1e3,
-                    given_up: Some(said.to_owned()),
+                    given_up: Some(reason.to_owned()),
                     ..Measured::default()
                 }),
-                _ => Err(HostsError(format!("sterna send: {}: {said}", sent.status))),
+                _ => Err(HostsError(format!("sterna send: {}: {reason}", sent.status))),
             };
         }
         let resumed = resumed?.ok_or_else(too_long)?;
@@ -384,7 +386,7 @@ impl Bench {
         Ok(measured)
     }
 
-    /// Adds with which certificates `command` encrypts, if it does.
+    /// Adds the options of TLS to `command`.
     fn secure(&self, command: &mut Command, encrypted: bool) {
         match encrypted {
             true => command.arg("--tls").arg(&self.certificates),
@@ -392,7 +394,7 @@ impl Bench {
         };
     }
 
-    /// Looks at what was used until now, with the host's memory warm until the migration is over.
+    /// Records the resource usage so far. The host's memory is kept warm until the migration is over.
     fn before(&self, destination: &Destination) -> Result<Before, HostsError> {
         self.warm.fill()?;
         self.source_monitor.clear_events();
@@ -404,7 +406,8 @@ impl Bench {
         })
     }
 
-    /// Waits until the guest runs at the destination, and looks at once what was used until then; none where it does not within `limit`.
+    /// Waits until the guest runs at the destination, and records at once the resource usage until then. Returns none
+    /// if the guest does not run within `limit`.
     fn resumed(
         &self,
         destination: &Destination,
@@ -437,7 +440,7 @@ impl Bench {
         }
     }
 
-    /// `directly`: when the process was started that moved the guest without QEMU's migration.
+    /// `directly` is the start time of the process that moved the guest without QEMU's migration.
     fn measured(
         &self,
         destination: &Destination,
@@ -445,7 +448,7 @@ impl Bench {
         resumed: &Resumed,
         directly: Option<SystemTime>,
     ) -> Result<Measured, HostsError> {
-        // QEMU's source says that it has completed a little after the destination runs.
+        // QEMU's source reports its completion a little after the destination runs.
         let completed = |data: &Value| data["status"] == "completed";
         let deadline = Instant::now() + LONG;
         let at = |name: &str, wanted: &dyn Fn(&Value) -> bool| -> Result<u64, HostsError> {
@@ -485,9 +488,9 @@ struct Resumed {
     destination: Usage,
 }
 
-/// A second monitor, and the certificates for the endpoint.
-fn words(monitor: &Path, certificates: &Path, endpoint: &str) -> Vec<String> {
-    // QEMU 10.0 wants certificates to be made for RSA's way of exchanging keys, which TLS 1.3 does not have.
+/// Returns QEMU's arguments for a second monitor and the certificates of an endpoint.
+fn monitor_and_certificates(monitor: &Path, certificates: &Path, endpoint: &str) -> Vec<String> {
+    // QEMU 10.0 checks certificates for RSA key exchange, which TLS 1.3 does not have.
     let credentials = format!(
         "tls-creds-x509,id={CREDENTIALS},dir={},endpoint={endpoint},verify-peer=on,sanity-check=off",
         certificates.display().to_string().replace(',', ",,")
@@ -500,7 +503,7 @@ fn too_long() -> HostsError {
     HostsError(format!("the guest does not run at the destination after {} s", LONG.as_secs()))
 }
 
-/// What the guest has achieved of its rate between two of its ticks, by its own clock; 1 where it is to write nothing.
+/// Returns the part of its rate that the guest reached between two of its ticks, by its own clock; 1 if its rate is 0.
 fn achieved(before: Option<Tick>, after: Option<Tick>, rate: u64) -> Option<f64> {
     if rate == 0 {
         return Some(1.0);

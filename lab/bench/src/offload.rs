@@ -1,4 +1,4 @@
-//! `sterna-bench offload`: what the work on pages costs the CPU, done by itself and given to an accelerator.
+//! `sterna-bench offload`: the CPU's cost of work on pages, done by the CPU and by an accelerator.
 
 mod cpu;
 mod device;
@@ -9,7 +9,7 @@ use super::BenchArgs;
 use super::harness::{Column, Findings};
 use crate::hosts::HostsError;
 
-/// What every cell gives. The CPU's cells have no part that is charged, and no device.
+/// The figures of every cell. The CPU's cells have no charged part and no device.
 const COLUMNS: &[Column] = &[
     Column { name: "ns_per_page", title: "measured CPU, ns per page", scale: 1.0, places: 1 },
     Column { name: "bytes_per_second", title: "GB/s of one core", scale: 1e9, places: 1 },
@@ -20,17 +20,17 @@ const COLUMNS: &[Column] = &[
     Column { name: "completion_core", title: "completion at 25 GB/s, cores", scale: 1.0, places: 3 },
 ];
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     [cpu::cells(), device::cells()].concat()
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let notes = [cpu::notes(), device::notes()].concat();
     let mut findings = Findings { name: "offload", columns: COLUMNS, rows: Vec::new(), targets: Vec::new(), notes };
-    cpu::measure(args, cancel, tell, &mut findings)?;
-    device::measure(args, cancel, tell, &mut findings)?;
+    cpu::measure(args, cancel, progress, &mut findings)?;
+    device::measure(args, cancel, progress, &mut findings)?;
     cpu::judge(&mut findings);
     device::judge(&mut findings);
     Ok(findings)

@@ -55,7 +55,7 @@ impl BenchArgs {
         self.only.is_empty() || self.only.iter().any(|part| cell.contains(part.as_str()))
     }
 
-    /// Checks that every `--only` names a cell: a typing error would else measure less than was asked for, or nothing.
+    /// Checks that every `--only` names a cell: otherwise a typing error would measure fewer cells, or none.
     ///
     /// # Errors
     /// One names none; the text lists the cells.

@@ -1,11 +1,11 @@
-//! Where figures come from: the command, the day and the commit that a file of results names.
+//! The origin of figures: the command, the day and the commit that a file of results names.
 
 use std::path::Path;
 use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-/// What a file of results says of its own making.
+/// The origin of a file of results.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Provenance {
     /// The command line, without the file that it wrote.

@@ -1,9 +1,10 @@
 //! `sterna-bench qemu`: the same guest moved by QEMU alone, and by Sterna directly and through QEMU's stream.
 //!
-//! Parts, each with a source of its own: *unlimited*, from host to host over a virtual cable as fast as the machine, for each backing of
-//! memory, the same on both sides, with a guest at rest and with one that writes; *sparse*, a large guest that has touched little of its
-//! memory; and *1 Gbit/s*, the same cable behind a token bucket. Source and destination have CPUs of their own, one each unless
-//! `--cpus` says more, whoever carries the guest; QEMU has the best of 1, 2 and 4 channels, found beforehand.
+//! The parts, each with its own source: *unlimited*, over a virtual cable as fast as the machine, for each backing of
+//! memory (the same on both sides), with an idle guest and with one that writes; *sparse*, a large guest that has
+//! touched little of its memory; and *1 Gbit/s*, the same cable behind a token bucket. In all cells source and
+//! destination have their own CPUs, one each without `--cpus`; QEMU has the best of 1, 2 and 4 channels, found
+//! beforehand.
 
 use std::cell::RefCell;
 
@@ -34,18 +35,18 @@ const COLUMNS: &[Column] = &[
 
 /// RAM channels of Sterna: its default.
 const CHANNELS: u16 = 2;
-/// QEMU's multifd channels that are tried.
+/// The numbers of multifd channels that are tried for QEMU.
 const QEMU_CHANNELS: [u8; 3] = [1, 2, 4];
 /// The share of the pages of content `mixed` that are not zero, as `sterna-guest dump mixed` shows.
 const NON_ZERO: f64 = 0.54;
 const SLOW: u64 = 1_000_000_000;
-/// What a guest that writes writes a second.
+/// Bytes per second that the writing guest writes.
 const DIRTY_RATE: u64 = 50_000_000;
-/// A guest that writes less than this part of what it is to write is not what was to be measured. It shares its CPU with what moves it.
+/// The least part of its rate that a guest must reach for a run to count. It shares its CPU with the mover.
 const MIN_ACHIEVED: f64 = 0.5;
 /// A sparse guest's RAM, and what it fills of it: with its kernel's tables about 256 MiB, and twice that much RAM.
 const SPARSE: [(u64, u64); 2] = [(16 << 30, 16 << 20), (8 << 30, 128 << 20)];
-/// What a sparse guest has populated at most.
+/// The most memory that a sparse guest populates.
 const SPARSE_POPULATED: u64 = 1 << 30;
 /// A machine with less memory has a sparse guest of half the size.
 const MEMORY_FOR_SPARSE: u64 = 20 << 30;
@@ -54,7 +55,7 @@ const NONE: &[&str] = &["--method", "none"];
 const ZSTD: &[&str] = &["--method", "zstd", "--level", "1"];
 const AUTO: &[&str] = &["--method", "auto"];
 
-/// What memory is, on both sides.
+/// The backing of guest memory, on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Memory {
     Anonymous,
@@ -86,7 +87,7 @@ const PARTS: [Part; 5] = [
     Part { name: "1 Gbit/s", memory: Memory::Anonymous, kind: Kind::Slow },
 ];
 
-/// A cell to be: its name, how, and whether the guest writes.
+/// A cell before it is measured: its name, the mover, and whether the guest writes.
 struct Plan {
     name: String,
     way: Way,
@@ -101,7 +102,7 @@ impl Part {
             Plan { name: format!("{}{rest}, {name}", self.name), way, writes }
         };
         let qemu = |name: &str, compression, encrypted, writes| {
-            // Until the best number is known.
+            // A placeholder until the best number is known.
             named(&format!("QEMU {name}"), Way::Qemu { channels: QEMU_CHANNELS[0], compression, encrypted }, writes)
         };
         let sterna = |mode, name: &str, method, encrypted, writes| {
@@ -140,13 +141,13 @@ impl Part {
     }
 }
 
-/// The names of all cells, those included that this machine may be unable to measure.
+/// Returns the names of all cells, including those that this machine may be unable to measure.
 pub(crate) fn cells() -> Vec<String> {
     PARTS.into_iter().flat_map(Part::plans).map(|plan| plan.name).collect()
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let (fast_fill, slow_fill) = if args.quick { (3 << 29, 448 << 20) } else { (7 << 29, 768 << 20) };
     let (sparse_ram, sparse_fill) = SPARSE[usize::from(machine_memory() < MEMORY_FOR_SPARSE)];
     let mut findings =
@@ -155,7 +156,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         "QEMU {}; the guest holds {:.0} MiB (unlimited) and {:.0} MiB (1 Gbit/s) that are not zero, and somewhat less that \
          is (content `mixed`), and is idle or writes {:.0} MB/s of whole pages at random; the sparse one has {} GiB of RAM and fills {} MiB; \
          each side has {} CPU of its own; the same memory on both sides; downtime limit 300 ms; Sterna with {CHANNELS} channels, not \
-         encrypted where nothing is said of it.",
+         encrypted unless TLS is named.",
         args.qemu,
         non_zero(fast_fill),
         non_zero(slow_fill),
@@ -172,7 +173,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
     );
     findings.notes.push(
         "4 KiB page faults are several times dearer on a virtual machine like this one than on bare metal, which favours \
-         whoever avoids them: Sterna on a plain memfd."
+         the mover that avoids them: Sterna on a plain memfd."
             .into(),
     );
     let certificates = certificates()?;
@@ -187,7 +188,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
             Kind::Slow => (slow_fill, ram_for(slow_fill), ram_for(slow_fill)),
             Kind::Sparse => (sparse_fill, sparse_ram, SPARSE_POPULATED),
         };
-        // Source and destination, and the next destination while the last one ends.
+        // Room for source, destination, and the next destination while the last one ends.
         let huge = (part.memory == Memory::HugePages).then(|| HugeTmpfs::mount(3 * ram + (64 << 20)));
         let huge = match huge.transpose() {
             Ok(huge) => huge,
@@ -214,7 +215,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
                 Hosts::loopback().pinned(args.cpus)
             }
         };
-        tell(&format!("{}: booting a guest that fills {} MiB of {}", part.name, fill >> 20, ram >> 20));
+        progress(&format!("{}: booting a guest that fills {} MiB of {}", part.name, fill >> 20, ram >> 20));
         let guest = LinuxGuest { fill: Fill::Mixed, memory: Some(fill), verify_rate: 0, ..LinuxGuest::default() };
         let mut options = QemuOptions::new(args.qemu, Guest::Linux(guest));
         options.memory = ram;
@@ -224,41 +225,41 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
             other => other.clone(),
         };
         let bench = RefCell::new(Bench::start(hosts, options, args.warmed(populated), certificates.path(), cancel)?);
-        findings.rows.extend(measure_part(args, plans, &backend, &bench, cancel, tell)?);
+        findings.rows.extend(measure_part(args, plans, &backend, &bench, cancel, progress)?);
     }
     judge(&mut findings, ram_for(fast_fill));
     Ok(findings)
 }
 
-/// Bytes of memory that this machine has.
+/// Returns the memory of this machine, in bytes.
 fn machine_memory() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB"));
     total.and_then(|kib| kib.trim().parse::<u64>().ok()).unwrap_or(0) << 10
 }
 
-/// The RAM of a guest that fills `bytes`: its kernel needs room too, and describes each page of RAM.
+/// Returns the RAM of a guest that fills `bytes`: its kernel needs memory too, some of it per page of RAM.
 const fn ram_for(bytes: u64) -> u64 {
     bytes + bytes / 16 + (256 << 20)
 }
 
-/// MiB that are not zero, of a guest that fills `bytes`.
+/// Returns the MiB that are not zero in a guest that fills `bytes`.
 fn non_zero(bytes: u64) -> f64 {
     bytes as f64 * NON_ZERO / 1048576.0
 }
 
-/// One part: the best number of channels for QEMU, then all cells in turn.
+/// Measures one part: finds the best number of channels for QEMU, then runs all cells in turn.
 fn measure_part(
     args: &BenchArgs,
     mut plans: Vec<Plan>,
     backend: &Backend,
     bench: &RefCell<Bench>,
     cancel: &Cancel,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
 ) -> Result<Vec<Row>, HostsError> {
     let conditions = |plan: &Plan| Conditions {
         dirty_rate: if plan.writes { DIRTY_RATE } else { 0 },
-        // A guest that writes may never be moved: then the cell is void.
+        // QEMU may be unable to move a guest that writes; then the cell is void.
         ..Conditions::REST
     };
     for plan in &mut plans {
@@ -267,7 +268,7 @@ fn measure_part(
         for channels in QEMU_CHANNELS {
             let way = Way::Qemu { channels, compression, encrypted };
             let measured = bench.borrow_mut().migrate(&way, backend, conditions(plan), false, cancel)?;
-            tell(&format!("{}: {channels} channels: {:.0} ms", plan.name, measured.total_ms));
+            progress(&format!("{}: {channels} channels: {:.0} ms", plan.name, measured.total_ms));
             if measured.total_ms < best.0 {
                 best = (measured.total_ms, channels);
             }
@@ -282,7 +283,7 @@ fn measure_part(
             Cell {
                 name: plan.name.clone(),
                 run: Box::new(move || {
-                    // That the guest comes through whole is looked at once for each way.
+                    // The arrived guest's memory is verified once for each cell.
                     let verify = std::mem::take(&mut first);
                     bench
                         .borrow_mut()
@@ -292,7 +293,7 @@ fn measure_part(
             }
         })
         .collect();
-    let mut rows = interleaved(&mut cells, args.rounds(), cancel, tell)?;
+    let mut rows = interleaved(&mut cells, args.rounds(), cancel, progress)?;
     let achieved = COLUMNS.iter().position(|column| column.name == "achieved").expect("a column of this benchmark");
     for (row, plan) in rows.iter_mut().zip(&plans) {
         let channels = match plan.way {
@@ -308,45 +309,39 @@ fn measure_part(
     Ok(rows)
 }
 
-/// In the order of [`COLUMNS`].
+/// Returns the figures in the order of [`COLUMNS`].
 fn figures(measured: &Measured) -> Vec<f64> {
     let mut figures = measured.figures();
     figures.insert(1, measured.downtime_ms);
-    // A migration that is shorter than the guest's ticks says nothing of it.
+    // A migration that is shorter than a tick of the guest has no figure.
     figures.insert(6, measured.achieved.unwrap_or(1.0));
     figures
 }
 
-/// The targets of direct mode, and of memory.
+/// Adds the targets of direct mode, and of memory.
 fn judge(findings: &mut Findings, ram: u64) {
     let (time, cpu, downtime) = ("total_ms", "cpu_seconds", "downtime_ms");
-    for (name, limit, cell, ours, theirs, column) in [
-        ("time: anonymous memory", 0.9, "unlimited, anonymous", "direct none", "QEMU none", time),
-        ("CPU: anonymous memory", 1.0, "unlimited, anonymous", "direct none", "QEMU none", cpu),
-        ("time: plain memfd", 0.6, "unlimited, memfd", "direct none", "QEMU none", time),
-        ("time: huge pages", 1.0, "unlimited, huge pages", "direct none", "QEMU none", time),
-        ("time: TLS", 0.5, "unlimited, anonymous", "direct TLS", "QEMU TLS", time),
-        ("CPU: TLS", 0.5, "unlimited, anonymous", "direct TLS", "QEMU TLS", cpu),
-        ("time: sparse", 0.1, "sparse", "direct none", "QEMU none", time),
-        ("time: 1 Gbit/s, auto to QEMU's zstd", 1.0, "1 Gbit/s", "direct auto", "QEMU zstd", time),
-        ("CPU: 1 Gbit/s, auto to QEMU's zstd", 0.85, "1 Gbit/s", "direct auto", "QEMU zstd", cpu),
-        (
-            "downtime: writing, anonymous memory",
-            0.3,
-            "unlimited, anonymous, writing",
-            "direct none",
-            "QEMU none",
-            downtime,
-        ),
-        ("downtime: writing, plain memfd", 0.3, "unlimited, memfd, writing", "direct none", "QEMU none", downtime),
-        ("downtime: writing, huge pages", 0.3, "unlimited, huge pages, writing", "direct none", "QEMU none", downtime),
-        ("downtime: writing, 1 Gbit/s", 1.0, "1 Gbit/s, writing", "direct auto", "QEMU zstd", downtime),
-        ("downtime: at rest, anonymous memory", 1.0, "unlimited, anonymous", "direct none", "QEMU none", downtime),
-        ("downtime: at rest, plain memfd", 1.0, "unlimited, memfd", "direct none", "QEMU none", downtime),
-        ("downtime: at rest, huge pages", 1.0, "unlimited, huge pages", "direct none", "QEMU none", downtime),
-        ("downtime: TLS", 1.0, "unlimited, anonymous", "direct TLS", "QEMU TLS", downtime),
-        ("downtime: sparse", 1.0, "sparse", "direct none", "QEMU none", downtime),
-        ("downtime: 1 Gbit/s", 1.0, "1 Gbit/s", "direct auto", "QEMU zstd", downtime),
+    let [none, tls, auto] = [["direct none", "QEMU none"], ["direct TLS", "QEMU TLS"], ["direct auto", "QEMU zstd"]];
+    for (name, limit, cell, [ours, theirs], column) in [
+        ("time: anonymous memory", 0.9, "unlimited, anonymous", none, time),
+        ("CPU: anonymous memory", 1.0, "unlimited, anonymous", none, cpu),
+        ("time: plain memfd", 0.6, "unlimited, memfd", none, time),
+        ("time: huge pages", 1.0, "unlimited, huge pages", none, time),
+        ("time: TLS", 0.5, "unlimited, anonymous", tls, time),
+        ("CPU: TLS", 0.5, "unlimited, anonymous", tls, cpu),
+        ("time: sparse", 0.1, "sparse", none, time),
+        ("time: 1 Gbit/s, auto to QEMU's zstd", 1.0, "1 Gbit/s", auto, time),
+        ("CPU: 1 Gbit/s, auto to QEMU's zstd", 0.85, "1 Gbit/s", auto, cpu),
+        ("downtime: writing, anonymous memory", 0.3, "unlimited, anonymous, writing", none, downtime),
+        ("downtime: writing, plain memfd", 0.3, "unlimited, memfd, writing", none, downtime),
+        ("downtime: writing, huge pages", 0.3, "unlimited, huge pages, writing", none, downtime),
+        ("downtime: writing, 1 Gbit/s", 1.0, "1 Gbit/s, writing", auto, downtime),
+        ("downtime: at rest, anonymous memory", 1.0, "unlimited, anonymous", none, downtime),
+        ("downtime: at rest, plain memfd", 1.0, "unlimited, memfd", none, downtime),
+        ("downtime: at rest, huge pages", 1.0, "unlimited, huge pages", none, downtime),
+        ("downtime: TLS", 1.0, "unlimited, anonymous", tls, downtime),
+        ("downtime: sparse", 1.0, "sparse", none, downtime),
+        ("downtime: 1 Gbit/s", 1.0, "1 Gbit/s", auto, downtime),
     ] {
         findings.at_most(name, limit, &format!("{cell}, {ours}"), &format!("{cell}, {theirs}"), column);
     }
@@ -371,16 +366,9 @@ mod tests {
 
     #[test]
     fn every_target_is_about_cells_that_are_measured() {
-        let row = |name| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let mut findings = Findings {
-            name: "qemu",
-            columns: COLUMNS,
-            rows: cells().into_iter().map(row).collect(),
-            targets: Vec::new(),
-            notes: Vec::new(),
-        };
+        let mut findings = Findings::all_ones("qemu", COLUMNS, cells());
         judge(&mut findings, 1 << 30);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()), "{:?}", findings.targets);
+        assert!(findings.has_all_values(), "{:?}", findings.targets);
     }
 
     #[test]

@@ -30,7 +30,7 @@ use guest::{Content, Memory};
 use pair::{Rig, Shape, SideProcess, took};
 use side::{CLIENT, Mover, Order};
 
-/// What every cell of the benchmarks with two processes shows: [`Measured::figures`].
+/// The columns of the benchmarks with two processes: [`Measured::figures`].
 pub(crate) const COLUMNS: &[Column] = &[
     Column { name: "total_ms", title: "total, ms", scale: 1.0, places: 1 },
     Column { name: "wire_bytes", title: "wire, MB", scale: 1e6, places: 1 },
@@ -44,10 +44,10 @@ pub(crate) const COLUMNS: &[Column] = &[
 
 /// Channels of the library, its default, and of the plain mover.
 pub(crate) const CHANNELS: u16 = 2;
-/// QEMU's multifd channels that are tried.
+/// The numbers of multifd channels that are tried for QEMU.
 const QEMU_CHANNELS: [u8; 3] = [1, 2, 4];
 const GIB: u64 = 1 << 30;
-/// What a QEMU takes beside guest RAM.
+/// Memory of a QEMU beside guest RAM, in bytes.
 const BESIDE_RAM: u64 = 128 << 20;
 
 /// One configuration.
@@ -59,7 +59,7 @@ enum Way {
     ReadByTwo,
 }
 
-/// The library without checksums, with; the same encrypted.
+/// The library without and with checksums, plain and encrypted.
 const LIBRARY: [Way; 4] = [
     Way::Library { checksums: false, encrypted: false },
     Way::Library { checksums: true, encrypted: false },
@@ -73,7 +73,7 @@ impl Way {
             Self::Library { checksums: true, encrypted: false } => "Sterna",
             Self::Library { checksums: false, encrypted: false } => "no checksums, Sterna",
             Self::Library { checksums: true, encrypted: true } => "TLS, Sterna",
-            // What TLS authenticates needs no other checksum against the network's faults.
+            // TLS authenticates the bytes, so no further checksum against network faults is needed.
             Self::Library { checksums: false, encrypted: true } => "TLS, no checksums, Sterna",
             Self::Plain => "plain mover",
             Self::Qemu { encrypted: false } => "QEMU",
@@ -95,7 +95,7 @@ impl Part {
         format!("{}, {}", self.name, way.name())
     }
 
-    /// Bytes that the destination will need.
+    /// Returns the bytes that the destination will need.
     fn expected(&self) -> u64 {
         let Shape { bytes, content, .. } = self.shape;
         content.filled(bytes).iter().map(|part| part.end - part.start).sum::<u64>() + BESIDE_RAM
@@ -134,13 +134,13 @@ fn parts() -> Vec<Part> {
     ]
 }
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     parts().iter().flat_map(|part| part.ways.iter().map(|way| part.cell(*way))).collect()
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let rig = Rig { hosts: Hosts::loopback(), cpus: args.cpus, cancel };
     let certificates = certificates()?;
     let mut findings =
@@ -149,14 +149,14 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         let name = part.name;
         part.ways.retain(|way| args.wants(&format!("{name}, {}", way.name())));
         if !part.ways.is_empty() {
-            findings.rows.extend(measure_part(args, &part, &rig, certificates.path(), tell)?);
+            findings.rows.extend(measure_part(args, &part, &rig, certificates.path(), progress)?);
         }
     }
     judge(&mut findings);
     Ok(findings)
 }
 
-/// Certificates for both sides, made by this program.
+/// Makes certificates for both sides.
 pub(crate) fn certificates() -> Result<TempDir, HostsError> {
     let dir = tempfile::Builder::new().prefix("sterna-bench-").tempdir();
     let dir = dir.map_err(doing("making a directory for certificates"))?;
@@ -177,19 +177,19 @@ fn measure_part(
     part: &Part,
     rig: &Rig<'_>,
     certificates: &Path,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
 ) -> Result<Vec<Row>, HostsError> {
-    tell(&format!("{}: filling memory", part.name));
+    progress(&format!("{}: filling memory", part.name));
     let own = part.ways.iter().any(|way| !matches!(way, Way::Qemu { .. }));
     let source = own.then(|| rig.side(Side::A, part.shape)).transpose()?.map(RefCell::new);
     let with_qemu = part.ways.iter().any(|way| matches!(way, Way::Qemu { .. }));
     let start = || qemu::Source::start(rig, args.qemu, part.shape, Some(certificates.to_owned()));
-    // Where there is no QEMU, its cells are void and the others go on.
+    // Without a QEMU its cells are void, and the others continue.
     let qemu = with_qemu.then(start);
     let mut channels = Vec::new();
     for way in &part.ways {
         let best = match (way, &qemu) {
-            (Way::Qemu { encrypted }, Some(Ok(qemu))) => best_channels(part, qemu, *encrypted, tell)?,
+            (Way::Qemu { encrypted }, Some(Ok(qemu))) => best_channels(part, qemu, *encrypted, progress)?,
             _ => CHANNELS as u8,
         };
         channels.push(best);
@@ -202,7 +202,7 @@ fn measure_part(
             let (source, qemu) = (&source, &qemu);
             let mut first = true;
             let run = move || {
-                // That memory arrives whole is looked at once for each way.
+                // The arrived memory is verified once for each kind of migration.
                 let verify = std::mem::take(&mut first);
                 let measured = match (way, source, qemu) {
                     (Way::Qemu { encrypted }, _, Some(Ok(qemu))) => {
@@ -221,7 +221,7 @@ fn measure_part(
             Cell { name: part.cell(*way), run: Box::new(run) }
         })
         .collect();
-    let mut rows = interleaved(&mut cells, args.rounds(), rig.cancel, tell)?;
+    let mut rows = interleaved(&mut cells, args.rounds(), rig.cancel, progress)?;
     for ((row, way), channels) in rows.iter_mut().zip(&part.ways).zip(&channels) {
         if *way != Way::ReadByTwo {
             row.detail = format!("{channels} channels");
@@ -242,12 +242,17 @@ fn multifd(channels: u8, encrypted: bool) -> qemu::Multifd {
     qemu::Multifd { channels, compression: "none", encrypted }
 }
 
-/// With which number of channels QEMU is fastest.
-fn best_channels(part: &Part, qemu: &qemu::Source<'_>, encrypted: bool, tell: &dyn Fn(&str)) -> Result<u8, HostsError> {
+/// Returns the number of channels with which QEMU is fastest.
+fn best_channels(
+    part: &Part,
+    qemu: &qemu::Source<'_>,
+    encrypted: bool,
+    progress: &dyn Fn(&str),
+) -> Result<u8, HostsError> {
     let mut best = (f64::INFINITY, QEMU_CHANNELS[0]);
     for channels in QEMU_CHANNELS {
         let measured = qemu.migrate(multifd(channels, encrypted), part.expected(), false)?;
-        tell(&format!("{}: {channels} channels: {:.0} ms", part.cell(Way::Qemu { encrypted }), measured.total_ms));
+        progress(&format!("{}: {channels} channels: {:.0} ms", part.cell(Way::Qemu { encrypted }), measured.total_ms));
         if measured.total_ms < best.0 {
             best = (measured.total_ms, channels);
         }
@@ -256,7 +261,7 @@ fn best_channels(part: &Part, qemu: &qemu::Source<'_>, encrypted: bool, tell: &d
 }
 
 fn read_by_two(source: &mut SideProcess<'_>) -> Result<Measured, HostsError> {
-    let read = took(source.ask(&Order::ReadByTwo)?)?;
+    let read = took(source.request(&Order::ReadByTwo)?)?;
     Ok(Measured {
         total_ms: (read.ended_ns - read.begun_ns) as f64 / 1e6,
         source_cpu: read.cpu_seconds,
@@ -274,7 +279,7 @@ fn notes(args: &BenchArgs, rig: &Rig<'_>) -> Vec<String> {
             rig.cpus(Side::B),
             args.qemu
         ),
-        "Sterna checks every page by a checksum of its own, unless it says no checksums.".into(),
+        "Sterna checks every page by its own checksum, except in cells named \"no checksums\".".into(),
         "Plain mover: the same search for populated memory, sockets and placement, and nothing else. It copies nothing \
          and checks nothing, so it could not move a guest that runs."
             .into(),
@@ -291,7 +296,7 @@ fn judge(findings: &mut Findings) {
     for part in [HALF_ANONYMOUS, HALF_MEMFD] {
         let (own, theirs) = (cell(part, library), cell(part, qemu));
         for (what, percent, way) in [("without", 90.0_f64, unchecked), ("with", 75.0, library)] {
-            // So many percent of the throughput are 100 / percent of the time.
+            // p % of the throughput are 100 / p of the time.
             let name = format!("{part}, time {what} checksums to the plain mover's ({percent} % of its throughput)");
             let limit = (1e4 / percent).round() / 100.0;
             findings.at_most(&name, limit, &cell(part, way), &cell(part, Way::Plain), "total_ms");
@@ -337,16 +342,9 @@ mod tests {
 
     #[test]
     fn every_target_is_about_cells_that_there_are() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let mut findings = Findings {
-            name: "ram",
-            columns: COLUMNS,
-            rows: cells().into_iter().map(row).collect(),
-            targets: Vec::new(),
-            notes: Vec::new(),
-        };
+        let mut findings = Findings::all_ones("ram", COLUMNS, cells());
         judge(&mut findings);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()), "{:?}", findings.targets);
+        assert!(findings.has_all_values(), "{:?}", findings.targets);
         assert_eq!(findings.targets.len(), 17);
     }
 
@@ -355,7 +353,7 @@ mod tests {
         for part in parts() {
             let qemu = part.ways.iter().any(|way| matches!(way, Way::Qemu { .. }));
             let filled = part.shape.content.filled(part.shape.bytes);
-            // Its tables lie below 2 GiB in a machine of this size.
+            // The firmware's tables lie below 2 GiB in a machine of this size.
             assert!(!qemu || filled.iter().all(|part| part.start >= 2 * GIB), "{}", part.name);
         }
     }

@@ -1,8 +1,8 @@
-//! `sterna-bench received-bitmap`: what the destination's bitmap of received pages saves where zero pages arrive, and that it
-//! costs nothing where none do.
+//! `sterna-bench received-bitmap`: the savings of the destination's bitmap of received pages when zero pages arrive,
+//! and its cost when none do.
 //!
-//! All of the source's memory was touched, so zero pages are sent: as of a guest that has used its memory and given it back.
-//! With the bitmap and without, everything else is the same: [`pipeline`](super::ram::pipeline).
+//! All of the source's memory was touched, so zero pages are sent, like those of a guest that has used and freed its
+//! memory. The runs with and without the bitmap differ in nothing else: [`pipeline`](super::ram::pipeline).
 
 use std::cell::RefCell;
 
@@ -18,14 +18,14 @@ use crate::hosts::{Hosts, HostsError, Side};
 
 const MIB: u64 = 1 << 20;
 
-/// A guest, and what the destination's memory is.
+/// A guest, and the kind of the destination's memory.
 struct Part {
     name: &'static str,
     source: Shape,
     destination: Memory,
 }
 
-/// The ways, with their names; the last is the library whole.
+/// Returns the movers, with their names; the last is the whole library.
 fn ways() -> [(&'static str, Mover); 3] {
     [
         ("without the bitmap", Mover::Channels { received_bitmap: false }),
@@ -60,13 +60,13 @@ fn cell(part: &str, way: &str) -> String {
     format!("{part}, {way}")
 }
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     parts(false).iter().flat_map(|part| ways().map(|(way, _)| cell(part.name, way))).collect()
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let rig = Rig { hosts: Hosts::loopback(), cpus: args.cpus, cancel };
     let mut findings = Findings {
         name: "received-bitmap",
@@ -80,7 +80,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         if wanted.is_empty() {
             continue;
         }
-        tell(&format!("{}: filling memory", part.name));
+        progress(&format!("{}: filling memory", part.name));
         let source = RefCell::new(rig.side(Side::A, part.source)?);
         let (source, part, rig) = (&source, &part, &rig);
         let mut cells: Vec<Cell<'_>> = wanted
@@ -96,7 +96,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
                 Cell { name: cell(part.name, way), run: Box::new(run) }
             })
             .collect();
-        findings.rows.extend(interleaved(&mut cells, args.rounds(), cancel, tell)?);
+        findings.rows.extend(interleaved(&mut cells, args.rounds(), cancel, progress)?);
     }
     judge(&mut findings);
     Ok(findings)
@@ -116,11 +116,11 @@ fn notes(args: &BenchArgs, rig: &Rig<'_>) -> Vec<String> {
             rig.cpus(Side::A),
             rig.cpus(Side::B)
         ),
-        "Without the bitmap: each zero page is looked at, and cleared where it holds anything, as QEMU did before it had \
+        "Without the bitmap: each zero page is read, and cleared if it is not zero, as QEMU did before it had \
          one. A whole migration: the library's Destination, which always has it."
             .into(),
         "4 KiB page faults are several times dearer on a virtual machine like this one than on bare metal, which favours \
-         whoever avoids them."
+         the mover that avoids them."
             .into(),
         "Published (QEMU patch, 64 GB guest, 2 channels, 100 Gbit/s), faults and total time without -> with: 2 GB used \
          121357 -> 2716, 7771 -> 7335 ms; 56 GB used 2672677 -> 52967, 12987 -> 16825 ms. Some of its faults were of huge \
@@ -135,7 +135,7 @@ fn judge(findings: &mut Findings) {
     let (name, limit) = ("idle, faults with the bitmap to those without", 0.0224);
     findings.at_most(name, limit, &cell(IDLE, with), &cell(IDLE, without), "destination_faults");
     for part in [FULL, FULL_HUGE] {
-        // No slower, but for what a measurement scatters.
+        // No slower, except for the noise of the measurement.
         let name = format!("{part}, time with the bitmap to that without");
         findings.at_most(&name, 1.03, &cell(part, with), &cell(part, without), "total_ms");
     }
@@ -143,16 +143,12 @@ fn judge(findings: &mut Findings) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::harness::Row;
     use super::*;
 
     #[test]
     fn every_target_is_about_cells_that_there_are() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let rows = cells().into_iter().map(row).collect();
-        let mut findings =
-            Findings { name: "received-bitmap", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("received-bitmap", COLUMNS, cells());
         judge(&mut findings);
-        assert!(findings.targets.len() == 3 && findings.targets.iter().all(|target| target.value.is_some()));
+        assert!(findings.targets.len() == 3 && findings.has_all_values());
     }
 }

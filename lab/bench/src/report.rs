@@ -1,9 +1,9 @@
 //! `sterna-bench report`: writes the pages of results from committed JSON.
 //!
 //! The files of `docs/benchmarks/data` are what the benchmarks wrote by `--json`. `questions` has the questions of
-//! `docs/benchmarks.md` and the cells that answer them, `simulated` the tables of `docs/benchmarks-simulated.md`. Words about
-//! figures are made from the figures, so that a new measurement cannot leave a sentence behind that is no longer true; what is
-//! written by hand are causes.
+//! `docs/benchmarks.md` and the cells that answer them, `simulated` the tables of `docs/benchmarks-simulated.md`.
+//! Sentences about figures are generated from the figures, so that a new measurement cannot leave an untrue sentence
+//! behind; only causes are written by hand.
 
 mod compared;
 mod page;
@@ -19,7 +19,7 @@ use results::Set;
 /// Write docs/benchmarks.md, its plots and docs/benchmarks-simulated.md from docs/benchmarks/data
 #[derive(Debug, clap::Args)]
 pub(crate) struct ReportArgs {
-    /// Write nothing, and fail if a page is not what the data makes
+    /// Write nothing, and fail if a page differs from what the data gives
     #[arg(long)]
     check: bool,
     /// Directory of the documents

@@ -1,8 +1,10 @@
-//! `sterna-bench selection`: how good `auto` is, beside every fixed choice and beside one that knows what each way would have taken.
+//! `sterna-bench selection`: how good `auto` is, beside every fixed choice and beside an oracle that knows the cost of
+//! each encoding.
 //!
-//! Most cells are computed ([`plan`]): what the ways take of real content is measured here and now ([`costs`]), and the product's own
-//! selection then drives a migration in virtual time ([`sterna_simulator::path`]) over networks, CPUs and accelerators that this machine
-//! does not have. A dozen are real ([`real`]): so one sees whether what is computed is so.
+//! Most cells are computed ([`plan`]): the costs of the encodings on real content are measured on this machine
+//! ([`costs`]), and the product's own selection then drives a migration in virtual time ([`sterna_simulator::path`])
+//! over networks, CPUs and accelerators that this machine does not have. A dozen cells are real ([`real`]), to check
+//! the computed ones.
 
 mod costs;
 mod plan;
@@ -37,23 +39,23 @@ const NONE: usize = 2;
 const TO_BEST: usize = 4;
 const CPUS: usize = 6;
 
-/// Of a cell where every way uses more than is allowed.
+/// The remark on a cell in which every encoding uses more CPU than is allowed.
 const NOTHING_FITS: &str = " (every choice takes more CPU than is allowed)";
-/// Who uses this much more CPU than is allowed does not fit.
+/// A choice that uses more than this multiple of the allowed CPU does not fit.
 const SLACK: f64 = 1.05;
 const MIB: u64 = 1 << 20;
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     plan::all().iter().map(Plan::name).chain(real::named().iter().map(Real::name)).collect()
 }
 
 /// Measures all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let is_chosen = |name: &str, usually: bool| if args.only.is_empty() { usually } else { args.wants(name) };
     let mut computed = if args.long { plan::all() } else { plan::named() };
     if !computed.iter().any(|plan| is_chosen(&plan.name(), true)) {
-        // What was asked for is of the product only.
+        // The named cells are among those of the product only.
         computed = plan::all();
     }
     computed.retain(|plan| is_chosen(&plan.name(), true));
@@ -75,14 +77,14 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         if plans.is_empty() && real.is_empty() {
             continue;
         }
-        tell(&format!("{}: the ways of auto are measured", corpus.name()));
+        progress(&format!("{}: the ways of auto are measured", corpus.name()));
         let trace = match costs::trace(corpus, size, rounds, cpus[0], &bytes) {
             Ok((trace, origin)) => {
-                findings.notes.push(format!("{}: {}; {origin}.", corpus.name(), of_ways(&trace)));
+                findings.notes.push(format!("{}: {}; {origin}.", corpus.name(), of_encodings(&trace)));
                 trace
             }
             Err(error) => {
-                // Too little material here: the others go on.
+                // Too little content here: the other corpora continue.
                 let names = plans.iter().map(Plan::name).chain(real.iter().map(Real::name));
                 findings.rows.extend(names.map(|name| void(name, &error)));
                 continue;
@@ -95,7 +97,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
             }
         }
         for cell in &real {
-            let row = real::measure(args, cell, &compared(&cell.plan(), &trace, &bytes), cancel, tell);
+            let row = real::measure(args, cell, &compared(&cell.plan(), &trace, &bytes), cancel, progress);
             findings.rows.push(match row {
                 Err(error) if cancel.is_cancelled() => return Err(error),
                 Err(error) => void(cell.name(), &error),
@@ -113,16 +115,16 @@ fn void(name: String, error: &HostsError) -> Row {
     Row { name, detail: String::new(), runs: Vec::new(), void: Some(error.to_string()) }
 }
 
-/// What the ways make of content, for whoever reads the table.
-fn of_ways(trace: &Trace) -> String {
+/// Returns a note about the encodings' costs on a content.
+fn of_encodings(trace: &Trace) -> String {
     let all = trace.batches.len() as f64;
-    let each = trace.ways.iter().enumerate().skip(1).map(|(at, way)| {
+    let each = trace.encodings.iter().enumerate().skip(1).map(|(at, encoding)| {
         let sum = |of: &dyn Fn(&sterna_simulator::path::Encoded) -> f64| {
-            trace.batches.iter().map(|batch| of(&batch.ways[at]) / batch.ways[at].size as f64).sum::<f64>() / all
+            trace.batches.iter().map(|batch| of(&batch.encoded[at]) / batch.encoded[at].size as f64).sum::<f64>() / all
         };
         let nanos = sum(&|made| made.thread + made.engine);
         format!(
-            "{way} {nanos:.2} ns/B to {:.3}, decoded in {:.2}",
+            "{encoding} {nanos:.2} ns/B to {:.3}, decoded in {:.2}",
             sum(&|made| made.bytes as f64),
             sum(&|made| made.decoding)
         )
@@ -130,27 +132,27 @@ fn of_ways(trace: &Trace) -> String {
     format!("{}; a sample {:.1} µs", each.collect::<Vec<_>>().join("; "), trace.sampling / 1e3)
 }
 
-/// What fixed choices and the oracle take.
+/// The times of fixed choices and of the oracle.
 struct Compared {
-    /// Each fixed choice, whether it keeps to the CPU that is allowed.
+    /// Each fixed choice, and whether it stays within the allowed CPU.
     fixed: Vec<(String, Took, bool)>,
-    /// The fastest of them that does; where none does, none, which has nothing to do with more than it must.
+    /// The index of the fastest that does; if none does, that of `none`, which uses the least CPU.
     best: usize,
     oracle: Took,
 }
 
 fn compared(plan: &Plan, trace: &Trace, bytes: &Bytes) -> Compared {
-    let trace = trace.only(|way| plan.accelerator.has(way));
+    let trace = trace.only(|encoding| plan.accelerator.has(encoding));
     let (path, batches) = (plan.path(bytes), plan.batches());
     let fits = |took: &Took| plan.cpu.allowed().is_none_or(|allowed| took.cpus() <= SLACK * allowed);
-    let fixed: Vec<(String, Took, bool)> = (0..trace.ways.len())
-        .map(|way| {
-            let took = trace.fixed(way, &path, batches);
-            (trace.ways[way].to_string(), took, fits(&took))
+    let fixed: Vec<(String, Took, bool)> = (0..trace.encodings.len())
+        .map(|encoding| {
+            let took = trace.fixed(encoding, &path, batches);
+            (trace.encodings[encoding].to_string(), took, fits(&took))
         })
         .collect();
     let best = best_of(&fixed);
-    let known = trace.known(&path, batches, fits).filter(|known| known.time < fixed[best].1.time || !fixed[best].2);
+    let known = trace.oracle(&path, batches, fits).filter(|known| known.time < fixed[best].1.time || !fixed[best].2);
     let oracle = known.unwrap_or(fixed[best].1);
     Compared { fixed, best, oracle }
 }
@@ -160,11 +162,11 @@ fn best_of(fixed: &[(String, Took, bool)]) -> usize {
     fit.min_by(|a, b| a.1.1.time.total_cmp(&b.1.1.time)).map_or(0, |(at, _)| at)
 }
 
-/// A cell in virtual time.
+/// Computes a cell in virtual time.
 fn compute(plan: &Plan, trace: &Trace, bytes: &Bytes) -> Row {
     let Compared { fixed, best, oracle } = compared(plan, trace, bytes);
     let (path, batches) = (plan.path(bytes), plan.batches());
-    let (auto, price) = trace.only(|way| plan.accelerator.has(way)).selected(&path, batches);
+    let (auto, price) = trace.only(|encoding| plan.accelerator.has(encoding)).selected(&path, batches);
     let (name, fastest, fits) = &fixed[best];
     let none = fixed[0].1;
     let within = if *fits { "" } else { NOTHING_FITS };
@@ -201,7 +203,7 @@ fn medians(findings: &Findings, column: usize, of: impl Fn(&str) -> bool) -> Vec
     rows.filter_map(|row| Some((row.name.clone(), findings.spread(&row.name, name)?.median))).collect()
 }
 
-/// Adds the target that the largest of some figures, over some cells, is at most this; says whose it is.
+/// Adds the target that the largest of some figures, over some cells, is at most this, and names the cell.
 fn worst(findings: &mut Findings, name: &str, limit: f64, of: Vec<(String, f64)>) {
     let worst = of.into_iter().max_by(|a, b| a.1.total_cmp(&b.1));
     let whose = worst.as_ref().map_or("not measured", |(cell, _)| cell.as_str());
@@ -213,7 +215,7 @@ fn worst(findings: &mut Findings, name: &str, limit: f64, of: Vec<(String, f64)>
     });
 }
 
-/// The targets of requirement S1, for the computed cells and for the real ones.
+/// Adds the targets of requirement S1, for the computed cells and for the real ones.
 fn judge(findings: &mut Findings) {
     for kind in ["virtual", "real"] {
         let of = |name: &str| name.starts_with(kind);
@@ -266,7 +268,7 @@ fn notes(args: &BenchArgs, rig: &Rig<'_>) -> Vec<String> {
          allowed: as by --max-cpus; best fixed and oracle are the fastest of those that keep to it within 5 %. On one core: all sending \
          threads, and all receiving ones on another."
             .into(),
-        "Oracle: for each batch the way that would be best at one price of a byte, by the costs that it will really have; the best of \
+        "Oracle: for each batch the encoding that would be best at one price of a byte, by the costs that it will really have; the best of \
          92 prices and mixtures of neighbouring ones; where the best price changes meanwhile, auto can do better. In real cells: as much faster than the best fixed choice as it is in virtual time."
             .into(),
         "Modelled: IAA takes 0.4 µs and 0.495 ns/B for a batch on one of its engines (the device model's timing), QAT 1/3.5 ns/B as one \

@@ -6,15 +6,15 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use sterna_engine::cancel::Cancel;
 
-/// Cancels `cancel` on SIGINT, SIGTERM and SIGHUP from now on, and says so through `tell`.
+/// Cancels `cancel` on SIGINT, SIGTERM and SIGHUP from now on, and reports it through `progress`.
 ///
 /// # Errors
 /// The system has no thread, descriptor or memory left.
-pub(crate) fn cancel_on_signals(cancel: Cancel, tell: impl Fn(&str) + Send + 'static) -> io::Result<()> {
+pub(crate) fn cancel_on_signals(cancel: Cancel, progress: impl Fn(&str) + Send + 'static) -> io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM].into_iter().chain((!is_ignored(SIGHUP)).then_some(SIGHUP)))?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for _ in signals.forever() {
-            tell(if cancel.is_cancelled() {
+            progress(if cancel.is_cancelled() {
                 "it is already being cancelled"
             } else {
                 "cancelling; the guests of this run end with it"

@@ -1,7 +1,7 @@
-//! `sterna-bench zero-page`: what it is worth to have an accelerator look for zero pages, in virtual time.
+//! `sterna-bench zero-page`: the gain of an accelerator that searches for zero pages, in virtual time.
 //!
-//! First the published structure, with costs fitted to one published run: how far the others are off is how far everything
-//! else here may be off. Then the same work in Sterna's structure.
+//! First the published structure, with costs fitted to one published run: the error in the other published runs is the
+//! error to expect in all other figures here. Then the same work in Sterna's structure.
 
 use sterna_engine::cancel::Cancel;
 use sterna_memory::bitmap::PageBitmap;
@@ -26,7 +26,7 @@ const COLUMNS: &[Column] = &[
     Column { name: "utilisation_percent", title: "device busy, %", scale: 1.0, places: 0 },
 ];
 
-/// Who looks, in Sterna's structure.
+/// CPU or devices, in Sterna's structure.
 #[derive(Clone, Copy)]
 enum Looks {
     Cpu,
@@ -45,7 +45,7 @@ const CONTENTS: [(&str, u64); 2] = [("half normal", 500), ("all zero", 0)];
 const QEMU_SEARCH: &str = "Sterna with QEMU's search";
 const STERNA: &str = "Sterna";
 
-/// The name of the cell that simulates a published run.
+/// Returns the name of the cell that simulates a published run.
 pub(crate) fn published_name(run: &Published) -> String {
     format!("{}, published structure", run.name)
 }
@@ -54,7 +54,7 @@ fn name(content: &str, structure: &str, looks: &str) -> String {
     format!("{content}, {structure}, {looks}")
 }
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(crate) fn cells() -> Vec<String> {
     let mut cells: Vec<String> = PUBLISHED.iter().map(published_name).collect();
     for (content, _) in CONTENTS {
@@ -65,12 +65,12 @@ pub(crate) fn cells() -> Vec<String> {
     cells
 }
 
-/// Finding the pages to send with Sterna's bitmap, in packets of 128: nanoseconds for each page. What else the thread of the
-/// rounds does (handing runs over, waiting for channels) is not in it.
+/// Returns the cost of finding pages with Sterna's bitmap, in packets of 128, in nanoseconds per page. Other work of
+/// the rounds' thread (passing runs to channels, waiting for them) is not included.
 fn search() -> f64 {
     const PAGES: u64 = 1 << 20;
     let mut bitmap = PageBitmap::new(PAGES);
-    // The worst for it: no two pages beside each other.
+    // The worst case: no two neighbouring pages.
     (0..PAGES).step_by(2).for_each(|page| bitmap.set(page..page + 1));
     let mut all: Vec<f64> = (0..9)
         .map(|_| {
@@ -91,7 +91,7 @@ fn figures(scenario: &Scenario, part: u64) -> Vec<f64> {
     let pages = scenario.vms[0].pages;
     let figures = Figures::of(&run(scenario), pages);
     vec![
-        // A part of the memory takes a part of the time.
+        // Scaled from the simulated part of the memory to all of it.
         figures.total as f64 * part as f64 / 1e6,
         figures.measured,
         figures.charged,
@@ -104,7 +104,7 @@ fn figures(scenario: &Scenario, part: u64) -> Vec<f64> {
 }
 
 /// Simulates all cells and judges the targets.
-pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
+pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, progress: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let part = if args.quick { 10 } else { 1 };
     let costs = measured::here(&Costs::default());
     let own = Costs { search_page: search(), ..costs.clone() };
@@ -128,8 +128,8 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         .filter(|(name, _)| args.wants(name))
         .map(|(name, scenario)| Cell { name, run: Box::new(move || Ok(figures(&scenario, part))) })
         .collect();
-    // The same every time: once is enough.
-    findings.rows = interleaved(&mut cells, 1, cancel, tell)?;
+    // The simulation is deterministic, so one run is enough.
+    findings.rows = interleaved(&mut cells, 1, cancel, progress)?;
     findings.notes = notes(&costs, &own, &findings);
     if args.only.is_empty() {
         for (content, normal) in CONTENTS {
@@ -154,7 +154,7 @@ pub(crate) fn published_figure(run: &Published, column: &str) -> f64 {
 fn notes(costs: &Costs, own: &Costs, findings: &Findings) -> Vec<String> {
     let mut notes = vec![
         "Simulated in virtual time; nothing here ran on an accelerator. Measured CPU is CPU time by figures that were \
-         measured, here or in the published run; charged CPU is for what nobody measured here (ENQCMD, lines that a device \
+         measured, here or in the published run; charged CPU is for costs that were not measured here (ENQCMD, lines that a device \
          wrote, blocking and waking, system calls); device time is the accelerator's."
             .into(),
         format!(
@@ -196,7 +196,7 @@ fn notes(costs: &Costs, own: &Costs, findings: &Findings) -> Vec<String> {
     notes
 }
 
-/// What half and twice each figure make of Sterna's run with one device.
+/// Returns the effect of half and of twice each cost on Sterna's run with one device.
 fn sensitivity_note(content: &str, scenario: &Scenario) -> String {
     let lines = sensitivity(scenario).into_iter().map(|of| {
         let ((half_cpu, half_time), (twice_cpu, twice_time)) = (of.half, of.twice);
@@ -209,7 +209,7 @@ fn sensitivity_note(content: &str, scenario: &Scenario) -> String {
     )
 }
 
-/// The ratio of a figure to that of the baseline.
+/// Returns the ratio of a figure to that of the baseline.
 fn ratio(findings: &Findings, row: &str, base: &str, columns: &[&str]) -> Option<Spread> {
     let sum = |row: &str| -> Option<f64> {
         columns.iter().map(|column| findings.spread(row, column).map(|spread| spread.median)).sum()
@@ -222,7 +222,7 @@ fn judge(findings: &mut Findings) {
     const CPU: &[&str] = &["measured_ns_per_page", "charged_ns_per_page"];
     let looks = "1 device";
     for (content, cpu, total) in [("half normal", 0.77, 0.92), ("all zero", 0.78, 0.80)] {
-        // The baseline of the published ratios is the published structure, looked at by the CPU.
+        // The baseline of the published ratios is the published structure, searched by the CPU.
         let base = format!("{content}, CPU, published structure");
         for structure in [QEMU_SEARCH, STERNA] {
             let row = name(content, structure, looks);
@@ -256,18 +256,14 @@ fn judge(findings: &mut Findings) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::harness::Row;
     use super::*;
 
     #[test]
     fn every_target_is_about_cells_that_there_are() {
-        let row = |name: String| Row { name, detail: String::new(), runs: vec![vec![1.0; COLUMNS.len()]], void: None };
-        let rows = cells().into_iter().map(row).collect();
-        let mut findings =
-            Findings { name: "zero-page", columns: COLUMNS, rows, targets: Vec::new(), notes: Vec::new() };
+        let mut findings = Findings::all_ones("zero-page", COLUMNS, cells());
         judge(&mut findings);
         assert_eq!(findings.targets.len(), 16);
-        assert!(findings.targets.iter().all(|target| target.value.is_some()));
+        assert!(findings.has_all_values());
         assert_eq!(notes(&Costs::default(), &Costs::default(), &findings).len(), 6);
     }
 }

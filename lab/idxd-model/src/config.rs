@@ -28,7 +28,7 @@
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::core::{Script, Timing, What};
+use crate::core::{Script, ScriptedFault, Timing};
 use crate::lenient::to_json;
 
 /// The kind of accelerator of a device.
@@ -300,17 +300,17 @@ impl ModelConfig {
             return Err("every is 0: it is 1 (each) or more".into());
         }
         let share = match script.what {
-            What::PageFault { per_mille, .. } => per_mille,
+            ScriptedFault::PageFault { per_mille, .. } => per_mille,
             _ => 0,
         };
         if let Some(share) = [script.per_mille.unwrap_or(0), share].into_iter().find(|share| *share > 1000) {
             return Err(format!("per_mille is {share}: 0 to 1000"));
         }
         match script.what {
-            What::Late { delay_ns } | What::LateData { delay_ns } if delay_ns > MAX_DELAY => {
+            ScriptedFault::Late { delay_ns } | ScriptedFault::LateData { delay_ns } if delay_ns > MAX_DELAY => {
                 Err(format!("delay_ns is {delay_ns}: at most {MAX_DELAY}"))
             }
-            What::Slow { factor } if !(1..=1_000_000).contains(&factor) => {
+            ScriptedFault::Slow { factor } if !(1..=1_000_000).contains(&factor) => {
                 Err(format!("factor is {factor}: 1 to 1000000"))
             }
             _ => Ok(()),

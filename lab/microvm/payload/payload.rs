@@ -64,8 +64,8 @@ fn panic(information: &core::panic::PanicInfo<'_>) -> ! {
     }
 }
 
-// What the compiler calls and a C library would have. String instructions, since written as loops they would be compiled
-// to calls of themselves.
+// Functions that the compiler calls and that a C library would provide. They use string instructions, because loops
+// would be compiled to calls of the functions themselves.
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, count: usize) -> *mut u8 {

@@ -33,10 +33,10 @@ fn main() -> ExitCode {
         }
     };
     if let Some(guest) = &outcome.guest {
-        say(format_args!("{guest}"));
+        print_line(format_args!("{guest}"));
     }
     if let Some(devices) = outcome.devices.text() {
-        say(format_args!("{devices}"));
+        print_line(format_args!("{devices}"));
     }
     if let Some(path) = &options.json
         && let Err(error) = std::fs::write(path, format!("{:#}\n", outcome.json()))
@@ -50,7 +50,7 @@ fn run(options: &Options) -> Result<Outcome, NotBegun> {
     let moves = options.incoming.is_some() || options.migrate_to.is_some();
     let requests = Requests::listen(moves)?;
     let machine = Arc::new(Machine::new(&options.config(), Box::new(io::stdout()))?);
-    say(format_args!("{}", machine.description()));
+    print_line(format_args!("{}", machine.description()));
     match &options.incoming {
         Some(at) => take(options, &machine, at, &requests),
         None => begin(options, &machine, &requests),
@@ -71,7 +71,7 @@ fn begin(options: &Options, machine: &Arc<Machine>, requests: &Requests) -> Resu
     let late = Duration::from_secs(10 + options.machine.memory / 20);
     machine.wait_until(late, |report| report.is_filled() || requests.end())?;
     let filled = Snapshot::of(machine);
-    say(format_args!("{} pages filled after {:.3} s", filled.report.pages(), machine.clock().as_secs_f64()));
+    print_line(format_args!("{} pages filled after {:.3} s", filled.report.pages(), machine.clock().as_secs_f64()));
     machine.throttle(options.work.throttle);
     let mut outcome = Outcome {
         machine: machine.description().to_owned(),
@@ -88,18 +88,18 @@ fn begin(options: &Options, machine: &Arc<Machine>, requests: &Requests) -> Resu
     wait_to_begin(options, machine, &filled, requests)?;
     let begun = Snapshot::of(machine);
     outcome.before = Some(begun.since(&filled));
-    say(format_args!("{}", offload.summary()));
+    print_line(format_args!("{}", offload.summary()));
     let moved = moving::send(machine, to, options, &security, offload, requests)?;
     requests.moved();
     let ended = Snapshot::of(machine);
     outcome.during = Some(ended.since(&begun));
     match moved {
         Ok(report) => {
-            say(format_args!("{}", report.text()));
+            print_line(format_args!("{}", report.text()));
             outcome.moved = Moved::Completed(json!(report));
         }
         Err(error) => {
-            say(format_args!("{error}"));
+            print_line(format_args!("{error}"));
             let runs_here = matches!(error.guest, GuestState::Untouched | GuestState::RunsAtSource);
             outcome.moved = Moved::Failed(Box::new(error));
             if runs_here {
@@ -126,12 +126,12 @@ fn take(options: &Options, machine: &Arc<Machine>, at: &str, requests: &Requests
     };
     match moved {
         Ok(report) => {
-            say(format_args!("{}", report.text()));
+            print_line(format_args!("{}", report.text()));
             outcome.moved = Moved::Completed(json!(report));
             stay(options, machine, &Snapshot::of(machine), requests, outcome)
         }
         Err(error) => {
-            say(format_args!("{error}"));
+            print_line(format_args!("{error}"));
             let lacks_memory = error.guest == GuestState::LacksMemory;
             outcome.moved = Moved::Failed(Box::new(error));
             outcome.devices = Devices::of(machine);
@@ -177,12 +177,12 @@ fn stay(
     machine.pause()?;
     let ended = Snapshot::of(machine);
     let after = ended.since(since);
-    say(format_args!("{}", after.text()));
+    print_line(format_args!("{}", after.text()));
     Ok(Outcome { after: Some(after), guest: Some(ended.report), devices: Devices::verified(machine), ..outcome })
 }
 
 /// Prints a line. A closed pipe is ignored.
-fn say(line: std::fmt::Arguments<'_>) {
+fn print_line(line: std::fmt::Arguments<'_>) {
     let _ = writeln!(io::stdout(), "{line}");
 }
 

@@ -194,7 +194,7 @@ pub(crate) struct DestinationOptions {
     pub(crate) device_queue: u64,
 }
 
-/// Who may listen.
+/// Protection of the connections.
 #[derive(Args)]
 pub(crate) struct SecurityOptions {
     /// Mutual TLS with the certificates of this directory, as `sterna cert` makes them

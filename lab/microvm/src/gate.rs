@@ -390,9 +390,9 @@ mod tests {
                 assert!(gate.wait_until(Instant::now() + Duration::from_secs(20), reached).expect("not failed"));
                 gate.pause().expect("not failed");
                 assert!(gate.is_paused());
-                let (stood, time) = (count.load(Ordering::Relaxed), gate.clock());
+                let (held, time) = (count.load(Ordering::Relaxed), gate.clock());
                 std::thread::yield_now();
-                assert_eq!((count.load(Ordering::Relaxed), gate.clock()), (stood, time));
+                assert_eq!((count.load(Ordering::Relaxed), gate.clock()), (held, time));
             }
             gate.quit();
         });

@@ -145,7 +145,7 @@ pub fn guest_ram(machine: &Machine) -> Result<GuestRam, RamError> {
         // KVM, threads in place of vCPUs have references to it, as a vCPU has: `threads.rs`.)
         unsafe { RamBlock::new(block.name(), block.start(), block.bytes() as usize, backing) }
             .with_page_size(block.page_size())
-            .kept_by(ram.clone())
+            .owned_by(ram.clone())
     };
     let blocks = ram.blocks().iter().map(block).collect();
     GuestRam::new(blocks)

@@ -1,8 +1,8 @@
 //! Huge pages for guest RAM: a tmpfs with transparent huge pages, and reserved ones for hugetlb. Both need root.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tempfile::TempDir;
 
@@ -56,24 +56,27 @@ impl Drop for HugeTmpfs {
 }
 
 const COUNT: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
-static RESERVING: Mutex<()> = Mutex::new(());
+/// Locked by whoever changes the machine's number of huge pages, as long as they are in use: two programs that did so at a time would take
+/// each other's. The tests of crates/memory lock the same file.
+const TURN: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
-/// Reserved 2 MiB pages, for [`crate::Backend::MemfdHuge`]. The reservation is the machine's: this process has one at a time, which
-/// is undone when this is dropped.
+/// Reserved 2 MiB pages, for [`crate::Backend::MemfdHuge`]. The reservation is the machine's: there is one at a time, which is undone
+/// when this is dropped.
 #[derive(Debug)]
 pub struct HugePages {
     before: u64,
-    _turn: MutexGuard<'static, ()>,
+    _turn: File,
 }
 
 impl HugePages {
-    /// Reserves pages for `bytes` more than are reserved already.
+    /// Reserves pages for `bytes` more than are reserved already. Waits until no other program of these tests has reserved any.
     ///
     /// # Errors
     /// [`Error::Unavailable`] if this user may not reserve pages or the kernel finds too few.
     pub fn reserve(bytes: u64) -> Result<HugePages, Error> {
-        let turn = RESERVING.lock().unwrap_or_else(PoisonError::into_inner);
         let unavailable = |reason: String| Error::Unavailable { what: "reserved huge pages".into(), reason };
+        let turn = File::open(TURN).map_err(|error| unavailable(format!("{TURN}: {error}")))?;
+        turn.lock().map_err(|error| unavailable(format!("locking {TURN}: {error}")))?;
         let before = count().map_err(|error| unavailable(format!("{COUNT}: {error}")))?;
         let wanted = before + bytes.div_ceil(2 << 20);
         set_count(wanted).map_err(|error| unavailable(format!("{COUNT}: {error}")))?;

@@ -17,8 +17,9 @@ use crate::{
     Accel, Console, Error, Guest, GuestConsole, HeldDisk, QemuOptions, Role, Tools, boot_sector, initramfs, process,
 };
 
-/// How long QEMU may take to send its QMP greeting. Usually that takes a tenth of a second; preallocating memory takes longer.
-const GREETING: Duration = Duration::from_secs(60);
+/// How long QEMU may take to send its QMP greeting. Usually that takes a tenth of a second; preallocating memory takes longer, and so does
+/// everything on a busy machine.
+const GREETING: Duration = Duration::from_secs(180);
 
 /// QEMU's error if the kernel refuses a ring for [`crate::Aio::IoUring`].
 const NO_IO_URING: &str = "failed to init linux io_uring ring";

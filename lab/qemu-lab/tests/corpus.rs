@@ -1,4 +1,4 @@
-//! Content for guest memory is the same each time, repeats nothing, and compresses as its kind does.
+//! Content for guest memory is deterministic, repeats no page, and compresses like its kind.
 
 use std::collections::HashSet;
 
@@ -6,7 +6,7 @@ use sterna_qemu_lab::corpus::Corpus;
 use sterna_qemu_lab::skip_if_unavailable;
 
 const PAGE: usize = 4096;
-/// As much as a packet has.
+/// Bytes of a packet.
 const BATCH: usize = 512 << 10;
 const BYTES: usize = 4 << 20;
 

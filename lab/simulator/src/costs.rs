@@ -9,9 +9,9 @@ use crate::Nanos;
 /// CPU time in two accounts, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Cpu {
-    /// By values that were measured: on this machine or in a published run.
+    /// Time by measured values, of this machine or of a published run.
     pub measured: f64,
-    /// Estimated where nothing could be measured: instructions and cache misses of hardware that is not available.
+    /// Estimated time: instructions and cache misses of hardware that is not available.
     pub charged: f64,
 }
 
@@ -61,7 +61,7 @@ pub struct Costs {
     pub send_page: f64,
     /// One call that sends a packet's header. Charged: a `sendmsg` on TCP.
     pub send_packet: f64,
-    /// Packets of nothing but zero pages that share one call.
+    /// Packets of only zero pages that share one call.
     pub zero_packets_shared: f64,
     /// Zero test of 4 KiB that is in no cache: 21 GB/s, measured (AVX2, Zen 4).
     pub scan_page: f64,
@@ -76,13 +76,13 @@ pub struct Costs {
     pub enqcmd: f64,
     /// Reading a line that the device wrote, one after another. Charged: last-level cache, overlapping.
     pub record_line: f64,
-    /// The first of them, alone. Charged.
+    /// Reading the first of these lines alone. Charged.
     pub record_first: f64,
     /// Blocking and being woken, both sides. Charged.
     pub wake: f64,
     /// How late a timer is. Charged as time, not as CPU.
     pub timer_slack: f64,
-    /// One look of a thread that polls without sleeping. Charged.
+    /// One poll of a thread that polls without sleeping. Charged.
     pub poll: f64,
     /// Memory bandwidth, GB/s: two sockets of eight channels DDR5-4800, the achieved part of 614.
     pub dram: f64,
@@ -101,7 +101,7 @@ pub struct Costs {
 
 /// The values of the published run to which the software's costs are fitted: seed Z, 50 % normal pages, CPU check.
 pub mod fit {
-    /// 100 GB of pages, as the published figures per page reckon.
+    /// Pages of 100 GB, as the published figures per page count them.
     pub const PAGES: f64 = 25.6e6;
     /// Main thread, ms.
     pub const MAIN_MS: f64 = 5_658.0;
@@ -120,7 +120,7 @@ impl Default for Costs {
         Self {
             // Both threads sleep once for each packet of that run.
             search_page: fit::MAIN_MS * 1e6 / fit::PAGES - wake / 128.0,
-            // What is left of the senders' time, for every second page.
+            // The rest of the senders' time, divided by every second page.
             send_page: (senders - scan_page - (send_packet + wake) / 128.0) * 2.0,
             send_packet,
             zero_packets_shared: 8.0,

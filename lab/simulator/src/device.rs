@@ -1,7 +1,6 @@
 //! A device in virtual time: the software model's own state machine, with batches that only take the predicted time.
 //!
-//! There is one model of the device in this project ([`sterna_idxd_model`]); this is merely its use with one shared
-//! queue.
+//! The project has one model of the device ([`sterna_idxd_model`]); this module uses it with one shared queue.
 
 use sterna_idxd_model::core::{self, Payload, Posting, Step, Submitted, Timed};
 use sterna_idxd_model::{DeviceConfig, QueueConfig};
@@ -55,7 +54,7 @@ impl Device {
     /// Makes an idle and empty device.
     ///
     /// # Panics
-    /// If there is no such device.
+    /// If no device can have this shape.
     pub fn new(shape: &Shape) -> Self {
         let queue = QueueConfig {
             size: shape.entries,
@@ -72,7 +71,7 @@ impl Device {
             queues: vec![queue],
             ..DeviceConfig::default()
         };
-        let core = core::Device::new(&config, 0, true).expect("a device that can be");
+        let core = core::Device::new(&config, 0, true).expect("a valid shape");
         Self { core, read_byte_ps: shape.timing.read_byte_ps, busy_ps: 0, occupied: 0, early: Vec::new(), refused: 0 }
     }
 
@@ -90,7 +89,7 @@ impl Device {
         }
         self.busy_ps += u64::from(members.max(1)) * bytes_of_each * self.read_byte_ps;
         self.occupied += 1;
-        // A free engine begins it now.
+        // A free engine begins the batch now.
         let mut early = std::mem::take(&mut self.early);
         self.poll(now, &mut early);
         self.early = early;
@@ -105,7 +104,9 @@ impl Device {
                     out.push(Completed { tag: done.tag, at: done.at, begun: done.started });
                 }
                 Step::Idle { .. } => return,
-                Step::Execute(_) | Step::Write(_) => unreachable!("nothing is handed in that is read or written"),
+                Step::Execute(_) | Step::Write(_) => {
+                    unreachable!("only timed work is submitted, which accesses no memory")
+                }
             }
         }
     }

@@ -1,13 +1,13 @@
 //! The host and the threads of migrations on it.
 //!
 //! A thread has a core while it works, a step at a time, and decides its next step when one is done; it releases the
-//! core when it must wait. A device's completion wakes no thread, as a record in memory does not: a thread of Sterna's
-//! structure sleeps until the completion is expected and then looks; in the published structure a thread polls.
+//! core when it must wait. A completion wakes no thread, because it is only a record in memory: a thread of Sterna's
+//! structure sleeps until the completion is expected and then polls; in the published structure one thread polls all the time.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-use sterna_offload::share::{AdmissionDecision, Ask, Grant, Predictor, Share};
+use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Grant, Predictor, Share};
 
 use crate::Nanos;
 use crate::costs::{Cpu, after};
@@ -34,7 +34,7 @@ impl Packet {
     }
 }
 
-/// A batch in a device, as its sender knows it.
+/// A batch in a device, as its sender sees it.
 #[derive(Debug)]
 struct InFlight {
     tag: u64,
@@ -45,7 +45,7 @@ struct InFlight {
     submitted: Nanos,
     /// How long it had waited for admission.
     admission: Nanos,
-    /// The last look that found it not done.
+    /// When a poll last found it pending.
     pending: Nanos,
     visible: Option<Nanos>,
 }
@@ -60,7 +60,7 @@ struct Admitted {
     admission: Nanos,
 }
 
-/// A batch meant for a device that the CPU does.
+/// A batch that was meant for a device and is done by the CPU.
 #[derive(Clone, Copy, Debug)]
 struct Diverted {
     begun: Nanos,
@@ -110,13 +110,13 @@ struct Thread {
 struct Sender {
     in_flight: Vec<InFlight>,
     checked: VecDeque<Packet>,
-    /// The share made it wait until then.
+    /// The time until which the share makes it wait.
     not_before: Nanos,
     next_device: usize,
     /// Bytes that the socket holds: when they will have left, and how many.
     socket: VecDeque<(Nanos, f64)>,
     held: f64,
-    /// A send call has not returned before this.
+    /// The current send call returns at this time.
     blocked_until: Nanos,
 }
 
@@ -128,7 +128,7 @@ struct Migration {
     most_packets: usize,
     searching: bool,
     ended: usize,
-    /// For the polling thread: what it waits for in order, and since when.
+    /// For the polling thread: the batches that it waits for, in order, and since when.
     polled: VecDeque<(u64, usize, Option<Nanos>)>,
     polls_since: Nanos,
     polled_until: Nanos,
@@ -156,7 +156,7 @@ enum Event {
     Woken(usize, u64),
 }
 
-/// Tags of hogs: larger than any sender's.
+/// The first tag of a hog, larger than any sender's.
 const HOGS: u64 = 1 << 48;
 
 struct World<'a> {
@@ -189,7 +189,10 @@ struct World<'a> {
 pub fn run(scenario: &Scenario) -> Outcome {
     let mut world = World::new(scenario);
     for (index, vm) in scenario.vms.iter().enumerate() {
-        assert!(vm.channels > 0 && vm.batch > 0 && vm.window > 0, "a migration needs a channel");
+        assert!(
+            vm.channels > 0 && vm.batch > 0 && vm.window > 0,
+            "a migration needs a channel, a batch size and a window"
+        );
         world.at(vm.begins, Event::Begin(index));
         if let Some(moment) = vm.dies {
             world.at(moment, Event::Die(index));
@@ -375,7 +378,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Handles a thread's getting a core.
+    /// Gives a core to a thread.
     fn dispatch(&mut self, thread: usize) {
         let it = &mut self.threads[thread];
         it.state = State::Working;
@@ -446,7 +449,7 @@ impl<'a> World<'a> {
                 self.wake_sender(vm);
             }
             Then::Submit(admitted) => {
-                if !self.submit(thread, admitted) {
+                if !self.submit_admitted(thread, admitted) {
                     return;
                 }
             }
@@ -594,7 +597,7 @@ impl<'a> World<'a> {
         if migration.polled.is_empty() && !woken.is_empty() {
             let polling = migration.polled_until.saturating_sub(migration.polls_since) as f64;
             migration.polls_since = migration.polled_until;
-            // It sleeps when there is no work.
+            // The polling thread sleeps while nothing is in flight.
             self.outcome.vms[vm].poll += Cpu::charged(polling + self.scenario.costs.wake);
         }
         for (thread, seen) in woken {
@@ -617,7 +620,7 @@ impl<'a> World<'a> {
         let process = self.process(vm);
         let predicted = self.views[process][device].predictor.predict(packet.bytes(), packet.pages);
         let weight = self.scenario.vms[vm].weight;
-        let ask = Ask { vm: vm as u32, channel: channel as u32, weight, predicted, bytes: packet.bytes() };
+        let ask = AdmissionRequest { vm: vm as u32, channel: channel as u32, weight, predicted, bytes: packet.bytes() };
         (self.shares[process][device].ask(&ask, self.now), predicted)
     }
 }

@@ -1,4 +1,4 @@
-//! The ledger's table between simulated processes, including one that dies and one that lies.
+//! The ledger's table, shared by simulated processes; one of them may die, another may publish false values.
 
 use std::sync::{Arc, Mutex};
 
@@ -15,7 +15,8 @@ struct Shared {
 pub struct Sheet(Arc<Mutex<Shared>>);
 
 impl Sheet {
-    /// Takes a slot for another process; a liar's slot always shows that it has and wants nothing.
+    /// Takes a slot for another process. The slot of a process that lies always shows nothing in flight and nothing
+    /// wanted.
     pub fn slot(&self, lies: bool) -> SimulatedTable {
         let mut shared = self.0.lock().expect("never poisoned");
         shared.slots.push(Slot::default());
@@ -31,7 +32,7 @@ impl Sheet {
     }
 }
 
-/// One process's view of it.
+/// The table as one process sees it.
 #[derive(Debug)]
 pub struct SimulatedTable {
     sheet: Sheet,
@@ -39,7 +40,7 @@ pub struct SimulatedTable {
     lies: bool,
 }
 
-/// As many as the real file has.
+/// As many slots as the real file has.
 const SLOTS: usize = sterna_offload::share::ledger::file::SLOTS;
 
 impl Table for SimulatedTable {

@@ -61,13 +61,13 @@ pub fn crowd(
 /// The mixes of unequal VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mix {
-    /// All from the beginning.
+    /// All VMs start at the beginning.
     Together,
     /// Half of the light ones start after 200 ms.
     Late,
     /// Another program keeps 32 batches of 512 KiB in the device.
     Hog,
-    /// One of the light ones takes as much as it can and claims to have nothing.
+    /// One of the light ones takes as much as it can and publishes that it has nothing.
     Liar,
     /// One of the heavy ones is killed after 150 ms.
     Death,
@@ -95,7 +95,7 @@ const HEAVIES: usize = 10;
 const ALL: usize = 100;
 
 /// Makes ten heavy VMs, with four senders and 32 batches each, and ninety light ones, on one device that all of them
-/// want all the time: nothing to send, enough cores.
+/// want all the time: all pages are zero, and there are enough cores.
 pub fn unequal(mix: Mix, policy: Policy, spill: bool) -> Scenario {
     let light = Vm { normal_per_mille: 0, ..Vm::gib(1) };
     let heavy = Vm { weight: HEAVY, channels: 4, window: 32, ..light };

@@ -1,12 +1,12 @@
-//! Costs that are measured where the simulator runs: admission by the product's own code, filling descriptors by a loop
-//! that stores the same bytes, in the cache.
+//! Costs that are measured on the machine of the simulator: admission by the product's own code, and filling descriptors
+//! by a loop that stores the same bytes in the cache.
 
 use std::hint::black_box;
 use std::path::Path;
 
 use rustix::time::{ClockId, clock_gettime};
 use sterna_offload::share::ledger::{Ledger, LedgerFile};
-use sterna_offload::share::{AdmissionDecision, Ask, Fair, Share};
+use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Fair, Share};
 
 use crate::costs::Costs;
 
@@ -39,7 +39,7 @@ pub fn asking(share: &mut dyn Share) -> f64 {
     median(|| {
         each(2000, || {
             now += 20_000;
-            let ask = Ask { vm: 1, channel: 0, weight: 10, predicted: 17_000, bytes: 512 << 10 };
+            let ask = AdmissionRequest { vm: 1, channel: 0, weight: 10, predicted: 17_000, bytes: 512 << 10 };
             if let AdmissionDecision::Admit(grant) = share.ask(black_box(&ask), now) {
                 share.done(grant, 20_000, now + 19_000);
             }
@@ -47,7 +47,7 @@ pub fn asking(share: &mut dyn Share) -> f64 {
     })
 }
 
-/// As [`asking`], with a ledger's file in `directory`; nothing if there can be none.
+/// As [`asking`], with a ledger's file in `directory`. Returns none if no file can be made there.
 pub fn asking_ledger(directory: &Path) -> Option<f64> {
     let name = format!("bench{}", std::process::id());
     let file = LedgerFile::open(directory, &name).ok()?;
@@ -56,8 +56,8 @@ pub fn asking_ledger(directory: &Path) -> Option<f64> {
     Some(nanos)
 }
 
-/// Measures filling a descriptor of 64 bytes and clearing a record of 32, for each page of a batch. In memory that no
-/// device has used since: the cost of its returning cache lines is charged.
+/// Measures filling a descriptor of 64 bytes and clearing a record of 32, per page of a batch. No device uses this
+/// memory; the cost of cache lines that return from a device is charged.
 fn filling() -> f64 {
     const PAGES: usize = 128;
     let mut descriptors = vec![[0u64; 8]; PAGES];
@@ -76,7 +76,7 @@ fn filling() -> f64 {
     })
 }
 
-/// Replaces the values in `costs` that can be measured here.
+/// Returns `costs` with the values that can be measured here.
 #[must_use]
 pub fn here(costs: &Costs) -> Costs {
     Costs { fill_descriptor: filling(), ask: asking(&mut Fair::default()), ..costs.clone() }

@@ -3,8 +3,8 @@
 //! As in the engine, each channel's thread reads a batch, encodes it, and writes it to its connection; all channels
 //! share a window, a network, and if limited the cores and the engines of an accelerator. Each queue of the engine is
 //! one here: the socket's buffers, the network, the receivers. A choice gets the same input as from the engine
-//! ([`Interval`]), so the product's own [`sterna_codec::select::Selection`] can be used, or a fixed method, or one that
-//! knows everything.
+//! ([`Interval`]), so a choice is the product's own [`sterna_codec::select::Selection`], a fixed method, or a
+//! search that knows all costs in advance.
 
 pub mod choices;
 mod parts;
@@ -28,7 +28,7 @@ pub struct Path {
     pub channels: usize,
     /// Rate of the network; infinite for memory.
     pub rate: f64,
-    /// From this batch on, the rate is another one.
+    /// From this batch on, the rate is this one.
     pub change: Option<(usize, f64)>,
     /// Reading a byte of guest memory, with its checksum.
     pub read: f64,
@@ -40,7 +40,7 @@ pub struct Path {
     pub place: f64,
     /// Cores that the sending threads share, and as many that the receiving threads share.
     pub cores: usize,
-    /// CPUs that they may use, as the choice knows it; infinite without a limit.
+    /// CPUs that the threads may use, as reported to the choice; infinite without a limit.
     pub allowed: f64,
     /// Engines of the accelerator.
     pub engines: usize,
@@ -124,7 +124,7 @@ impl Took {
 /// A thread's next action.
 #[derive(Clone, Copy, Debug)]
 enum Next {
-    /// Takes a batch. With the time since when it has waited for room in the window.
+    /// Takes a batch. The value: since when it has waited for room in the window.
     Batch(f64),
     /// Writes an encoded batch.
     Write(Encoded),
@@ -135,9 +135,9 @@ struct Channel {
     next: Next,
     /// Its next batch.
     batch: usize,
-    /// The end of its packet before.
+    /// The end of its previous packet.
     since: f64,
-    /// Since then: time waited, and the CPU time used.
+    /// Since then: the time waited and the CPU time used.
     waited: f64,
     used: f64,
     /// Busy time that the receiver has reported since then.
@@ -148,7 +148,7 @@ struct Channel {
     sending: VecDeque<Passing>,
     arriving: VecDeque<(f64, usize)>,
     receiver_free: f64,
-    /// How long nothing was in transit on any channel, at the time of its packet before.
+    /// How long nothing was in transit on any channel, at the time of its previous packet.
     idle: f64,
 }
 
@@ -253,7 +253,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                 // Until the next known acknowledgement, or until another thread has caused one.
                 let known = coming.peek().map(|Reverse((At(at, _), ..))| *at);
                 let others = threads.peek().map(|Reverse(At(at, _))| *at);
-                let until = known.or(others).expect("what fills the window is on its way, or about to be");
+                let until = known.or(others).expect("the bytes that fill the window are in transit or about to be");
                 threads.push(Reverse(At(until.max(now + 1.0), index)));
             }
             Next::Batch(asked) => {
@@ -313,7 +313,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                     }
                 }
                 channel.waited += written - had_room;
-                // The receiver.
+                // The receiver places the packet.
                 let placing = bytes as f64 * path.receive + size as f64 * path.place + decoding;
                 let ready = channel.arrived.max(channel.receiver_free);
                 let (taken, placed) = receivers.serve(ready, placing);
@@ -323,7 +323,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                 coming.push(Reverse((At(placed, index), size, (placed - ready) as u64)));
                 took.time = took.time.max(placed);
                 took.bytes += bytes;
-                // The input of the choice.
+                // Report the interval to the choice.
                 let elapsed = written - channel.since;
                 let idle = std::mem::replace(&mut channel.idle, network_idle);
                 let idle = network_idle - idle;
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_network_decides_how_long_it_takes_and_the_threads_wait_for_it() {
+    fn a_slow_network_sets_the_duration_and_the_threads_wait_for_it() {
         for channels in [1, 2, 4] {
             let path = Path { channels, ..Path::link(0.125) };
             let (took, last) = took(&path, 1000, raw());
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_network_to_wait_for_threads_and_receivers_decide_and_more_channels_are_faster() {
+    fn with_a_fast_network_threads_and_receivers_set_the_duration_and_more_channels_are_faster() {
         let encoded = Encoded { thread: SIZE as f64, bytes: SIZE / 2, ..raw() };
         let (one, last) = took(&Path::link(f64::INFINITY), 1000, encoded);
         // Read, encode, write half.
@@ -412,10 +412,10 @@ mod tests {
         assert!(last.idle > last.busy / 2, "{last:?}");
         let (four, _) = took(&Path { channels: 4, ..Path::link(f64::INFINITY) }, 1000, encoded);
         assert!((4.0 * four.time / one.time - 1.0).abs() < 0.02);
-        // On one core they are no faster, and the core is what they use.
+        // On one core they are no faster, and use that core only.
         let (shared, _) = took(&Path { channels: 4, cores: 1, ..Path::link(f64::INFINITY) }, 1000, encoded);
         assert!((shared.time / one.time - 1.0).abs() < 0.02 && (shared.cpus() - 1.0).abs() < 0.02, "{shared:?}");
-        // A receiver that takes longer is waited for, and says that it is busy.
+        // The sender waits for a slower receiver, which reports that it is busy.
         let (slow, last) = took(&Path::link(f64::INFINITY), 1000, Encoded { decoding: 3.0 * SIZE as f64, ..encoded });
         assert!(slow.time > 2.4 * one.time, "{slow:?}");
         assert!(last.waited > last.busy && last.arrived > last.busy && last.placing > last.busy, "{last:?}");
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn who_uses_more_than_is_allowed_is_told_so_and_nobody_else() {
+    fn only_a_choice_that_uses_more_cpu_than_allowed_gets_a_report_of_it() {
         let encoded = Encoded { thread: SIZE as f64, ..raw() };
         let path = Path { channels: 2, ..Path::link(f64::INFINITY) };
         for (allowed, beyond) in [(0.5, 1.0), (2.1, 0.0), (f64::INFINITY, 0.0)] {

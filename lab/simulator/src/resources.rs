@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use crate::Nanos;
 
-/// Moves bytes one after another: memory, a network. It is never busier than its bandwidth allows.
+/// A resource that moves bytes one after another at a limited bandwidth: memory, a network.
 #[derive(Clone, Debug)]
 pub struct Pipe {
     bytes_per_nano: f64,
@@ -18,7 +18,7 @@ impl Pipe {
         Self { bytes_per_nano: gigabytes, free: 0.0, moved: 0.0 }
     }
 
-    /// Returns when these bytes will have passed, if they come now.
+    /// Returns when bytes that arrive now will have passed.
     pub fn reserve(&mut self, now: Nanos, bytes: f64) -> Nanos {
         self.free = self.free.max(now as f64) + bytes / self.bytes_per_nano;
         self.moved += bytes;
@@ -54,7 +54,7 @@ impl Cores {
         false
     }
 
-    /// A thread gives its core back; the next thread has it.
+    /// Releases a core. Returns the waiting thread that gets it.
     pub fn give(&mut self) -> Option<usize> {
         let next = self.waiting.pop_front();
         if next.is_none() {
@@ -63,7 +63,7 @@ impl Cores {
         next
     }
 
-    /// Whether any thread waits.
+    /// Returns whether any thread waits.
     pub fn wanted(&self) -> bool {
         !self.waiting.is_empty()
     }

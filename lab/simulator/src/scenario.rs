@@ -1,4 +1,4 @@
-//! What is simulated.
+//! The description of a run: machine, devices, migrations.
 
 use sterna_offload::share::ledger::Ledger;
 use sterna_offload::share::{DelayBased, DelaySettings, Fair, Fifo, IN_FLIGHT, Share};
@@ -8,37 +8,37 @@ use crate::costs::Costs;
 use crate::device::Shape;
 use crate::ledger::Sheet;
 
-/// How a migration is organised, and who looks whether a page is zero.
+/// How a migration's threads are organised, and whether CPU or device searches for zero pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Structure {
-    /// The sender thread, on the CPU.
+    /// The sender thread searches, on the CPU.
     Cpu,
-    /// The published one: a sender submits one batch and blocks; one thread for each VM polls for completions while
-    /// there is any batch.
+    /// The published structure: a sender submits one batch and blocks; one thread for each VM polls for completions while
+    /// a batch is in flight.
     CompletionThread,
-    /// Sterna's: a sender has several batches in the device and takes the earlier ones back while it hands in the next; it
-    /// sleeps until a completion is expected where there is nothing else to do.
+    /// Sterna's structure: a sender has several batches in the device and collects earlier ones while it submits the next.
+    /// With nothing else to do it sleeps until a completion is expected.
     Harvest,
 }
 
-/// Who may use the devices when.
+/// The policy of admission to the devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// Whoever is first.
+    /// First come, first served.
     Fifo,
-    /// Processes that keep a ledger.
+    /// Several processes that keep a ledger.
     Ledger,
-    /// Each by what it measures.
+    /// Several processes, each of which limits itself by the delay that it measures.
     Delay,
     /// One process has all VMs.
     Exact,
 }
 
 impl Policy {
-    /// All of them.
+    /// All policies.
     pub const ALL: [Self; 4] = [Self::Fifo, Self::Ledger, Self::Delay, Self::Exact];
 
-    /// As tables name it.
+    /// Returns its name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fifo => "FIFO",
@@ -71,20 +71,20 @@ pub struct Vm {
     pub weight: u32,
     /// Sender threads.
     pub channels: usize,
-    /// Batches that a sender has under way at most.
+    /// Maximum number of batches that a sender has in flight.
     pub window: usize,
     /// Pages of a batch.
     pub batch: u32,
     /// When it begins.
     pub begins: Nanos,
-    /// It claims nothing in the ledger and takes what it can.
+    /// Whether it publishes nothing in the ledger and takes as much as it can.
     pub lies: bool,
-    /// It is killed at this moment.
+    /// When it is killed.
     pub dies: Option<Nanos>,
 }
 
 impl Vm {
-    /// So many GiB, half of the pages zero, weight 1, one sender with 8 batches of 128 pages.
+    /// Makes a VM of `count` GiB, half of the pages zero, weight 1, one sender with 8 batches of 128 pages.
     pub fn gib(count: u64) -> Self {
         Self {
             pages: count << 18,
@@ -100,7 +100,7 @@ impl Vm {
     }
 }
 
-/// Someone else on a device, who keeps so many batches in it and asks nobody.
+/// A foreign process that keeps batches in a device without asking for admission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hog {
     /// Which device.
@@ -113,37 +113,37 @@ pub struct Hog {
     pub begins: Nanos,
 }
 
-/// Everything about a run.
+/// The description of a run.
 #[derive(Clone, Debug)]
 pub struct Scenario {
-    /// What takes how long.
+    /// The costs of operations.
     pub costs: Costs,
     /// Cores for all migrations together.
     pub cores: usize,
-    /// What every device is like.
+    /// The speed and size of each device.
     pub device: Shape,
-    /// How many.
+    /// Number of devices.
     pub devices: usize,
     /// How migrations are organised.
     pub structure: Structure,
     /// Admission.
     pub policy: Policy,
-    /// Whether work goes to the CPU where that is quicker.
+    /// Whether batches go to the CPU where that is faster.
     pub spill: bool,
     /// Whether all records of a batch must be read, because not every page was as predicted.
     pub read_members: bool,
-    /// Whether packets of nothing but zero pages go together in one call.
+    /// Whether packets of only zero pages share one call.
     pub share_zero_packets: bool,
-    /// Who is moved.
+    /// The VMs that are moved.
     pub vms: Vec<Vm>,
-    /// Who else is there.
+    /// The foreign processes on the devices.
     pub hogs: Vec<Hog>,
     /// Virtual time ends here at the latest.
     pub limit: Nanos,
 }
 
 impl Scenario {
-    /// With these VMs and nothing else.
+    /// Makes a scenario of these VMs, without foreign processes.
     pub fn of(vms: Vec<Vm>) -> Self {
         Self {
             costs: Costs::default(),

@@ -1,8 +1,8 @@
 //! One large VM and one device: the published run, and the same work in Sterna's structure.
 //!
-//! The software's costs are fitted to one published run ([`fit`]: 50 % normal pages,
-//! looked at by the CPU). The other three are held out: what the simulator says of them, beside what was measured, is the
-//! error that every other figure here must be read with.
+//! The software's costs are fitted to one published run ([`fit`]: 50 % normal pages, searched by the CPU). The other
+//! three are held out: the difference between the simulated and the measured figures is the error to expect in every
+//! other figure here.
 
 use crate::Nanos;
 use crate::costs::{Costs, fit, fitted_connection};
@@ -12,11 +12,11 @@ use crate::scenario::{Policy, Scenario, Structure, Vm};
 /// A published run, in milliseconds of CPU and of time.
 #[derive(Clone, Copy, Debug)]
 pub struct Published {
-    /// What it is called here.
+    /// Its name in tables.
     pub name: &'static str,
     /// Of 1000 pages, how many were sent.
     pub normal_per_mille: u64,
-    /// Whether the device looked.
+    /// Whether the device searched for zero pages.
     pub device: bool,
     /// The main thread.
     pub main: f64,
@@ -74,7 +74,7 @@ pub const PUBLISHED: [Published; 4] = [
     },
 ];
 
-/// The VM of the published runs, or a part of it: a `part`-th.
+/// Makes the VM of the published runs, or a `part`-th of it.
 fn vm(normal_per_mille: u64, window: usize, part: u64) -> Vm {
     Vm {
         pages: fit::PAGES as u64 / part,
@@ -89,11 +89,11 @@ fn vm(normal_per_mille: u64, window: usize, part: u64) -> Vm {
     }
 }
 
-/// A published run, with these costs.
+/// Makes the scenario of a published run, with these costs.
 pub fn published(run: &Published, costs: &Costs, part: u64) -> Scenario {
     let mut scenario = Scenario::of(vec![vm(run.normal_per_mille, 1, part)]);
     scenario.costs = costs.clone();
-    // The network was not full, and no thread either: each connection's receiver is what the senders wait for.
+    // Neither the network nor a thread was saturated: the senders wait for the receiver of their connection.
     scenario.costs.connection_page = fitted_connection();
     scenario.structure = if run.device { Structure::CompletionThread } else { Structure::Cpu };
     scenario.policy = Policy::Fifo;
@@ -102,7 +102,7 @@ pub fn published(run: &Published, costs: &Costs, part: u64) -> Scenario {
     scenario
 }
 
-/// The same work in Sterna's structure, looked at by the CPU alone or by devices.
+/// Makes a scenario of the same work in Sterna's structure, searched by the CPU alone or by devices.
 pub fn sterna(normal_per_mille: u64, devices: usize, spill: bool, costs: &Costs, part: u64) -> Scenario {
     let mut scenario = Scenario::of(vec![vm(normal_per_mille, 8, part)]);
     scenario.costs = costs.clone();
@@ -110,12 +110,12 @@ pub fn sterna(normal_per_mille: u64, devices: usize, spill: bool, costs: &Costs,
     scenario.structure = if devices > 0 { Structure::Harvest } else { Structure::Cpu };
     scenario.devices = devices;
     scenario.spill = spill;
-    // Where all is as predicted, only the batch's record is read.
+    // If every page is as predicted, only the batch's record is read.
     scenario.read_members = normal_per_mille > 0;
     scenario
 }
 
-/// What is compared.
+/// The figures that are compared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Figures {
     /// From beginning to end.
@@ -137,7 +137,7 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// Of a run of one VM with so many pages.
+    /// Returns the figures of a run of one VM with this many pages.
     pub fn of(outcome: &Outcome, pages: u64) -> Self {
         let (vm, pages) = (&outcome.vms[0], pages as f64);
         Self {
@@ -152,16 +152,16 @@ impl Figures {
         }
     }
 
-    /// CPU of all threads for each page, both accounts: the only place where they are added, and named for it.
+    /// Returns the CPU time of all threads per page, both accounts added, as the name states.
     pub fn measured_and_charged(&self) -> f64 {
         self.measured + self.charged
     }
 }
 
-/// A figure, and how it is set.
+/// A cost, and how it is changed by a factor.
 type Knob = (&'static str, fn(&mut Scenario, f64));
 
-/// Every figure that a result may hang on.
+/// Every cost on which a result may depend.
 const KNOBS: [Knob; 16] = [
     ("search_page", |scenario, factor| scenario.costs.search_page *= factor),
     ("send_page", |scenario, factor| scenario.costs.send_page *= factor),
@@ -191,18 +191,18 @@ const KNOBS: [Knob; 16] = [
     }),
 ];
 
-/// What half and twice a figure make of a run: CPU of both accounts and time, as multiples.
+/// The effect of half and of twice a cost on a run: CPU of both accounts and time, as multiples.
 #[derive(Clone, Debug)]
 pub struct Sensitivity {
-    /// Which figure.
+    /// The cost.
     pub figure: &'static str,
-    /// CPU and time with half of it.
+    /// CPU and time with half of the cost.
     pub half: (f64, f64),
-    /// And with twice.
+    /// CPU and time with twice the cost.
     pub twice: (f64, f64),
 }
 
-/// Of every figure.
+/// Returns the sensitivity to every cost.
 pub fn sensitivity(scenario: &Scenario) -> Vec<Sensitivity> {
     let result = |scenario: &Scenario| {
         let figures = Figures::of(&run(scenario), scenario.vms[0].pages);

@@ -1,4 +1,4 @@
-//! The simulator against what queueing theory says.
+//! The simulator against queueing theory.
 
 use proptest::prelude::*;
 use sterna_simulator::device::{Completed, Device, Shape, Timing};
@@ -110,7 +110,7 @@ fn a_backlogged_device_is_busy_all_the_time_and_never_more() {
         now = device.next().unwrap();
         device.advance(now, &mut done);
     }
-    // What is still in it has not been done.
+    // Batches that are still in the device are not done.
     let done = device.busy() - device.occupied() as f64 * Device::service(&Timing::dsa(), 512 << 10);
     let utilisation = done / now as f64;
     assert!((0.995..1.002).contains(&utilisation), "{utilisation}");
@@ -140,7 +140,7 @@ fn what_finds_the_queue_full_has_waited_until_the_cpu_was_done_with_it() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever is simulated: everything is looked at once, nothing is busier than it can be, all come to their end.
+    /// In every simulation each packet is searched once, no resource is busier than possible, and all migrations end.
     #[test]
     fn a_run_is_complete_and_within_its_means(
         vms in 1usize..12, pages in 1u64..20_000, normal in prop::sample::select(vec![0u64, 130, 500, 1000]),

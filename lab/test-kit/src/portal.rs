@@ -30,7 +30,7 @@ impl<D: Fn(&Descriptor) -> Submission + Send + Sync> Portal for FakePortal<D> {
         (self.device)(descriptor)
     }
 
-    fn way(&self) -> SubmitMethod {
+    fn submit_method(&self) -> SubmitMethod {
         self.method
     }
 }
@@ -84,7 +84,7 @@ impl Portal for OnDemandDevice {
         Submission::Accepted
     }
 
-    fn way(&self) -> SubmitMethod {
+    fn submit_method(&self) -> SubmitMethod {
         SubmitMethod::Enqcmd
     }
 }

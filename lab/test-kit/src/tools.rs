@@ -1,5 +1,7 @@
-//! Where tests find QATzip: what `STERNA_QATZIP` names, else what `scripts/setup` unpacked, else the system's.
+//! Where tests find QATzip (what `STERNA_QATZIP` names, else what `scripts/setup` unpacked, else the system's), and what they say without a
+//! tool.
 
+use std::io::Write;
 use std::path::PathBuf;
 
 /// Returns the directory of QATzip's library; `None` for the system's.
@@ -15,11 +17,16 @@ pub fn qatzip_directory() -> Option<PathBuf> {
 /// Prints that a test is skipped for want of QATzip.
 ///
 /// # Panics
-/// A skip is not allowed: `STERNA_REQUIRE_TOOLS` says that `scripts/setup` ran, and that did not record that the library cannot be had here.
+/// A skip is an error: `STERNA_REQUIRE_TOOLS` shows that `scripts/setup` ran, and setup did not record that the library is unavailable.
 pub fn skip_without_qatzip(why: &str) {
     let excused = tools().any(|tools| tools.join("qatzip-absent").is_file());
     assert!(excused || std::env::var_os("STERNA_REQUIRE_TOOLS").is_none(), "{why}");
-    eprintln!("skipped: {why} (scripts/setup --only qatzip unpacks it)");
+    skipped(&format!("{why} (scripts/setup --only qatzip unpacks it)"));
+}
+
+/// Prints why a test is skipped, past the test harness, which keeps to itself what a test prints that passes.
+pub fn skipped(why: &str) {
+    let _ = writeln!(std::io::stderr(), "skipped: {why}");
 }
 
 fn tools() -> impl Iterator<Item = PathBuf> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use sterna_attach::{AttachError, Slowdown, SlowdownStats, StoppedAt};
 
 use crate::deaths::numbers;
-use crate::target::Target;
+use crate::target::{Target, eventually};
 
 pub(crate) const CASES: &[(&str, fn())] = &[
     ("slowed_threads_are_held_and_run_by_turns_until_they_are_let_go", held_and_run),
@@ -56,25 +56,18 @@ fn assert_free(target: &Target, threads: &[i32]) {
 /// Waits until `more` further slices are over.
 fn wait_for_slices(slowdown: &Slowdown, more: u64) -> SlowdownStats {
     let end = slowdown.held().slices + more;
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while slowdown.held().slices < end {
-        assert!(Instant::now() < deadline, "{:?}", slowdown.held());
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    assert!(eventually(|| slowdown.held().slices >= end), "{:?}", slowdown.held());
     slowdown.held()
 }
 
 /// Waits until a slowdown has ended by itself.
-fn wait_for_failure(mut slowdown: Slowdown) -> AttachError {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    loop {
-        slowdown = match slowdown.check() {
-            Ok(slowdown) => slowdown,
-            Err(error) => return error,
-        };
-        assert!(Instant::now() < deadline, "{:?}", slowdown.held());
-        std::thread::sleep(Duration::from_millis(1));
-    }
+fn wait_for_failure(slowdown: Slowdown) -> AttachError {
+    let mut checked = Some(Ok(slowdown));
+    eventually(|| {
+        checked = checked.take().map(|checked| checked.and_then(Slowdown::check));
+        checked.as_ref().is_some_and(Result::is_err)
+    });
+    checked.unwrap().expect_err("it has not ended")
 }
 
 fn held_and_run() {

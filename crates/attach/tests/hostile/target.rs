@@ -11,6 +11,18 @@ use sterna_attach::{AttachError, Process, TakenUserfault, UserfaultOrigin, take_
 /// How long each stop of a target's thread took, over all cases.
 static STOPS: Mutex<Vec<Duration>> = Mutex::new(Vec::new());
 
+/// Polls until `done` returns true, for what gives no event: files of /proc, and statistics. Returns false if that never happens.
+pub(crate) fn eventually(mut done: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(300);
+    while !done() {
+        if Instant::now() >= deadline {
+            return false;
+        }
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    true
+}
+
 /// A process in a role. It is killed when this is dropped.
 pub(crate) struct Target {
     child: Child,
@@ -80,11 +92,7 @@ impl Target {
 
     /// Polls until the condition holds.
     pub(crate) fn wait_until(&self, so: impl Fn(&Target) -> bool) {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !so(self) {
-            assert!(Instant::now() < deadline, "waited too long: {} {}", self.file("status"), self.file("syscall"));
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        assert!(eventually(|| so(self)), "waited too long: {} {}", self.file("status"), self.file("syscall"));
     }
 
     /// Returns a file of its directory in /proc.

@@ -60,7 +60,7 @@ fn wrong_device() {
     target.finish();
 }
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(300);
 
 fn regions(target: &Target) -> Vec<u64> {
     target.ready.split(' ').map(|word| u64::from_str_radix(word, 16).unwrap()).collect()

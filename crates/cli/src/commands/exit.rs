@@ -1,5 +1,5 @@
-//! Exit codes: one for each kind of ending that a script has to tell apart. The table is the only place where they are listed; help
-//! is printed from it, and a test compares docs/operating.md with it.
+//! Exit codes: one for each kind of ending that a script has to distinguish. The table is the only place where they are listed; help is
+//! printed from it, and a test compares docs/operating.md with it.
 
 use std::process::ExitCode;
 use std::sync::LazyLock;

@@ -36,7 +36,7 @@ impl Host {
     fn discovered(&self) -> Vec<DeviceInfo> {
         let devices = discover(&self.directories).unwrap();
         for info in &devices {
-            assert!(info.oddities.is_empty(), "{:?}", info.oddities);
+            assert!(info.invalid_attributes.is_empty(), "{:?}", info.invalid_attributes);
         }
         devices
     }

@@ -673,7 +673,7 @@ fn a_destinations_qemu_that_could_not_begin_is_left_untouched() {
     let none = Rlimit { current: free, ..getrlimit(Resource::Nofile) };
     let limit = prlimit(qemu, Resource::Nofile, none).unwrap();
     let (code, lines) = sent(&pair, "direct", &waiting);
-    assert_eq!(code, FAILED, "{lines:?}");
+    assert_eq!(code, PEER_REFUSED, "{lines:?}");
     let message = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     assert!(message.contains("descriptor"), "{message}");
     waiting.wait_for("this QEMU was not touched");

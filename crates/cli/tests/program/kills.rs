@@ -106,7 +106,7 @@ fn without_source(mut migration: Migration) -> Result<String, String> {
 }
 
 /// How long a process may take to notice the kill.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(300);
 
 /// The destination QEMU has ended. The source's guest continues: by itself before the decision, by its operator after
 /// it.

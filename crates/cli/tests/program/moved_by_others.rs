@@ -9,7 +9,7 @@ use sterna_qemu_lab::QemuVersion;
 
 /// So slow that a migration takes seconds.
 const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(300);
 
 #[test]
 fn recover_does_not_start_a_guest_that_was_moved_away_after_the_crash() {

@@ -19,9 +19,9 @@ use sterna_wire::switchover::{CrashPoint, DestinationState, Moment, RecordState,
 
 const MEMORY: u64 = 256 << 20;
 const FILLED: u64 = 64 << 20;
-/// Slower than the guest writes, so that the rounds never converge.
+/// Slower than the guest writes, so that the rounds never converge, and so slow that what is missing at the destination takes seconds.
 const POST_COPY: &[&str] =
-    &["--method", "none", "--bandwidth", "12MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "100ms"];
+    &["--method", "none", "--bandwidth", "20MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "100ms"];
 /// The same for a boot-sector guest, which writes all of its memory all the while.
 const SHORT_OF_MEMORY: &[&str] = &["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1"];
 /// Cases at once; most of each is waiting.

@@ -9,11 +9,9 @@ use std::process::Command;
 
 use crate::support::pair::{Pair, Watched};
 use crate::support::settle::outcome;
-use crate::support::{Hold, Sterna, certificates, nothing_was_touched, receive, send, sterna};
+use crate::support::{Hold, Sterna, UNREACHABLE, certificates, nothing_was_touched, receive, send, sterna};
 use sterna_qemu::qmp::Qmp;
 use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, Tools, skip_if_unavailable};
-
-const FAILED: Option<i32> = Some(1);
 
 /// Two machines that run nothing, which is enough to move.
 fn idle(own_directory: Option<PathBuf>, extra: &[String]) -> (QemuOptions, QemuOptions) {
@@ -140,7 +138,7 @@ fn the_sockets_of_a_receive_that_was_killed_early_are_removed_by_the_next_comman
     assert_eq!(names(&temporary).len(), 1, "its directory is there");
     killed.kill();
     drop(held);
-    assert_eq!(sender.finish().0.code(), FAILED);
+    assert_eq!(sender.finish().0.code(), UNREACHABLE);
     assert!(pair.source.runs());
     assert_eq!(names(&pair.destination_state()).iter().filter(|name| name.ends_with(".json")).count(), 0);
     assert_eq!(names(&temporary).len(), 1, "no process could remove it");

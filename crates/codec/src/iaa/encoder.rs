@@ -28,7 +28,7 @@ pub(super) struct IaaEncoder {
     rest: Rest,
     account: Arc<Account>,
     /// The device that wrote the last stream, if the stream was not verified.
-    maker: Option<Producer>,
+    producer: Option<Producer>,
 }
 
 impl fmt::Debug for IaaEncoder {
@@ -45,7 +45,7 @@ impl IaaEncoder {
         account: Arc<Account>,
     ) -> Self {
         let (region, cpu) = (batch_memory(&offload), Deflater::default());
-        Self { offload, channel, region, verifier, cpu, rest: Rest::default(), account, maker: None }
+        Self { offload, channel, region, verifier, cpu, rest: Rest::default(), account, producer: None }
     }
 
     /// Submits `input` to offload and waits for the result; none if it was not accepted, or takes too long.
@@ -72,7 +72,7 @@ impl IaaEncoder {
             return None;
         };
         ticket.into_id();
-        (done.outcome == Outcome::Done).then_some((done.batch, done.maker))
+        (done.outcome == Outcome::Done).then_some((done.batch, done.producer))
     }
 
     fn trouble(&mut self, trouble: Trouble) {
@@ -89,19 +89,19 @@ impl IaaEncoder {
 impl Encoder for IaaEncoder {
     fn encode(&mut self, input: &[u8], output: &mut [u8]) -> Result<Encoded, CodecError> {
         check_len(input.len())?;
-        self.maker = None;
+        self.producer = None;
         let room = worthwhile(input.len(), output.len());
         if room == 0 {
             return Ok(Encoded::Incompressible);
         }
-        let Some((batch, maker)) = self.offloaded(input) else { return Ok(self.by_cpu(input, output)) };
+        let Some((batch, producer)) = self.offloaded(input) else { return Ok(self.by_cpu(input, output)) };
         let Some(length) = join(&batch, input, &mut output[..room]) else { return Ok(Encoded::Incompressible) };
         drop(batch);
-        let Some(maker) = maker else {
+        let Some(producer) = producer else {
             self.account.by_cpu(input.len());
             return Ok(Encoded::Shrunk(length));
         };
-        let verified = self.verifier.as_mut().map(|it| it.is_right(&self.channel, &output[..length], input, maker));
+        let verified = self.verifier.as_mut().map(|it| it.is_right(&self.channel, &output[..length], input, producer));
         match verified {
             Some(true) => {}
             Some(false) => {
@@ -109,14 +109,14 @@ impl Encoder for IaaEncoder {
                 self.account.trouble(Trouble::Wrong);
                 return Ok(self.by_cpu(input, output));
             }
-            None => self.maker = Some(maker),
+            None => self.producer = Some(producer),
         }
         self.rest.went_well();
         self.account.by_device(input.len(), verified.is_some());
         Ok(Encoded::Shrunk(length))
     }
 
-    fn maker(&self) -> Option<Producer> {
-        self.maker
+    fn producer(&self) -> Option<Producer> {
+        self.producer
     }
 }

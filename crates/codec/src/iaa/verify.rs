@@ -37,9 +37,9 @@ impl Verifier {
         Ok(Self { offload: Arc::clone(offload), read: batch_memory(offload), cpu, read_by_cpu: Vec::new() })
     }
 
-    /// Returns whether `stream`, which `maker` has written, decompresses to `content`. A device that has erred, in
+    /// Returns whether `stream`, which `producer` has written, decompresses to `content`. A device that has erred, in
     /// writing or in reading, is taken out of service. `channel` has nothing in progress, except discarded batches.
-    pub(super) fn is_right(&mut self, channel: &Channel, stream: &[u8], content: &[u8], maker: Producer) -> bool {
+    pub(super) fn is_right(&mut self, channel: &Channel, stream: &[u8], content: &[u8], producer: Producer) -> bool {
         let reader = match self.by_device(channel, stream, content) {
             Read::Right => return true,
             Read::Doubtful(reader) => reader,
@@ -48,7 +48,7 @@ impl Verifier {
         // If two devices disagree, the CPU determines which is wrong.
         let right = self.by_cpu(stream, content);
         if !right {
-            self.offload.report_wrong_result(maker, "what it had compressed decompresses to something else");
+            self.offload.report_wrong_result(producer, "what it had compressed decompresses to something else");
         } else if let Some(reader) = reader {
             self.offload.report_wrong_result(
                 reader,
@@ -67,7 +67,7 @@ impl Verifier {
         }
         let Ok(ticket) = channel.submit(batch) else { return Read::Not };
         let late = Duration::from_nanos(self.offload.lateness());
-        let Some(Done { batch, outcome, maker, .. }) = channel.wait(self.offload.deadline(late)) else {
+        let Some(Done { batch, outcome, producer, .. }) = channel.wait(self.offload.deadline(late)) else {
             // Dropped: the device may still write there for a while, so the memory is not read again.
             drop(ticket);
             self.read = batch_memory(&self.offload);
@@ -82,7 +82,7 @@ impl Verifier {
         // SAFETY: of a region as long as the range, which nobody writes now: the batch was done, and where an earlier one was not, the
         // region was given up.
         let read = unsafe { std::slice::from_raw_parts(self.read.start().as_ptr(), content.len()) };
-        if batch.placed(0) == Some(content.len()) && read == content { Read::Right } else { Read::Doubtful(maker) }
+        if batch.placed(0) == Some(content.len()) && read == content { Read::Right } else { Read::Doubtful(producer) }
     }
 
     fn by_cpu(&mut self, stream: &[u8], content: &[u8]) -> bool {

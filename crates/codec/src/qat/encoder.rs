@@ -67,7 +67,7 @@ impl QatEncoder {
     }
 
     /// Submits as many pieces as there are buffers for.
-    fn hand_in(&mut self, pieces: &mut Pieces<'_>) {
+    fn submit(&mut self, pieces: &mut Pieces<'_>) {
         while pieces.trusted
             && !pieces.closed
             && pieces.all.len() > 0
@@ -167,7 +167,7 @@ impl Encoder for QatEncoder {
         let asked = pieces.trusted;
         let mut written = 0;
         for (number, piece) in (0..).zip(input.chunks(size)) {
-            self.hand_in(&mut pieces);
+            self.submit(&mut pieces);
             let room = &mut output[written..room];
             let by_qatzip =
                 if number < pieces.out { self.by_qatzip(number, piece.len(), &mut pieces.trusted, room) } else { None };

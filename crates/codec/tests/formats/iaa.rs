@@ -34,7 +34,7 @@ fn settings() -> Settings {
 fn with_model(devices: &str, faults: &str, settings: &Settings) -> Arc<Offload> {
     let config = ModelConfig::from_json(&format!(r#"{{"devices":[{devices}],"faults":{faults}}}"#)).unwrap();
     let model = Model::start(config).unwrap();
-    Offload::over(sterna_offload::model::queues(&model).unwrap(), settings).unwrap()
+    Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), settings).unwrap()
 }
 
 fn iaa(offload: &Arc<Offload>, verifying: bool) -> Iaa {
@@ -103,7 +103,7 @@ fn iaa_encodes_in_pieces_what_fits_a_batch_and_the_cpu_what_does_not() {
         let (content, before) = (content(len, 0), deflated(&offload).0);
         if len > 1 {
             comes_back(&mut encoder, &content);
-            assert!(encoder.maker().is_some(), "a device has written it");
+            assert!(encoder.producer().is_some(), "a device has written it");
         } else {
             assert_eq!(encoder.encode(&content, &mut [0; 8]), Ok(Encoded::Incompressible));
         }
@@ -113,7 +113,7 @@ fn iaa_encodes_in_pieces_what_fits_a_batch_and_the_cpu_what_does_not() {
     // More than a batch of offload's: not even handed in.
     let before = deflated(&offload);
     comes_back(&mut encoder, &content(BATCH + 4096, 0));
-    assert_eq!((deflated(&offload), encoder.maker()), (before, None));
+    assert_eq!((deflated(&offload), encoder.producer()), (before, None));
     assert!(source.account().unwrap().starts_with("IAA 7"), "{:?}", source.account());
     assert_eq!(encoder.encode(&vec![0; MAX_CONTENT + 1], &mut []), Err(CodecError::TooLong { len: MAX_CONTENT + 1 }));
 }
@@ -161,7 +161,7 @@ fn an_encoder_outlives_the_offload_that_shut_down() {
         comes_back(&mut *encoder, &content(64 << 10, 0));
         offload.shutdown();
         comes_back(&mut *encoder, &content(64 << 10, 0));
-        assert!(encoder.maker().is_none());
+        assert!(encoder.producer().is_none());
     }
 }
 
@@ -189,7 +189,7 @@ fn whatever_a_device_does_what_it_says_is_encoded_comes_back() {
             for number in 0..8 {
                 let content = content(256 << 10, number);
                 assert!(decodes_to(&encoded(&mut *encoder, &content), &content), "{what}, verifying {verifying}");
-                assert!(!verifying || encoder.maker().is_none(), "{what}");
+                assert!(!verifying || encoder.producer().is_none(), "{what}");
             }
             assert!(deflated(&offload).0 > 0, "{what}");
             drop(encoder);
@@ -212,7 +212,7 @@ fn a_wrong_stream_is_found_by_verification_and_its_device_named() {
     let out: Vec<_> = report.taken_out.iter().map(|out| (out.device.as_str(), out.reason.as_str())).collect();
     assert_eq!(out, [("iax1", "what it had compressed decompresses to something else")]);
     // It has said nothing of zero pages, so of those nothing need be read again.
-    assert_eq!(offload.refuted(), 0);
+    assert_eq!(offload.wrong_results(), 0);
     // The other one has gone on.
     let words = source.account().unwrap();
     assert_eq!(words, "IAA, verified 88 %, CPU 13 % (last: a device's stream was wrong)", "{report:?}");
@@ -239,17 +239,17 @@ fn without_verification_a_wrong_stream_is_whose_it_is() {
             let content = content(256 << 10, number);
             let right = decodes_to(&encoded(&mut *encoder, &content), &content);
             if !right {
-                offload.report_wrong_result(encoder.maker().expect("a device has written it"), "it was wrong");
+                offload.report_wrong_result(encoder.producer().expect("a device has written it"), "it was wrong");
             }
             right
         })
         .collect();
     assert_eq!(right, [true, false, true]);
     assert_eq!(offload.report().taken_out[0].device, "iax1");
-    assert_eq!((offload.refuted(), encoder.maker()), (0, None), "the last is the CPU's");
+    assert_eq!((offload.wrong_results(), encoder.producer()), (0, None), "the last is the CPU's");
 }
 
-/// A clock that goes on when somebody waits.
+/// A clock that advances when a thread waits.
 #[derive(Debug, Default)]
 struct Waiting(AtomicU64);
 
@@ -268,7 +268,7 @@ fn a_device_that_is_late_is_left_alone_for_longer_and_longer() {
     let time = Arc::new(Waiting::default());
     (settings.time, settings.threads) = (Arc::clone(&time) as _, false);
     settings.lateness = Duration::from_millis(10);
-    // It lives, as far as anybody can tell.
+    // It seems to be alive.
     settings.patience = Duration::from_secs(1000);
     let offload = with_model(ONE, r#"[{"opcode":67,"what":"hang"}]"#, &settings);
     let source = iaa(&offload, false);

@@ -21,7 +21,7 @@ use super::{Shared, Side, lengthen};
 
 const CHANNELS: [DeviceChannels; 3] = [DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial];
 /// A time limit that no correct back-end reaches.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A daemon that a test may end.
 type Process = Arc<Mutex<Daemon>>;

@@ -50,12 +50,13 @@ pub(super) fn run(
     // Ends the listening and all handshakes, however this function returns.
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
-    let cpu = CpuTime::default();
+    let cpu = CpuTime::new(ready.sandboxed);
     let _counted = cpu.count();
     let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     observer.listening(&address.to_string());
     let monitor_refuses_post_copy = vmm.post_copy_refusal().map_err(MigrationError::not_accepted)?;
-    let given = ready.given.as_ref().map(|given| Checks::new(given, monitor_refuses_post_copy.clone()));
+    let given =
+        ready.given.as_ref().map(|given| Checks::new(given, monitor_refuses_post_copy.clone(), ready.sandboxed));
     // Where the monitor makes the machine for its source, the machine is compared then.
     let refusals = |hello: &Hello| {
         given
@@ -98,12 +99,12 @@ struct Checks {
 
 impl Checks {
     /// `monitor_refuses`: why the monitor permits no post-copy.
-    fn new(ready: &ReadyMachine, monitor_refuses: Option<String>) -> Self {
+    fn new(ready: &ReadyMachine, monitor_refuses: Option<String>, sandboxed: bool) -> Self {
         let ram = ready.target.ram();
         Self {
             blocks: machine(String::new(), ram, 0).blocks,
             devices: ready.devices.iter().map(|(id, _)| id.clone()).collect(),
-            no_post_copy: monitor_refuses.or_else(|| post_copy::refusal(ram)),
+            no_post_copy: monitor_refuses.or_else(|| post_copy::refusal(ram, sandboxed)),
         }
     }
 
@@ -123,7 +124,7 @@ fn prepare(
     vmm: &mut DestinationMonitor<'_>,
     monitor_refuses_post_copy: Option<&String>,
 ) -> Result<ReadyMachine, String> {
-    let (machine, post_copy) = (&source.machine, source.session.has(POST_COPY));
+    let (machine, post_copy, sandboxed) = (&source.machine, source.session.has(POST_COPY), ready.sandboxed);
     let mut opening = Opening::new(&source.peer, machine);
     if !source.session.has(OPENING) {
         opening.message.clear();
@@ -132,7 +133,7 @@ fn prepare(
         Prepared::AsGiven => ready.given.take().ok_or_else(|| "the monitor has made no RAM for the guest".to_owned()),
         Prepared::Made { ram, devices } => {
             let made = ready.preparation.prepare(ram, devices).map_err(|error| error.reason)?;
-            let checks = Checks::new(&made, monitor_refuses_post_copy.cloned());
+            let checks = Checks::new(&made, monitor_refuses_post_copy.cloned(), sandboxed);
             checks.refusals(machine, post_copy).into_iter().next().map_or(Ok(made), Err)
         }
     })
@@ -169,7 +170,7 @@ pub(super) fn run_accepted(
 ) -> Result<ReceiveReport, MigrationError> {
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
-    let cpu = CpuTime::default();
+    let cpu = CpuTime::new(ready.sandboxed);
     let _counted = cpu.count();
     let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     let Some(machine) = ready.given.take() else {
@@ -204,14 +205,24 @@ fn take(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let ReadyDestination { given: _, preparation: _, state_dir, linger, stall, give_up_after, monitor, fence } = ready;
+    let ReadyDestination {
+        given: _,
+        preparation: _,
+        state_dir,
+        sandboxed,
+        linger,
+        stall,
+        give_up_after,
+        monitor,
+        fence,
+    } = ready;
     let ReadyMachine { target, devices, device_share } = machine;
     let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = source;
     observer.note(&format!("migration {} from {peer}", session.id));
     tracing::info!(id = %session.id, monitor = vmm.name(), peer, "accepted a migration");
 
     let state = RecordState::Destination(DestinationState::Started);
-    let ledger = Ledger::new(state_dir.as_deref(), &session, state, address.to_string(), &monitor);
+    let ledger = Ledger::new(state_dir.as_ref(), &session, state, address.to_string(), &monitor);
     let ledger = ledger.map_err(|error| refuse(&mut writer, error.to_string()))?;
 
     let (events, inbox) = Events::channel();
@@ -273,7 +284,7 @@ fn take(
         loading: Loading::arriving(ahead, last),
         target,
         occupied,
-        faults_before: process::faults(std::process::id()),
+        faults_before: if sandboxed { 0 } else { process::faults(std::process::id()) },
         linger,
     };
     std::thread::scope(|scope| {

@@ -23,7 +23,6 @@ mod post_copy;
 mod target;
 
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,7 +36,9 @@ use crate::device_state::load::share;
 use crate::device_state::{DeviceId, LoadDevice};
 use crate::migration::{
     Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, PROGRESS, RETRANSMIT,
+    sandbox_refusal,
 };
+use crate::record_file::StateDir;
 use crate::report::{Observer, ReceiveReport};
 use crate::session::{AcceptedSource, Features, UNCHECKED};
 use crate::switchover::MonitorRecord;
@@ -67,7 +68,8 @@ pub struct Destination {
     device_queue: u64,
     before: Before,
     prefault: bool,
-    state_dir: Option<PathBuf>,
+    state_dir: Option<StateDir>,
+    sandboxed: bool,
     linger: Duration,
     stall: Option<Duration>,
     give_up_after: Option<Duration>,
@@ -91,7 +93,8 @@ struct ReadyDestination {
     /// The machine, unless the monitor makes it for the source that comes.
     given: Option<ReadyMachine>,
     preparation: Preparation,
-    state_dir: Option<PathBuf>,
+    state_dir: Option<StateDir>,
+    sandboxed: bool,
     linger: Duration,
     stall: Option<Duration>,
     give_up_after: Option<Duration>,
@@ -169,7 +172,7 @@ impl Destination {
 
     /// Returns why `ram` cannot be filled after the guest has started; none if it can.
     pub fn post_copy_refusal(ram: &GuestRam) -> Option<String> {
-        post_copy::refusal(ram)
+        post_copy::refusal(ram, false)
     }
 
     /// Prepares a destination that fills `ram`. Nothing else may write `ram` before the guest was started, or read it before
@@ -188,6 +191,7 @@ impl Destination {
             before: Before::default(),
             prefault: false,
             state_dir: None,
+            sandboxed: false,
             linger: LINGER,
             stall: None,
             give_up_after: None,
@@ -256,8 +260,18 @@ impl Destination {
 
     /// Sets the directory of the migration's record; by default the record is kept in memory.
     #[must_use]
-    pub fn state_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+    pub fn state_dir(mut self, dir: impl Into<StateDir>) -> Self {
         self.state_dir = Some(dir.into());
+        self
+    }
+
+    /// Sets whether this process has given up making sockets and opening paths, as
+    /// [`Source::sandboxed`](crate::source::Source::sandboxed). It needs [`Address::listening`] or [`Address::accepted`], and
+    /// guest RAM that was made before; without a userfaultfd ([`GuestRam::with_userfault`]) it refuses post-copy. Page faults
+    /// are not reported.
+    #[must_use]
+    pub fn sandboxed(mut self, sandboxed: bool) -> Self {
+        self.sandboxed = sandboxed;
         self
     }
 
@@ -275,6 +289,12 @@ impl Destination {
     /// There is not that much memory, [`Destination::device_queue`] is too small, two devices are the same, or the address cannot be
     /// listened on.
     pub fn listen(self, address: impl Into<Address>, security: &Security) -> Result<Listening, MigrationError> {
+        let address = address.into();
+        if self.sandboxed
+            && let Some(reason) = sandbox_refusal(&address, self.state_dir.as_ref())
+        {
+            return Err(MigrationError::not_accepted(reason));
+        }
         // Before a source can connect: it waits for its welcome no longer than a handshake may take.
         let ready = self.prepare()?;
         let listener = Listener::bind(address).map_err(MigrationError::not_accepted)?;
@@ -284,13 +304,25 @@ impl Destination {
     }
 
     fn prepare(self) -> Result<ReadyDestination, MigrationError> {
-        let Self { ram, devices, device_queue, before, prefault, state_dir, linger, stall, give_up_after, monitor } =
-            self;
+        let Self {
+            ram,
+            devices,
+            device_queue,
+            before,
+            prefault,
+            state_dir,
+            sandboxed,
+            linger,
+            stall,
+            give_up_after,
+            monitor,
+        } = self;
         let preparation = Preparation { device_queue, before, prefault };
         Ok(ReadyDestination {
             given: ram.map(|ram| preparation.prepare(ram, devices)).transpose()?,
             preparation,
             state_dir,
+            sandboxed,
             linger,
             stall,
             give_up_after,

@@ -97,14 +97,17 @@ fn failed(text: impl Display) -> PostCopyEvent {
 }
 
 /// Returns why `ram` cannot be filled after the guest has started; none if it can. Does nothing in another process that runs the guest:
-/// the caller must know whether a userfaultfd can be made there.
-pub(super) fn refusal(ram: &GuestRam) -> Option<String> {
+/// the caller must know whether a userfaultfd can be made there. `sandboxed`: this process can open none.
+pub(super) fn refusal(ram: &GuestRam, sandboxed: bool) -> Option<String> {
     let features = match features(ram) {
         Ok(features) => features,
         Err(reason) => return Some(reason),
     };
     if ram.guest().is_some() {
         return None;
+    }
+    if sandboxed && !ram.has_userfault() {
+        return Some("the destination is sandboxed, and has no userfaultfd (GuestRam::with_userfault)".into());
     }
     ram.open_userfault(features).err().map(|error| error.to_string())
 }
@@ -132,9 +135,8 @@ impl PostCopy {
     /// Begins to watch for missing pages of `ram`: all pages that were sent so far are in place.
     pub(super) fn begin(ram: &GuestRam, news: Box<dyn Fn(PostCopyEvent) + Send + Sync>) -> Result<Arc<Self>, String> {
         let features = features(ram)?;
-        let process = ram.guest().map(|guest| &**guest.process());
-        let huge_pages = HugePageAdvice::of(process).map_err(|error| format!("the mappings of guest RAM: {error}"))?;
-        let userfault = Arc::new(ram.open_userfault(features).map_err(|error| error.to_string())?);
+        let huge_pages = ram.huge_page_advice().map_err(|error| format!("the mappings of guest RAM: {error}"))?;
+        let userfault = ram.open_userfault(features).map_err(|error| error.to_string())?;
         let watch = |block: &RamBlock| {
             let failed = |error: DiscardError| format!("RAM block {}: {error}", block.name());
             if ram.guest().is_some()
@@ -210,7 +212,7 @@ impl PostCopy {
         let Some((number, block)) = self.missing.iter().enumerate().find(|(_, block)| block.contains(address)) else {
             return Ok(());
         };
-        if let Answer::Ask(pages) = block.fault(address)? {
+        if let Answer::Request(pages) = block.fault(address)? {
             let block = number as u16;
             {
                 let mut requested = self.requested();
@@ -241,7 +243,7 @@ impl PostCopy {
     pub(super) fn connected(&self, writer: Writer) -> Result<(), MissingError> {
         *self.requests() = Some(writer);
         // Faults before this channel have not been requested, and are repeated now.
-        self.missing.iter().try_for_each(MissingPages::forget_asked)
+        self.missing.iter().try_for_each(MissingPages::forget_requests)
     }
 
     /// Uses the post-copy channel of a source that has reconnected: sends the list of missing pages, then the requests.
@@ -264,7 +266,7 @@ impl PostCopy {
         list.flush()?;
         drop(list);
         *self.requests() = Some(writer);
-        self.missing.iter().try_for_each(MissingPages::forget_asked).map_err(io::Error::other)
+        self.missing.iter().try_for_each(MissingPages::forget_requests).map_err(io::Error::other)
     }
 
     /// Records that the source is lost: pages are requested when it has reconnected.

@@ -53,7 +53,11 @@ impl Target {
     /// # Errors
     /// A block lies in another process, which has ended or whose memory may not be written.
     pub(super) fn new(ram: GuestRam, prefault: bool) -> Result<Self, PlaceError> {
-        let written_by = ram.blocks().iter().map(|block| writer(block, prefault)).collect::<Result<_, _>>()?;
+        let written_by = ram
+            .blocks()
+            .iter()
+            .map(|block| writer(block, prefault, ram.shared_stays_small()))
+            .collect::<Result<_, _>>()?;
         let received = ram.blocks().iter().map(|block| ReceivedBitmap::new(block.pages())).collect();
         let shapes = shapes(&ram).into();
         let regions = |block: &RamBlock| (0..block.bytes().div_ceil(REGION)).map(|_| AtomicU16::new(0)).collect();
@@ -155,7 +159,9 @@ impl Target {
         let parts = |block: &RamBlock| (0..block.pages().div_ceil(STEP)).map(|part| part * STEP).collect::<Vec<_>>();
         let parts: Vec<_> =
             self.ram.blocks().iter().flat_map(|block| parts(block).into_iter().map(move |at| (block, at))).collect();
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(parts.len()).max(1);
+        // Unlike `available_parallelism`, this reads no file.
+        let cpus = rustix::thread::sched_getaffinity(None).map_or(1, |cpus| cpus.count() as usize);
+        let threads = cpus.min(parts.len()).max(1);
         std::thread::scope(|scope| {
             let (parts, work) = (&parts, &work);
             let one = |thread: usize| {
@@ -173,7 +179,7 @@ impl Target {
     /// Returns a line for each block about how it is filled, for the report.
     pub(super) fn placement(&self) -> Vec<String> {
         let line = |(block, place): (&RamBlock, &Option<Box<dyn Place>>)| {
-            let method = place.as_ref().map_or(PlacementMethod::OwnMemory, |place| place.way());
+            let method = place.as_ref().map_or(PlacementMethod::OwnMemory, |place| place.method());
             let backing = match block.backing() {
                 Backing::Anonymous => "anonymous memory",
                 Backing::Shared(..) => "a shared file in memory",
@@ -250,11 +256,11 @@ impl Target {
 
 /// Returns how a block is written, where that is not by this process through a mapping. `prefault`: all of the block is populated already,
 /// so that no page fault makes the mapping the slower method.
-fn writer(block: &RamBlock, prefault: bool) -> Result<Option<Box<dyn Place>>, PlaceError> {
+fn writer(block: &RamBlock, prefault: bool, shared_stays_small: bool) -> Result<Option<Box<dyn Place>>, PlaceError> {
     if let Some(place) = block.process_write()? {
         return Ok(Some(Box::new(place)));
     }
-    let file = if prefault { None } else { by_file(block) };
+    let file = if prefault { None } else { by_file(block, shared_stays_small) };
     Ok(file.map(|file| Box::new(file) as Box<dyn Place>))
 }
 
@@ -275,11 +281,9 @@ fn populate(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
 /// Returns the file behind a block of ordinary pages of shared memory. Writing the file fills a new page at once, where through a
 /// mapping a page fault would first clear it (`place::FileWrite` has the measurements). With huge pages one fault
 /// brings 2 MiB, which is faster still, so such blocks have none here.
-fn by_file(block: &RamBlock) -> Option<FileWrite> {
+fn by_file(block: &RamBlock, shared_stays_small: bool) -> Option<FileWrite> {
     let Backing::Shared(file, offset) = block.backing() else { return None };
-    let never_huge = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-        .is_ok_and(|modes| modes.contains("[never]") || modes.contains("[deny]"));
-    if block.page_size() > PAGE_SIZE || !never_huge {
+    if block.page_size() > PAGE_SIZE || !shared_stays_small {
         return None;
     }
     let file = file.try_clone().ok()?;

@@ -37,8 +37,8 @@ impl AcknowledgingThread {
         let refusals = self.refusals.as_ref().ok_or(AnswerError::NotAgreed)?;
         refusals.read(&mut self.reader, refusal, &packet, &self.ledger)?;
         if let (Some(suspect), Some(accelerator)) = (packet.suspect, &self.accelerator) {
-            let (maker, what) = suspect.charge();
-            accelerator.offload().report_wrong_result(maker, what);
+            let (producer, what) = suspect.charge();
+            accelerator.offload().report_wrong_result(producer, what);
         }
         Ok(())
     }

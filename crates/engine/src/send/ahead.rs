@@ -18,7 +18,7 @@ use sterna_wire::packet::{Run, RunKind};
 use super::delta::{DeltaBase, Deltas, DeviceResults, Whole};
 use crate::accelerator::Accelerator;
 
-/// Number of packets under way: while one is written, one is copied and two are searched for zero pages.
+/// Number of packets in flight: while one is written, one is copied and two are searched for zero pages.
 const DEPTH: usize = 4;
 
 /// Minimum and maximum number of pieces that are not requested after one that was late; the number doubles each time.
@@ -84,15 +84,15 @@ pub(super) enum Ready {
 /// A copy of a piece's normal pages, deltas that lead to it, and the devices that have made them.
 pub(super) struct PageCopy {
     batch: Batch,
-    maker: Option<Producer>,
+    producer: Option<Producer>,
     deltas: Option<Batch>,
     deltas_maker: Option<Producer>,
 }
 
 impl PageCopy {
     /// Returns the device that has made the copy.
-    pub(super) fn maker(&self) -> Option<Producer> {
-        self.maker
+    pub(super) fn producer(&self) -> Option<Producer> {
+        self.producer
     }
 
     /// Returns the device that has made the deltas.
@@ -139,7 +139,7 @@ pub(super) enum CopyMode {
     InPlace,
 }
 
-/// The pieces of one channel that are under way.
+/// The pieces of one channel that are in flight.
 pub(super) struct Ahead {
     accelerator: Accelerator,
     channel: Channel,
@@ -222,7 +222,7 @@ impl Ahead {
         self.pieces.push_back(piece);
     }
 
-    /// Waits until it is known which pages of the oldest piece are zero. Returns how many bytes the others need in the window before
+    /// Waits until the search of the oldest piece for zero pages is complete. Returns how many bytes the others need in the window before
     /// [`Ahead::take`]. There must be a piece.
     pub(super) fn window_needed(&mut self) -> u64 {
         while let Some(Stage::Searching(_)) = self.pieces.front().map(|piece| &piece.stage) {
@@ -354,13 +354,13 @@ impl Ahead {
         let late = self.accelerator.offload().lateness();
         let oldest = self.pieces.front_mut().expect("a piece is under way");
         let Some(done) = self.channel.wait(oldest.since.saturating_add(late)) else {
-            if self.channel.under_way() > 0 {
+            if self.channel.in_flight() > 0 {
                 // Late: the device's result is ignored.
                 oldest.give_up();
                 self.lateness = (2 * self.lateness).clamp(MIN_SKIPPED, MAX_SKIPPED);
                 self.skipped = self.lateness;
             } else {
-                // Nothing is under way although the piece waits: offload was shut down.
+                // Nothing is in flight although the piece waits: offload was shut down.
                 self.pieces.iter_mut().for_each(Piece::give_up);
             }
             return;
@@ -371,7 +371,7 @@ impl Ahead {
 
     /// Handles a completion.
     fn completed(&mut self, done: Done) {
-        let Done { ticket, batch, outcome, maker, .. } = done;
+        let Done { ticket, batch, outcome, producer, .. } = done;
         let of_it = |piece: &&mut Piece| piece.stage.waits_for(ticket);
         let Some(piece) = self.pieces.iter_mut().find(of_it) else { return };
         if outcome != Outcome::Done {
@@ -379,21 +379,21 @@ impl Ahead {
         }
         match std::mem::replace(&mut piece.stage, Stage::NotSearched) {
             Stage::Comparing(copy, _) => {
-                piece.stage = Stage::Compared(PageCopy { deltas: Some(batch), deltas_maker: maker, ..copy });
+                piece.stage = Stage::Compared(PageCopy { deltas: Some(batch), deltas_maker: producer, ..copy });
             }
             Stage::Copying(_) => {
-                piece.stage = Stage::Copied(PageCopy { batch, maker, deltas: None, deltas_maker: None });
+                piece.stage = Stage::Copied(PageCopy { batch, producer, deltas: None, deltas_maker: None });
             }
             _ => {
                 piece.split(&batch, &mut self.ratio);
-                if let Some(maker) = maker {
+                if let Some(producer) = producer {
                     self.accelerator.record_zero_pages(piece.block, &piece.runs);
                     let mut pages = piece.queued.iter().flat_map(|run| run.first..run.end());
                     // Ascending, so that the search for each begins behind the one before.
                     let mut at = 0;
-                    for doubted in batch.doubted() {
+                    for doubted in batch.suspect_pages() {
                         if let Some(page) = pages.nth(doubted - at) {
-                            self.accelerator.doubt(piece.block, page, maker);
+                            self.accelerator.doubt(piece.block, page, producer);
                         }
                         at = doubted + 1;
                     }

@@ -158,7 +158,7 @@ impl Coding {
         let encoder = |encoding: &Encoding| -> Result<EncoderChoice, CodecError> {
             Ok(EncoderChoice {
                 // The selection decides what is not worth a try: by class, not by the last few batches.
-                encoder: encoding.untiring_encoder(engines)?,
+                encoder: encoding.non_adaptive_encoder(engines)?,
                 format: encoding.format().wire(),
                 by_cpu: encoding.engine() == Engine::Cpu,
             })
@@ -167,7 +167,7 @@ impl Coding {
         Ok(Self::Auto(Box::new(Auto {
             shared: Arc::clone(shared),
             channel: shared.network().channel(),
-            selection: Selection::new(Arc::clone(&shared.knowledge)),
+            selection: Selection::new(Arc::clone(&shared.estimates)),
             encoders,
             sampler: Sampler::new()?,
             chosen: 0,
@@ -267,10 +267,10 @@ impl Coding {
     }
 
     /// Returns the device that made the last encoded content, if its output was not verified.
-    pub(super) fn maker(&self) -> Option<Producer> {
+    pub(super) fn producer(&self) -> Option<Producer> {
         match self {
-            Self::Fixed(encoder, _) => encoder.maker(),
-            Self::Auto(auto) => auto.encoders[auto.chosen].encoder.maker(),
+            Self::Fixed(encoder, _) => encoder.producer(),
+            Self::Auto(auto) => auto.encoders[auto.chosen].encoder.producer(),
         }
     }
 

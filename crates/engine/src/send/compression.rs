@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_codec::select::{Delays, Knowledge};
+use sterna_codec::select::{Delays, SharedEstimates};
 use sterna_codec::{Encoding, Engines};
 
 use super::choices::Choices;
@@ -27,7 +27,7 @@ pub struct Compression {
 pub(super) struct Auto {
     /// The methods to choose from.
     pub(super) methods: Vec<Encoding>,
-    pub(super) knowledge: Arc<Knowledge>,
+    pub(super) estimates: Arc<SharedEstimates>,
     /// Which method was chosen when, and why.
     choices: Mutex<Choices>,
     network: Mutex<Network>,
@@ -42,9 +42,9 @@ impl Compression {
         let cpus = max_cpus.map(|cores| Arc::new(CpuAllowance::new(cores)));
         let auto = encoding.is_auto().then(|| {
             let methods = Encoding::auto_candidates(&engines);
-            let knowledge = Arc::new(Knowledge::new(methods.iter().copied(), channels.into()));
+            let estimates = Arc::new(SharedEstimates::new(methods.iter().copied(), channels.into()));
             let cpus = cpus.clone();
-            Arc::new(Auto { methods, knowledge, choices: Mutex::default(), network: Mutex::default(), cpus })
+            Arc::new(Auto { methods, estimates, choices: Mutex::default(), network: Mutex::default(), cpus })
         });
         Self { encoding, engines, auto, cpus }
     }

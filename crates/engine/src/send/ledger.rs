@@ -56,8 +56,8 @@ impl Suspect {
     /// Returns the device, and why it is distrusted.
     pub(super) fn charge(self) -> (Producer, &'static str) {
         match self {
-            Self::Copied(maker) => (maker, "what it had copied was refused by the destination"),
-            Self::Compressed(maker) => (maker, "what it had compressed was refused by the destination"),
+            Self::Copied(producer) => (producer, "what it had copied was refused by the destination"),
+            Self::Compressed(producer) => (producer, "what it had compressed was refused by the destination"),
         }
     }
 }

@@ -18,6 +18,7 @@ use super::coding::{Bottleneck, Coding, Costs, Kernel, Seen, Times};
 use super::error::SendError;
 use super::ledger::{ChannelLedger, InFlight, Suspect};
 use crate::cpu_allowance::CpuAllowance;
+use crate::cpu_time;
 use crate::in_place;
 use crate::off_cpu::{OffCpu, thread_time};
 use crate::pacer::Pacer;
@@ -71,7 +72,7 @@ pub(super) struct Packet<'a> {
     pub(super) detail: u64,
     pub(super) table: Table<'a>,
     pub(super) content: &'a [u8],
-    /// The content's CRC-32C, where it is known already.
+    /// The content's CRC-32C, if it was computed already.
     pub(super) checksum: Option<u32>,
     /// Whether the content may be compressed.
     pub(super) compress: bool,
@@ -80,7 +81,7 @@ pub(super) struct Packet<'a> {
     /// Pages that count as delivered with the packet's acknowledgement.
     pub(super) delivers: PageCounts,
     /// The device that has copied the content.
-    pub(super) maker: Option<Producer>,
+    pub(super) producer: Option<Producer>,
     /// For a piece of device state: the guest's device.
     pub(super) device: Option<u16>,
 }
@@ -98,7 +99,7 @@ impl<'a> Packet<'a> {
             compress: false,
             in_window: 0,
             delivers: PageCounts::default(),
-            maker: None,
+            producer: None,
             device: None,
         }
     }
@@ -166,7 +167,7 @@ impl PacketWriter {
 
     /// Begins to measure the time of the calling thread, if the choice of an encoder or a limit of CPU time needs it.
     pub(super) fn start_clock(&mut self) {
-        self.clock.waits = self.coding.is_auto().then(OffCpu::new);
+        self.clock.waits = self.coding.is_auto().then(|| OffCpu::new(cpu_time::may_open_files()));
         self.clock.cpus = self.max_cpus.as_ref().map(|cpus| (Arc::clone(cpus), thread_time()));
     }
 
@@ -223,7 +224,7 @@ impl PacketWriter {
         let coded = packet.compress && !content.is_empty() && !self.coding.is_none();
         let encoded = if coded { self.encode(content)? } else { None };
         let (method, payload, compressor) = match encoded {
-            Some((format, length)) => (format, &self.encoded[..length], self.coding.maker()),
+            Some((format, length)) => (format, &self.encoded[..length], self.coding.producer()),
             None => (0, content, None),
         };
         let content_pages = match packet.kind {
@@ -239,7 +240,7 @@ impl PacketWriter {
                 bytes: (self.table.len() + payload.len()) as u64,
             },
             content_pages,
-            suspect: compressor.map(Suspect::Compressed).or(packet.maker.map(Suspect::Copied)),
+            suspect: compressor.map(Suspect::Compressed).or(packet.producer.map(Suspect::Copied)),
             device: packet.device.map(|device| (device, content.len() as u32)),
         });
         let header = PacketHeader {

@@ -43,7 +43,7 @@ pub(super) struct ReadPages<'a> {
 /// Where the content of normal pages lies.
 #[derive(Clone, Copy)]
 pub(super) enum PageContent<'a> {
-    /// In memory of this process, with its CRC-32C where that is known.
+    /// In memory of this process, with its CRC-32C if that was computed.
     Buffer { bytes: &'a [u8], checksum: Option<u32> },
     /// In a copy that an accelerator has made, perhaps with deltas that lead from these bases to the copy.
     Copied { copy: &'a PageCopy, bases: &'a [DeltaBase] },
@@ -52,7 +52,7 @@ pub(super) enum PageContent<'a> {
 }
 
 impl PageContent<'_> {
-    /// Returns the CRC-32C of all content, where that is known.
+    /// Returns the CRC-32C of all content, if that was computed.
     fn checksum(&self) -> Option<u32> {
         match self {
             Self::Buffer { checksum, .. } => *checksum,
@@ -75,10 +75,10 @@ impl<'a> ReadPages<'a> {
 
     /// Returns the packet that sends all of these pages whole, whose normal ones have the content `bytes`.
     fn whole(&self, bytes: &'a [u8]) -> Packet<'a> {
-        let maker = if let PageContent::Copied { copy, .. } = self.content { copy.maker() } else { None };
+        let producer = if let PageContent::Copied { copy, .. } = self.content { copy.producer() } else { None };
         Packet {
             checksum: self.content.checksum(),
-            maker,
+            producer,
             in_window: self.in_window,
             ..Packet::pages(self.block, self.runs, bytes)
         }
@@ -138,7 +138,7 @@ impl PageSender {
         })
     }
 
-    /// Makes no more deltas and leaves out no more pages: it is not known any more which pages the destination has.
+    /// Makes no more deltas and leaves out no more pages, because the destination's pages are no longer known.
     pub(super) fn forget_destination(&mut self) {
         (self.sent_pages, self.hash_key) = (None, None);
         self.changed.deltas.end();
@@ -234,14 +234,14 @@ impl ChangedPages {
         if split.same > 0 {
             self.packets.leave_out(split.same);
         }
-        let maker = copy.and_then(PageCopy::maker);
+        let producer = copy.and_then(PageCopy::producer);
         if split.deltas > 0 {
             let (runs, records) = deltas.deltas();
             self.packets.write(&Packet {
                 table: Table::Pages(runs),
                 in_window: split.deltas * PAGE_SIZE as u64,
                 delivers: PageCounts { normal: split.deltas, zero: 0 },
-                maker,
+                producer,
                 ..Packet::new(PacketKind::Deltas, pages.block, records)
             })?;
         }
@@ -253,7 +253,7 @@ impl ChangedPages {
         let checksum = deltas.rest_checksum().or_else(of_all);
         let in_window = split.whole * PAGE_SIZE as u64;
         let bytes =
-            self.packets.write(&Packet { checksum, maker, in_window, ..Packet::pages(pages.block, runs, rest) })?;
+            self.packets.write(&Packet { checksum, producer, in_window, ..Packet::pages(pages.block, runs, rest) })?;
         deltas.went_whole(split.whole, bytes);
         Ok(())
     }
@@ -305,12 +305,12 @@ impl DeltaStage {
 
 /// Distrusts the device whose wrong result was found before it was sent.
 fn report_wrong_result(wrong: WrongResult, copy: &PageCopy, accelerator: &Accelerator) {
-    let (maker, what) = match wrong {
+    let (producer, what) = match wrong {
         WrongResult::Delta => (copy.deltas_maker(), "a delta that it made does not lead to the page"),
-        WrongResult::Copy => (copy.maker(), "its copy is not what it has read"),
+        WrongResult::Copy => (copy.producer(), "its copy is not what it has read"),
     };
-    if let Some(maker) = maker {
-        accelerator.offload().report_wrong_result(maker, what);
+    if let Some(producer) = producer {
+        accelerator.offload().report_wrong_result(producer, what);
     }
 }
 

@@ -94,7 +94,7 @@ impl PageReader {
         Ok(())
     }
 
-    /// Queues the pages for the accelerator, and sends the pieces that it has finished. The last few stay under way.
+    /// Queues the pages for the accelerator, and sends the pieces that it has finished. The last few stay in flight.
     fn read_by_accelerator(&mut self, block: u16, out: &mut PageSender) -> Result<(), SendError> {
         let (pages, accelerator) = (self.packet_pages(), self.accelerator.as_ref());
         let ahead = self.ahead.get_or_insert_with(|| {
@@ -120,7 +120,7 @@ impl PageReader {
         }
     }
 
-    /// Sends the oldest of the pieces that are under way, or holds it if all of it is zero.
+    /// Sends the oldest of the pieces in flight, or holds it if all of it is zero.
     fn send_oldest(ahead: &mut Ahead, open: &mut OpenPacket, out: &mut PageSender) -> Result<(), SendError> {
         let needed = ahead.window_needed();
         if needed > 0 {

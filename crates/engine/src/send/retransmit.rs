@@ -19,7 +19,7 @@
 //!   ([`super::delta`]), and retransmit the content that was sent. Where newer content was sent in a later packet, the page is left out.
 //!
 //! Guest RAM that is read again may have newer content than the channel has recorded of the page: the record is dropped, so that the page
-//! is neither the base of a delta nor left out as unchanged ([`super::sent_pages`]) before it was sent once more.
+//! is neither the base of a delta nor left out as unchanged ([`super::sent_pages`]) before it was retransmitted.
 
 use std::io::Read;
 use std::ops::Range;
@@ -146,7 +146,7 @@ pub(super) struct Caches<'a> {
 }
 
 impl Caches<'_> {
-    /// Forgets pages whose content at the destination is not known any more.
+    /// Forgets pages whose content at the destination is no longer known.
     pub(super) fn forget(&mut self, block: u16, runs: &[Run]) {
         if let Some(sent_pages) = &mut self.sent_pages {
             sent_pages.forget(block, runs);

@@ -1,7 +1,5 @@
 //! Connects the source to the destination: the control channel, the handshake, and the other channels.
 
-use std::fs::File;
-use std::io::Read;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -17,6 +15,7 @@ use super::{Backoff, Features, OnConnectionEvent, Session, SessionError, program
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlLink, receive_answer, send_message};
+use crate::random;
 use crate::send::{SendChannel, SendContext};
 use crate::transport::{Address, Closer, Connection, Reader, Security, TransportError, Writer, open_channel};
 use crate::wakers::Registration;
@@ -330,11 +329,10 @@ fn wait(pause: Duration, cancel: &Cancel) -> Result<(), SessionError> {
 }
 
 fn new_identity() -> Result<(MigrationId, MigrationKey), SessionError> {
-    let mut random = [0; 48];
-    File::open("/dev/urandom")
-        .and_then(|mut source| source.read_exact(&mut random))
+    let mut bytes = [0; 48];
+    random::fill(&mut bytes)
         .map_err(|error| SessionError::new(format_args!("no random numbers for the migration's key: {error}")))?;
-    let (id, key) = random.split_at(16);
+    let (id, key) = bytes.split_at(16);
     let id = MigrationId::from_bytes(id.try_into().expect("16 bytes"));
     Ok((id, MigrationKey::from_bytes(key.try_into().expect("32 bytes"))))
 }
@@ -359,7 +357,7 @@ mod tests {
     fn sources_that_find_no_room_try_again_until_there_is_some() {
         let listener = Listener::bind("127.0.0.1:0").unwrap();
         let to = &listener.local_address();
-        let one = Limits { pending: 1, ..Limits::default() };
+        let one = Limits { max_pending: 1, ..Limits::default() };
         let incoming = &listener.start(Security::Insecure, one).unwrap();
         scope(|scope| {
             // One of them has the only place until its connection is accepted; the others are answered that the destination is busy.

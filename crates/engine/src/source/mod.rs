@@ -21,7 +21,6 @@ mod driver;
 mod rounds;
 mod unsent;
 
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -40,8 +39,9 @@ pub use self::driver::required_features;
 use crate::cancel::Cancel;
 use crate::device_state::{DeviceChannels, DeviceId, SaveDevice, SharedDevice};
 use crate::live_control::Control;
-use crate::migration::{ErrorKind, GuestState, MigrationError, Phase, Side};
+use crate::migration::{ErrorKind, GuestState, MigrationError, Phase, Side, sandbox_refusal};
 use crate::monitor::CaughtLog;
+use crate::record_file::StateDir;
 use crate::report::{Observer, Report};
 use crate::session::DIAL_PAUSE;
 pub use crate::switchover::MonitorRecord;
@@ -164,7 +164,8 @@ struct Settings {
     not_converging: NotConverging,
     allow_post_copy: bool,
     give_up_after: Option<Duration>,
-    state_dir: Option<PathBuf>,
+    state_dir: Option<StateDir>,
+    sandboxed: bool,
     offload: Option<Arc<Offload>>,
     iaa_verify: IaaVerify,
     delta_cache: u64,
@@ -182,6 +183,10 @@ impl Settings {
     /// The method is `qatzip`, software is forbidden, and there is no device.
     #[cfg(feature = "qatzip")]
     fn engines(&self, observer: &dyn Observer) -> Result<Engines, String> {
+        if self.sandboxed {
+            // Finding a device and the library opens files.
+            return Ok(Engines::default());
+        }
         let engines = self.qatzip.engines(self.method, self.channels);
         let (engines, line) = engines.map_err(|refused| refused.to_string())?;
         line.iter().for_each(|line| observer.note(line));
@@ -223,6 +228,7 @@ impl Source {
             allow_post_copy: false,
             give_up_after: None,
             state_dir: None,
+            sandboxed: false,
             offload: None,
             iaa_verify: IaaVerify::default(),
             delta_cache: 0,
@@ -340,8 +346,19 @@ impl Source {
     /// Sets the directory of the migration's record. With it a destination can still learn the decision if this process dies. By default
     /// the record is kept in memory.
     #[must_use]
-    pub fn state_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+    pub fn state_dir(mut self, dir: impl Into<StateDir>) -> Self {
         self.settings.state_dir = Some(dir.into());
+        self
+    }
+
+    /// Sets whether this process has given up making sockets and opening paths; it has not by default. Then the migration
+    /// does neither: it needs [`Address::connecting`], an open directory if there is to be a record, and guest RAM and a
+    /// dirty log that were made before. Otherwise [`Source::run`] fails before anything is begun. Files that a migration
+    /// can do without are not opened: reports lack the CPU time of threads that have not ended, and waits for a CPU count
+    /// as waits for the network.
+    #[must_use]
+    pub fn sandboxed(mut self, sandboxed: bool) -> Self {
+        self.settings.sandboxed = sandboxed;
         self
     }
 
@@ -447,7 +464,13 @@ impl Source {
             return Err(MigrationError::new(Side::Source, phase, guest, ErrorKind::Settings, reason));
         }
         self.check()?;
-        let result = driver::run(self, &to.into(), security, vmm, cancel, observer);
+        let (to, settings) = (&to.into(), &self.settings);
+        if settings.sandboxed
+            && let Some(reason) = sandbox_refusal(to, settings.state_dir.as_ref())
+        {
+            return Err(MigrationError::untouched(reason));
+        }
+        let result = driver::run(self, to, security, vmm, cancel, observer);
         if self.control.has_ended() {
             self.control = Control::new();
         }

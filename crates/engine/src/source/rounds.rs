@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
-use sterna_memory::holes::PageMap;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, Totals};
 use sterna_wire::reason::{ErrorKind, Reason};
@@ -409,7 +408,7 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
 
     /// Finds the pages of the first round: all that were ever populated.
     fn find_populated(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
-        let mut map = PageMap::own().map_err(Ended::memory)?;
+        let mut map = self.ram.page_map().map_err(Ended::memory)?;
         for (number, (block, pending)) in self.ram.blocks().iter().zip(pending).enumerate() {
             block.populated(&mut map, |run| pending.set(run)).map_err(Ended::memory)?;
             // From here on the log knows that memory which the guest releases was populated.
@@ -539,10 +538,10 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
     /// Takes devices out of service that called pages zero which were not, and which the guest has not written since.
     fn judge(&self, doubts: Vec<Doubt>) {
         let Some(accelerator) = &self.accelerator else { return };
-        for Doubt { block, page, maker } in doubts {
+        for Doubt { block, page, producer } in doubts {
             if !self.written[usize::from(block)].contains(page) {
                 accelerator.offload().report_wrong_result(
-                    maker,
+                    producer,
                     "it called a page zero that is not, and the guest has not written the page",
                 );
             }

@@ -3,13 +3,10 @@
 //! A record in memory is enough as long as the process lives. A source that dies takes its guest with it. Then only the record on its
 //! disk can answer a prepared destination (`sterna recover`) whether the guest belongs to the destination.
 
-use std::path::Path;
-
 use sterna_wire::control::Mode;
 use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter};
 
-use crate::process;
-use crate::record_file::{RecordFile, RecordFileError, now_ms};
+use crate::record_file::{RecordFile, RecordFileError, StateDir, now_ms};
 use crate::report::Observer;
 use crate::session::Session;
 
@@ -20,7 +17,7 @@ pub struct MonitorRecord {
     pub mode: Mode,
     /// The monitor's QMP socket; empty where it has none.
     pub qmp: String,
-    /// The monitor's process.
+    /// The monitor's process; for a monitor that embeds the library none is needed.
     pub process: Option<ProcessIdentity>,
     /// What happens to the source's monitor when the guest runs at the destination.
     pub source_after: SourceAfter,
@@ -31,11 +28,10 @@ pub struct MonitorRecord {
 impl Default for MonitorRecord {
     /// A monitor that embeds the library: this process.
     fn default() -> Self {
-        let process = process::identity(std::process::id());
         Self {
             mode: Mode::Embedded,
             qmp: String::new(),
-            process,
+            process: None,
             source_after: SourceAfter::Keep,
             settings_before: None,
         }
@@ -69,12 +65,13 @@ impl Ledger {
     /// # Errors
     /// The directory cannot be used, or another process has the record's lock.
     pub(crate) fn new(
-        dir: Option<&Path>,
+        dir: Option<&StateDir>,
         session: &Session,
         state: RecordState,
         peer: String,
         monitor: &MonitorRecord,
     ) -> Result<Self, RecordFileError> {
+        let embedded = || dir.filter(|_| monitor.mode == Mode::Embedded)?.own_process();
         let record = Record {
             version: RECORD_VERSION,
             migration: session.id,
@@ -83,7 +80,7 @@ impl Ledger {
             peer,
             mode: monitor.mode,
             monitor_socket: monitor.qmp.clone(),
-            monitor_process: monitor.process,
+            monitor_process: monitor.process.or_else(embedded),
             settings_before: monitor.settings_before.clone(),
             completion_permitted: false,
             pausing: false,
@@ -188,7 +185,7 @@ mod tests {
 
     use super::*;
 
-    fn ledger(dir: Option<&Path>) -> Ledger {
+    fn ledger(dir: Option<&std::path::Path>) -> Ledger {
         let session = Session {
             id: MigrationId::from_bytes([1; 16]),
             key: MigrationKey::from_bytes([2; 32]),
@@ -200,7 +197,8 @@ mod tests {
             round_trip: Duration::ZERO,
         };
         let state = RecordState::Source(SourceState::Started);
-        Ledger::new(dir, &session, state, "there:1".into(), &MonitorRecord::default()).unwrap()
+        let dir = dir.map(StateDir::from);
+        Ledger::new(dir.as_ref(), &session, state, "there:1".into(), &MonitorRecord::default()).unwrap()
     }
 
     #[test]

@@ -9,7 +9,7 @@
 //! A loop passes events to the switchover's state machine and has a driver perform the actions that the machine returns, in their order.
 //! [`SourceKernel`] and [`DestinationKernel`] hold what every driver has: the peer and the attempts to reconnect to it, the record, the
 //! alarm of the data channels, the time limits, cancellation. A driver is a table of what its monitor does. There are three drivers on
-//! each side: the library's, the gateway's beside QEMU, and `sterna recover`.
+//! each side: the library's, the gateway's beside QEMU, and that of a recovery.
 
 mod destination;
 mod ends;

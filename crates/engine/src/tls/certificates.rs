@@ -15,7 +15,7 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
 use webpki::EndEntityCert;
 
-use super::TlsError;
+use super::{TlsError, TlsPem};
 
 /// One side's certificates and whom it trusts. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -35,23 +35,16 @@ impl TlsSettings {
     /// # Errors
     /// A file that is missing or unusable.
     pub fn client(dir: &Path) -> Result<Self, TlsError> {
-        let provider = provider();
-        let unusable = |reason: String| TlsError::Unusable { dir: dir.to_owned(), reason };
-        let (chain, key) = identity(dir, "client-cert.pem", "client-key.pem")?;
-        let verifier = WebPkiServerVerifier::builder_with_provider(authorities(dir)?, provider.clone())
-            .with_crls(revocations(dir)?)
-            .enforce_revocation_expiration()
-            .build()
-            .map_err(|error| unusable(error.to_string()))?;
-        let mut config = ClientConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|error| unusable(error.to_string()))?
-            .with_webpki_verifier(verifier)
-            .with_client_auth_cert(chain, key)
-            .map_err(|error| unusable(pair_problem("client", &error)))?;
-        // Every channel proves itself anew; a resumed session would skip the look at the certificate.
-        config.resumption = Resumption::disabled();
-        Ok(Self { side: Side::Client(Arc::new(config)) })
+        let files = Files::read(dir, "client")?;
+        client(&files.pem()).map_err(|problem| files.explain(problem))
+    }
+
+    /// The sending side, from PEM in memory.
+    ///
+    /// # Errors
+    /// [`TlsError::Pem`]: the part that is unusable.
+    pub fn client_from_pem(pem: &TlsPem<'_>) -> Result<Self, TlsError> {
+        Ok(client(pem)?)
     }
 
     /// The receiving side: reads `ca-cert.pem`, `server-cert.pem`, `server-key.pem` and, if present, `ca-crl.pem`.
@@ -62,28 +55,62 @@ impl TlsSettings {
     /// # Errors
     /// A file that is missing or unusable, or an empty `allow`.
     pub fn server(dir: &Path, allow: &[String]) -> Result<Self, TlsError> {
-        if allow.iter().all(|name| name.trim().is_empty()) {
-            return Err(TlsError::NobodyAllowed);
-        }
-        let provider = provider();
-        let unusable = |reason: String| TlsError::Unusable { dir: dir.to_owned(), reason };
-        let (chain, key) = identity(dir, "server-cert.pem", "server-key.pem")?;
-        let verifier = WebPkiClientVerifier::builder_with_provider(authorities(dir)?, provider.clone())
-            .with_crls(revocations(dir)?)
-            .enforce_revocation_expiration()
-            .build()
-            .map_err(|error| unusable(error.to_string()))?;
-        let mut config = ServerConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|error| unusable(error.to_string()))?
-            .with_client_cert_verifier(verifier)
-            .with_single_cert(chain, key)
-            .map_err(|error| unusable(pair_problem("server", &error)))?;
-        config.send_tls13_tickets = 0;
-        config.ignore_client_order = true;
-        let allow = allow.iter().map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect();
-        Ok(Self { side: Side::Server { config: Arc::new(config), allow } })
+        let allow = allowed(allow)?;
+        let files = Files::read(dir, "server")?;
+        server(&files.pem(), allow).map_err(|problem| files.explain(problem))
     }
+
+    /// The receiving side, from PEM in memory. `allow` as for [`TlsSettings::server`].
+    ///
+    /// # Errors
+    /// [`TlsError::Pem`]: the part that is unusable; or an empty `allow`.
+    pub fn server_from_pem(pem: &TlsPem<'_>, allow: &[String]) -> Result<Self, TlsError> {
+        Ok(server(pem, allowed(allow)?)?)
+    }
+}
+
+fn allowed(allow: &[String]) -> Result<Arc<[String]>, TlsError> {
+    let names: Arc<[String]> =
+        allow.iter().map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect();
+    if names.is_empty() { Err(TlsError::NobodyAllowed) } else { Ok(names) }
+}
+
+fn client(pem: &TlsPem<'_>) -> Result<TlsSettings, Problem> {
+    let provider = provider();
+    let (chain, key) = identity(pem)?;
+    let verifier = WebPkiServerVerifier::builder_with_provider(authorities(pem)?, provider.clone())
+        .with_crls(revocations(pem)?)
+        .enforce_revocation_expiration()
+        .build()
+        .map_err(|error| Problem::Together(error.to_string()))?;
+    let mut config = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(|error| Problem::Together(error.to_string()))?
+        .with_webpki_verifier(verifier)
+        .with_client_auth_cert(chain, key)
+        .map_err(Problem::Pair)?;
+    // Every channel proves itself anew; a resumed session would skip the look at the certificate.
+    config.resumption = Resumption::disabled();
+    Ok(TlsSettings { side: Side::Client(Arc::new(config)) })
+}
+
+fn server(pem: &TlsPem<'_>, allow: Arc<[String]>) -> Result<TlsSettings, Problem> {
+    let provider = provider();
+    let (chain, key) = identity(pem)?;
+    let verifier = WebPkiClientVerifier::builder_with_provider(authorities(pem)?, provider.clone())
+        .with_crls(revocations(pem)?)
+        .enforce_revocation_expiration()
+        .build()
+        .map_err(|error| Problem::Together(error.to_string()))?;
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(|error| Problem::Together(error.to_string()))?
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(chain, key)
+        .map_err(Problem::Pair)?;
+    config.send_tls13_tickets = 0;
+    config.ignore_client_order = true;
+    Ok(TlsSettings { side: Side::Server { config: Arc::new(config), allow } })
 }
 
 /// The cryptography in use, fastest suite first.
@@ -93,55 +120,150 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(CryptoProvider { cipher_suites, ..aws_lc_rs::default_provider() })
 }
 
-fn file_error(what: &'static str, path: &Path, reason: impl Display) -> TlsError {
-    TlsError::File { what, path: path.to_owned(), reason: reason.to_string() }
+/// What is wrong with one side's PEM.
+enum Problem {
+    Part(Part, String),
+    /// The certificate or the key is unusable, or they do not belong together.
+    Pair(rustls::Error),
+    /// The parts cannot be used together, for this reason.
+    Together(String),
 }
 
-fn certificates(what: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let text = std::fs::read(path).map_err(|error| file_error(what, path, error))?;
-    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
-    let found = found.map_err(|error| file_error(what, path, error))?;
-    if found.is_empty() { Err(file_error(what, path, "there is no certificate in it")) } else { Ok(found) }
+#[derive(Clone, Copy)]
+enum Part {
+    Authority,
+    Certificate,
+    Key,
+    Revoked,
 }
 
-fn authorities(dir: &Path) -> Result<Arc<RootCertStore>, TlsError> {
-    let path = dir.join("ca-cert.pem");
+impl Part {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Authority => "the authority's certificate",
+            Self::Certificate => "this side's certificate",
+            Self::Key => "this side's private key",
+            Self::Revoked => "the list of revoked certificates",
+        }
+    }
+}
+
+impl From<Problem> for TlsError {
+    /// Explains what is wrong with PEM from memory.
+    fn from(problem: Problem) -> Self {
+        match problem {
+            Problem::Part(Part::Revoked, reason) => {
+                Self::Pem { what: Part::Revoked.name(), reason: format!("it {reason}") }
+            }
+            Problem::Part(part, reason) => Self::Pem { what: part.name(), reason },
+            Problem::Pair(rustls::Error::InconsistentKeys(_)) => {
+                Self::Pem { what: Part::Key.name(), reason: "it is not the private key of the certificate".into() }
+            }
+            Problem::Pair(other) => Self::Pem { what: "this side's certificate or its key", reason: other.to_string() },
+            Problem::Together(reason) => Self::Pem { what: "the certificates", reason },
+        }
+    }
+}
+
+/// The content of one side's files.
+struct Files<'a> {
+    dir: &'a Path,
+    side: &'static str,
+    authority: Vec<u8>,
+    certificate: Vec<u8>,
+    key: Vec<u8>,
+    revoked: Option<Vec<u8>>,
+}
+
+const AUTHORITY: &str = "ca-cert.pem";
+const REVOKED: &str = "ca-crl.pem";
+
+impl<'a> Files<'a> {
+    fn read(dir: &'a Path, side: &'static str) -> Result<Self, TlsError> {
+        let file = |part: Part, name: &str| {
+            let path = dir.join(name);
+            std::fs::read(&path).map_err(|error| file_error(part, &path, error))
+        };
+        let certificate = file(Part::Certificate, &format!("{side}-cert.pem"))?;
+        let path = dir.join(format!("{side}-key.pem"));
+        let mut key = Vec::new();
+        let mut opened = File::open(&path).map_err(|error| file_error(Part::Key, &path, error))?;
+        check_private(&opened, &path)?;
+        opened.read_to_end(&mut key).map_err(|error| file_error(Part::Key, &path, error))?;
+        let authority = file(Part::Authority, AUTHORITY)?;
+        let revoked = match std::fs::read(dir.join(REVOKED)) {
+            Ok(text) => Some(text),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+            Err(error) => return Err(revoked_error(dir, &format!("cannot be read: {error}"))),
+        };
+        Ok(Self { dir, side, authority, certificate, key, revoked })
+    }
+
+    fn pem(&self) -> TlsPem<'_> {
+        let Self { authority, certificate, key, revoked, .. } = self;
+        TlsPem { authority, certificate, key, revoked: revoked.as_deref() }
+    }
+
+    /// Explains what is wrong, by the files' names.
+    fn explain(&self, problem: Problem) -> TlsError {
+        let Self { dir, side, .. } = self;
+        let unusable = |reason: String| TlsError::Unusable { dir: (*dir).to_owned(), reason };
+        match problem {
+            // No `File` error: the advice to make certificates would not help.
+            Problem::Part(Part::Revoked, reason) => revoked_error(dir, &reason),
+            Problem::Part(part, reason) => {
+                let name = match part {
+                    Part::Certificate => &format!("{side}-cert.pem"),
+                    Part::Key => &format!("{side}-key.pem"),
+                    Part::Authority | Part::Revoked => AUTHORITY,
+                };
+                file_error(part, &dir.join(name), reason)
+            }
+            Problem::Pair(rustls::Error::InconsistentKeys(_)) => {
+                unusable(format!("{side}-key.pem is not the private key of {side}-cert.pem"))
+            }
+            Problem::Pair(other) => unusable(format!("{side}-cert.pem or {side}-key.pem: {other}")),
+            Problem::Together(reason) => unusable(reason),
+        }
+    }
+}
+
+fn file_error(part: Part, path: &Path, reason: impl Display) -> TlsError {
+    TlsError::File { what: part.name(), path: path.to_owned(), reason: reason.to_string() }
+}
+
+fn revoked_error(dir: &Path, reason: &str) -> TlsError {
+    TlsError::Unusable { dir: dir.to_owned(), reason: format!("the list of revoked ones, {REVOKED}, {reason}") }
+}
+
+fn certificates(part: Part, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, Problem> {
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
+    let found = found.map_err(|error| Problem::Part(part, error.to_string()))?;
+    if found.is_empty() { Err(Problem::Part(part, "there is no certificate in it".into())) } else { Ok(found) }
+}
+
+fn authorities(pem: &TlsPem<'_>) -> Result<Arc<RootCertStore>, Problem> {
     let mut roots = RootCertStore::empty();
-    for certificate in certificates("the authority's certificate", &path)? {
-        roots.add(certificate).map_err(|error| file_error("the authority's certificate", &path, error))?;
+    for certificate in certificates(Part::Authority, pem.authority)? {
+        roots.add(certificate).map_err(|error| Problem::Part(Part::Authority, error.to_string()))?;
     }
     Ok(Arc::new(roots))
 }
 
-fn revocations(dir: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, TlsError> {
-    // No `File` error: the advice to make certificates would not help.
-    let unusable = |reason: String| TlsError::Unusable {
-        dir: dir.to_owned(),
-        reason: format!("the list of revoked ones, ca-crl.pem, {reason}"),
-    };
-    let path = dir.join("ca-crl.pem");
-    let text = match std::fs::read(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(unusable(format!("cannot be read: {error}"))),
-    };
-    let found: Result<Vec<_>, _> = CertificateRevocationListDer::pem_slice_iter(&text).collect();
+fn revocations(pem: &TlsPem<'_>) -> Result<Vec<CertificateRevocationListDer<'static>>, Problem> {
+    let Some(text) = pem.revoked else { return Ok(Vec::new()) };
+    let unusable = |reason: String| Problem::Part(Part::Revoked, reason);
+    let found: Result<Vec<_>, _> = CertificateRevocationListDer::pem_slice_iter(text).collect();
     let found = found.map_err(|error| unusable(format!("is damaged: {error}")))?;
-    // An empty file must not pass for "nobody is revoked".
+    // An empty list must not pass for "nobody is revoked".
     if found.is_empty() { Err(unusable("has no list in it: remove it if nobody is revoked".into())) } else { Ok(found) }
 }
 
 type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
-fn identity(dir: &Path, certificate: &str, key: &str) -> Result<Identity, TlsError> {
-    let chain = certificates("this side's certificate", &dir.join(certificate))?;
-    let path = dir.join(key);
-    let what = "this side's private key";
-    let mut text = Vec::new();
-    let mut file = File::open(&path).map_err(|error| file_error(what, &path, error))?;
-    check_private(&file, &path)?;
-    file.read_to_end(&mut text).map_err(|error| file_error(what, &path, error))?;
-    let key = PrivateKeyDer::from_pem_slice(&text).map_err(|error| file_error(what, &path, error))?;
+fn identity(pem: &TlsPem<'_>) -> Result<Identity, Problem> {
+    let chain = certificates(Part::Certificate, pem.certificate)?;
+    let key = PrivateKeyDer::from_pem_slice(pem.key).map_err(|error| Problem::Part(Part::Key, error.to_string()))?;
     Ok((chain, key))
 }
 
@@ -162,15 +284,6 @@ fn check_private(key: &File, path: &Path) -> Result<(), TlsError> {
         return Err(exposed(format!("it belongs to user {}; give it to root or to this user", found.uid())));
     }
     Ok(())
-}
-
-fn pair_problem(side: &str, error: &rustls::Error) -> String {
-    match error {
-        rustls::Error::InconsistentKeys(_) => {
-            format!("{side}-key.pem is not the private key of {side}-cert.pem")
-        }
-        other => format!("{side}-cert.pem or {side}-key.pem: {other}"),
-    }
 }
 
 /// The names in a peer's certificate, for people: its DNS names, or its common name where it has no alternative names.
@@ -467,6 +580,45 @@ mod tests {
         let refused = TlsSettings::server(Path::new("unread"), &[" ".to_owned()]).unwrap_err();
         assert!(matches!(refused, TlsError::NobodyAllowed));
         assert!(refused.to_string().contains("no name is allowed"));
+    }
+
+    #[test]
+    fn pem_in_memory_makes_the_settings_of_either_side_and_its_faults_are_named() {
+        let signed = || {
+            let key = rcgen::KeyPair::generate().unwrap();
+            let params = rcgen::CertificateParams::new(vec!["host-a".to_owned()]).unwrap();
+            (params.self_signed(&key).unwrap().pem(), key.serialize_pem())
+        };
+        let ((certificate, key), (_, other_key)) = (signed(), signed());
+        let (certificate, key) = (certificate.as_bytes(), key.as_bytes());
+        let good = TlsPem { authority: certificate, certificate, key, revoked: None };
+        let allow = ["host-b".to_owned()];
+        assert!(matches!(TlsSettings::client_from_pem(&good).unwrap().side, Side::Client(_)));
+        assert!(matches!(TlsSettings::server_from_pem(&good, &allow).unwrap().side, Side::Server { .. }));
+        assert!(matches!(TlsSettings::server_from_pem(&good, &[]), Err(TlsError::NobodyAllowed)));
+        assert!(!format!("{good:?}").contains("PRIVATE"));
+        let bad = [
+            (
+                TlsPem { authority: b"", ..good },
+                "cannot use the authority's certificate: there is no certificate in it",
+            ),
+            (TlsPem { certificate: key, ..good }, "cannot use this side's certificate: there is no certificate in it"),
+            (TlsPem { key: b"", ..good }, "cannot use this side's private key: "),
+            (
+                TlsPem { key: other_key.as_bytes(), ..good },
+                "cannot use this side's private key: it is not the private key of the certificate",
+            ),
+            (
+                TlsPem { revoked: Some(b""), ..good },
+                "cannot use the list of revoked certificates: it has no list in it",
+            ),
+        ];
+        for (pem, text) in bad {
+            for refused in [TlsSettings::client_from_pem(&pem), TlsSettings::server_from_pem(&pem, &allow)] {
+                let refused = refused.unwrap_err().to_string();
+                assert!(refused.starts_with(text), "{refused}");
+            }
+        }
     }
 
     #[test]

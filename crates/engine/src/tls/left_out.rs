@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::path::Path;
 
-use super::TlsError;
+use super::{TlsError, TlsPem};
 
 /// One side's certificates and whom it trusts. This build has no TLS (feature `tls`), so none can be made.
 #[derive(Clone, Debug)]
@@ -23,6 +23,22 @@ impl TlsSettings {
     /// # Errors
     /// [`TlsError::LeftOut`].
     pub fn server(_: &Path, _: &[String]) -> Result<Self, TlsError> {
+        Err(TlsError::LeftOut)
+    }
+
+    /// Returns an error, as this build has no TLS.
+    ///
+    /// # Errors
+    /// [`TlsError::LeftOut`].
+    pub fn client_from_pem(_: &TlsPem<'_>) -> Result<Self, TlsError> {
+        Err(TlsError::LeftOut)
+    }
+
+    /// Returns an error, as this build has no TLS.
+    ///
+    /// # Errors
+    /// [`TlsError::LeftOut`].
+    pub fn server_from_pem(_: &TlsPem<'_>, _: &[String]) -> Result<Self, TlsError> {
         Err(TlsError::LeftOut)
     }
 

@@ -22,6 +22,7 @@ pub(super) fn dial(to: &Address, limit: Duration) -> Result<Socket, TransportErr
             Err(error) => Err(failed(error)),
         },
         Address::Simulated(port) => port.connect().map(Socket::from).map_err(failed),
+        Address::Given(given) => given.connect().map_err(failed),
     }
 }
 

@@ -14,7 +14,7 @@ use sterna_wire::header::{ChannelHeader, ChannelReply};
 
 use super::socket::{Host, Sending};
 use super::unix::SocketFile;
-use super::{Address, Connection, Limits, Security, Socket, TransportError, channel, simulated, unix};
+use super::{Address, Connection, Limits, Security, Socket, TransportError, channel, given, simulated, unix};
 
 /// Stack of a handshake's thread, in bytes: handshakes are not deep, and there may be many at once.
 const HANDSHAKE_STACK: usize = 512 << 10;
@@ -37,6 +37,7 @@ pub(super) enum Bound {
     /// The listener is dropped before its file.
     Unix(UnixListener, SocketFile),
     Simulated(simulated::Acceptor),
+    Given(given::Acceptor),
 }
 
 impl Bound {
@@ -45,6 +46,7 @@ impl Bound {
             Address::Tcp(address) => TcpListener::bind(address).map(Self::Tcp),
             Address::Unix(path) => unix::listen(path).map(|(listener, file)| Self::Unix(listener, file)),
             Address::Simulated(port) => port.listen().map(Self::Simulated),
+            Address::Given(given) => given.bind().map(Self::Given),
         }
     }
 
@@ -53,6 +55,7 @@ impl Bound {
             Self::Tcp(listener) => listener.local_addr().map(Address::from),
             Self::Unix(_, file) => Ok(Address::Unix(file.path().to_owned())),
             Self::Simulated(acceptor) => Ok(acceptor.port().into()),
+            Self::Given(acceptor) => Ok(Address::Given(acceptor.given().clone())),
         }
     }
 
@@ -61,6 +64,7 @@ impl Bound {
             Self::Tcp(listener) => listener.accept().map(|(stream, _)| stream.into()),
             Self::Unix(listener, _) => listener.accept().map(|(stream, _)| stream.into()),
             Self::Simulated(acceptor) => acceptor.accept().map(Socket::from),
+            Self::Given(acceptor) => acceptor.accept(),
         }
     }
 
@@ -75,6 +79,10 @@ impl Bound {
                 ended
             }
             Self::Simulated(acceptor) => {
+                acceptor.stop();
+                Ok(())
+            }
+            Self::Given(acceptor) => {
                 acceptor.stop();
                 Ok(())
             }
@@ -138,7 +146,7 @@ impl Listener {
     }
 
     /// Starts a thread that accepts connections. Each connection's handshake runs on another thread and takes at most
-    /// `limits.handshake`. At most `limits.pending` connections exist at once; a connection counts until it is received
+    /// `limits.handshake`. At most `limits.max_pending` connections exist at once; a connection counts until it is received
     /// from [`Incoming`].
     ///
     /// A further connection replaces one that has not sent its channel header yet: the oldest from the host that has
@@ -283,7 +291,7 @@ impl Acceptor {
         let Some(hold) = self.slot(&socket) else {
             tracing::warn!(
                 peer = socket.peer(),
-                limit = self.limits.pending,
+                limit = self.limits.max_pending,
                 "too many connections at once, refused one"
             );
             postpone_unread(&socket, TOO_MANY);
@@ -315,7 +323,8 @@ impl Acceptor {
         }
         let open = slots.iter().filter(|slot| slot.stage != Stage::Closed).count();
         // The threads of closed connections end as soon as they get a CPU, so twice the number is allowed.
-        let room = slots.len() < 2 * self.limits.pending && (open < self.limits.pending || make_room(&mut slots));
+        let room =
+            slots.len() < 2 * self.limits.max_pending && (open < self.limits.max_pending || make_room(&mut slots));
         let clone = Arc::new(room.then(|| socket.try_clone().ok()).flatten()?);
         slots.push(Slot { socket: Arc::clone(&clone), host: socket.host(), stage: Stage::Silent });
         Some(Hold { socket: clone, slots: Arc::clone(&self.slots) })

@@ -5,7 +5,7 @@
 //! ([`Listener`]). The opening side sends the channel header, the other side answers it, and the connection splits into
 //! a [`Writer`] and a [`Reader`] that two threads use at the same time. A [`Closer`] ends it from a third thread.
 //!
-//! * `address`, `dial`, `unix`: addresses, and connecting a socket to one;
+//! * `address`, `dial`, `unix`: addresses, and connecting a socket to one; `given`: sockets that the embedder connects;
 //! * `socket`: the socket below, its options, and waiting with a time limit; `session`: TLS without a socket; `stream`:
 //!   the two halves over both;
 //! * `connection`: connecting and accepting; `channel`: header and reply; `listener`: many at once, bounded.
@@ -15,6 +15,7 @@ mod channel;
 mod connection;
 mod dial;
 mod encrypted;
+mod given;
 mod listener;
 mod peer_process;
 #[cfg(feature = "tls")]
@@ -40,6 +41,7 @@ use sterna_wire::reason::ErrorKind;
 pub use self::address::Address;
 pub use self::channel::{accept_channel, open_channel, postpone_channel, read_header, refuse_channel};
 pub use self::connection::Connection;
+pub use self::given::{Given, SocketQueue};
 pub use self::listener::{Incoming, Listener, Stop};
 pub use self::peer_process::peer_process;
 pub use self::socket::Socket;
@@ -68,12 +70,12 @@ pub struct Limits {
     /// Time without a byte inside of a packet after which the peer counts as lost.
     pub silence: Duration,
     /// Maximum number of connections of a listener that have not sent their channel header yet.
-    pub pending: usize,
+    pub max_pending: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { connect: HANDSHAKE_TIME, handshake: HANDSHAKE_TIME, silence: SILENCE_LIMIT, pending: 32 }
+        Self { connect: HANDSHAKE_TIME, handshake: HANDSHAKE_TIME, silence: SILENCE_LIMIT, max_pending: 32 }
     }
 }
 

@@ -335,6 +335,10 @@ fn server_name(to: &Address) -> Result<ServerName<'static>, TransportError> {
     let host = match to {
         Address::Tcp(text) => dial::host_of(text)?,
         Address::Simulated(port) => port.name(),
+        Address::Given(given) => match given.name().rsplit_once(':') {
+            Some(_) => dial::host_of(given.name())?,
+            None => given.name(),
+        },
         Address::Unix(_) => {
             let reason = "TLS looks for the host's name in the peer's certificate, and a Unix socket has none (its \
                           mode says who may connect, so it can be used without TLS)";

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use crate::common::within_a_minute;
-use crate::guest::{Memory, Monitor, Running, Workload, both_sides};
+use crate::guest::{Memory, Monitor, Running, Workload, both_sides, monitors};
 use crate::moving::{DEDICATED, SHARED, SMALL, done_by, dsa, migrate_seen, migrate_with, offload_of};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
@@ -14,7 +14,7 @@ use sterna_engine::migration::ErrorKind;
 use sterna_engine::report::{Observer, Progress};
 use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
-use sterna_offload::share::{AdmissionDecision, Ask, Fifo, Grant, Share};
+use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Fifo, Grant, Share};
 use sterna_offload::trace::Trace;
 use sterna_offload::{Kind, Nanos, Offload, OffloadReport, Operation, Recheck, Settings, Shares};
 use tempfile::NamedTempFile;
@@ -123,7 +123,7 @@ type Requests = Arc<Mutex<BTreeMap<u32, (u32, Vec<u32>)>>>;
 struct RecordingShare(Requests);
 
 impl Share for RecordingShare {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
+    fn ask(&mut self, ask: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
         let mut share_requests = self.0.lock().unwrap();
         let (weight, channels) = share_requests.entry(ask.vm).or_default();
         *weight = ask.weight;
@@ -245,8 +245,7 @@ fn a_cancelled_migration_leaves_no_work_with_a_device_and_its_memory_can_be_unma
             let offload = offload(SHARED, faults, 1);
             let (source, destination) = (Memory::new(1500, 700), Memory::new(1500, 700));
             let running = Running::default();
-            let (mut from, log) = Monitor::new(&source, &running, WRITES);
-            let (mut to, _) = Monitor::new(&destination, &running, WRITES);
+            let (mut from, log, mut to) = monitors([&source, &destination], &running, WRITES);
             for block in 0..2 {
                 source.words(block).iter().for_each(|word| word.store(1, std::sync::atomic::Ordering::Relaxed));
             }
@@ -303,7 +302,7 @@ fn zero_pages_found_before_a_device_was_refuted_are_read_again() {
                 settings.recheck = Recheck::OneIn(one_in);
                 let offload = offload_with(SHARED, faults, seed, settings);
                 let report = migrate(what, &offload, |source| source);
-                assert!(offload.refuted() > 0, "{what}, seed {seed}: {report:?}");
+                assert!(offload.wrong_results() > 0, "{what}, seed {seed}: {report:?}");
                 assert_eq!(report.taken_out.len(), 1, "{what}, seed {seed}: {report:?}");
             }
         }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Memory, Monitor, Running, Workload, both_sides};
+use crate::guest::{Memory, Running, Workload, both_sides, monitors};
 use crate::moving::{DEDICATED, SHARED, SMALL, done_by, dsa, start};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
@@ -43,8 +43,7 @@ fn migrate(what: &str, offload: &Arc<Offload>, settings: impl FnOnce(Source) -> 
         }
     }
     let running = Running::default();
-    let (mut from, log) = Monitor::new(&source, &running, WRITES);
-    let (mut to, _) = Monitor::new(&destination, &running, WRITES);
+    let (mut from, log, mut to) = monitors([&source, &destination], &running, WRITES);
     // Also if the writers never run meanwhile: writes a word in each of as many pages that were sent before.
     from.last_writes = 120;
     from.start();

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Behind, Memory, Monitor, PAGE, Running, Workload, both_sides};
+use crate::guest::{Memory, Monitor, PAGE, Running, Workload, both_sides, monitors};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
@@ -180,11 +180,7 @@ fn migrate_by(
     look: impl FnOnce(&Memory, &mut Monitor, &mut Monitor, &Running),
 ) -> (Outcome<Report>, Outcome<ReceiveReport>, u64) {
     let running = Running::default();
-    let (mut from, log) = Monitor::new(&source, &running, workload);
-    let (mut to, _) = Monitor::new(&destination, &running, workload);
-    if workload.burst == 0 {
-        to.behind = Some(Behind::new(&source));
-    }
+    let (mut from, log, mut to) = monitors([&source, &destination], &running, workload);
     from.start();
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let relay = relay(listening.address().to_string().parse().unwrap());

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Behind, Memory, Monitor, Running, Workload, both_sides};
+use crate::guest::{Memory, Running, Workload, both_sides, monitors};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
@@ -31,11 +31,7 @@ fn migrate(workload: Workload, settings: impl FnOnce(Source) -> Source) -> Repor
     let (source, destination) = (Memory::new(PAGES[0], PAGES[1]), Memory::new(PAGES[0], PAGES[1]));
     fill(&source);
     let running = Running::default();
-    let (mut from, log) = Monitor::new(&source, &running, workload);
-    let (mut to, _) = Monitor::new(&destination, &running, workload);
-    if workload.burst == 0 {
-        to.behind = Some(Behind::new(&source));
-    }
+    let (mut from, log, mut to) = monitors([&source, &destination], &running, workload);
     from.start();
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let address = listening.address().clone();

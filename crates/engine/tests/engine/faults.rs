@@ -214,7 +214,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         (listening.address().clone(), Wire::Simulated(network))
     };
 
-    let maker = Arc::new(Troublemaker {
+    let producer = Arc::new(Troublemaker {
         trouble,
         moments: AtomicU64::new(0),
         wire,
@@ -223,11 +223,11 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         cancel: cancel.clone(),
         done: AtomicBool::new(false),
     });
-    let called = |maker: &Arc<Troublemaker>| {
-        let maker = Arc::clone(maker);
-        Some(Box::new(move |_: &'static str| maker.moment()) as Box<dyn Fn(&'static str) + Send>)
+    let called = |producer: &Arc<Troublemaker>| {
+        let producer = Arc::clone(producer);
+        Some(Box::new(move |_: &'static str| producer.moment()) as Box<dyn Fn(&'static str) + Send>)
     };
-    (from.on_call, to.on_call) = (called(&maker), called(&maker));
+    (from.on_call, to.on_call) = (called(&producer), called(&producer));
 
     let method = random.one_of(&["none", "lz4", "zstd"]);
     let limits = TimeLimits::default()
@@ -252,21 +252,24 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         .time_limits(limits);
 
     let (sent, received) = std::thread::scope(|scope| {
-        let (to, maker_there, cancel_there) = (&mut to, Arc::clone(&maker), &cancel.1);
+        let (to, maker_there, cancel_there) = (&mut to, Arc::clone(&producer), &cancel.1);
         let receiving = scope.spawn(move || listening.run(to, cancel_there, &*maker_there));
-        let sent = migration.run(address, &Security::Insecure, &mut from, &cancel.0, &*maker);
-        end_receiving(&sent, &maker, &fence, &receiving);
+        let sent = migration.run(address, &Security::Insecure, &mut from, &cancel.0, &*producer);
+        end_receiving(&sent, &producer, &fence, &receiving);
         (sent, receiving.join().unwrap())
     });
     let lacks_memory = received.as_ref().is_err_and(|error| error.guest == GuestState::LacksMemory);
     if lacks_memory {
         // The source was cancelled while the two were disconnected, which the user accepts.
-        assert!(matches!(maker.trouble, Trouble::CancelSource { .. }) || to.life().is_dead(), "{sent:?}; {received:?}");
+        assert!(
+            matches!(producer.trouble, Trouble::CancelSource { .. }) || to.life().is_dead(),
+            "{sent:?}; {received:?}"
+        );
         to.life().kill();
     }
-    judge(&sent, &received, &maker, &running, (&from.life(), &to.life()), ends);
+    judge(&sent, &received, &producer, &running, (&from.life(), &to.life()), ends);
     if to.called.contains(&"start") {
-        assert!(devices.all_whole(), "{:?}", maker.trouble);
+        assert!(devices.all_whole(), "{:?}", producer.trouble);
     }
     to.stop();
     if let Some(behind) = behind {
@@ -283,7 +286,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
 /// Ends the destination after the source: a destination that waits for the source is fenced, as by an operator.
 fn end_receiving<T>(
     sent: &Sent,
-    maker: &Troublemaker,
+    producer: &Troublemaker,
     fence: &Fence,
     receiving: &std::thread::ScopedJoinHandle<'_, T>,
 ) {
@@ -291,12 +294,12 @@ fn end_receiving<T>(
         return;
     }
     // A destination without a migration waits for another source.
-    maker.cancel.1.cancel();
+    producer.cancel.1.cancel();
     // Its process ends, and so does its part of the guest's memory.
     let given_away = sent
         .as_ref()
         .is_err_and(|error| matches!(error.guest, GuestState::LacksMemory | GuestState::BelongsToDestination));
-    let source_is_gone = given_away || maker.source.is_dead() || maker.destination.is_dead();
+    let source_is_gone = given_away || producer.source.is_dead() || producer.destination.is_dead();
     if source_is_gone && !receiving.is_finished() {
         fence.source_is_gone();
     }
@@ -305,12 +308,12 @@ fn end_receiving<T>(
 fn judge(
     sent: &Sent,
     received: &Received,
-    maker: &Troublemaker,
+    producer: &Troublemaker,
     running: &Running,
     (source, destination): (&Life, &Life),
     ends: &Ends,
 ) {
-    let details = format!("{:?}: source: {sent:?}; destination: {received:?}", maker.trouble);
+    let details = format!("{:?}: source: {sent:?}; destination: {received:?}", producer.trouble);
     assert!(!running.ever_twice(), "the guest ran twice: {details}");
     for error in [sent.as_ref().err(), received.as_ref().err()].into_iter().flatten() {
         assert!(!error.reason.is_empty() && error.to_string().contains(" at the "), "{details}");

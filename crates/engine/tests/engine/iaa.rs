@@ -4,7 +4,7 @@
 
 use crate::common::within_a_minute;
 use crate::guest::{Memory, Monitor, Running, Workload};
-use crate::moving::{done_by, migrate_with, offload_of, report_of};
+use crate::moving::{done_by, has_silence, migrate_with, offload_of, report_of};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::migration::GuestState;
@@ -52,8 +52,10 @@ fn with_each_fault(devices: &str, verify: IaaVerify) {
         let verified = done_by(&report, Kind::Iaa, Operation::Inflate) > 0;
         assert!(verify == IaaVerify::Always || !verified, "{what}: {report:?}");
         assert_eq!(done_by(&report, Kind::Dsa, Operation::ZeroMap) > 0, devices == BOTH, "{what}: {report:?}");
-        assert!(report.taken_out.iter().all(|out| out.device == "iax1"), "{what}: {report:?}");
-        assert_eq!(offload.refuted(), 0, "{what}: an IAA does not report zero pages");
+        let only_late = |reason: &str| has_silence(faults) && reason.starts_with("no answer ");
+        let others = report.taken_out.iter().filter(|out| out.device != "iax1");
+        assert!(others.map(|out| &*out.reason).all(only_late), "{what}: {report:?}");
+        assert_eq!(offload.wrong_results(), 0, "{what}: an IAA does not report zero pages");
     }
 }
 
@@ -102,7 +104,7 @@ fn a_wrong_stream_is_attributed_to_the_iaa_and_not_to_the_device_that_copied_its
                 let out: Vec<_> =
                     report.taken_out.iter().map(|out| (out.device.as_str(), out.reason.as_str())).collect();
                 assert_eq!(out, [("iax1", reason)], "{what}: {report:?}");
-                assert_eq!(offload.refuted(), 0, "{what}");
+                assert_eq!(offload.wrong_results(), 0, "{what}");
             }
         }
     });

@@ -22,7 +22,11 @@ mod odd_peers;
 mod opening;
 mod post_copy;
 mod progress;
+mod recovery;
 mod refused_deltas;
+// The names of system calls differ between architectures.
+#[cfg(target_arch = "x86_64")]
+mod sandboxed;
 mod saving;
 mod settle_io;
 mod simulated_network;

@@ -1,5 +1,5 @@
-//! Each descriptor byte by byte, as the figures of the specification's section 8.3 have it. Nothing here uses the crate's own
-//! offsets or flag names.
+//! Each descriptor byte by byte, as in the figures of the specification's section 8.3. Nothing here uses the crate's
+//! own offsets or flag names.
 
 #[cfg(not(miri))]
 use proptest::prelude::*;
@@ -12,7 +12,7 @@ const C: u64 = 0x9999_aaaa_bbbb_cccc;
 const N: u32 = 0x0012_3456;
 const RECORD: u64 = 0x7f00_1234_5660;
 
-/// 64 zero bytes with these put in.
+/// Returns 64 zero bytes with these fields set.
 fn bytes(fields: &[(usize, &[u8])]) -> [u8; 64] {
     let mut bytes = [0; 64];
     for (at, value) in fields {
@@ -121,7 +121,8 @@ fn crc_and_copy_with_crc() {
     assert_eq!(Descriptor::copy_crc(A, B, N, seed).as_bytes(), &expected);
 }
 
-/// Each operation: its code, whether it must have a record, and of table 5-3 block on fault, check result, cache control.
+/// Each operation: its code, whether it must have a record, and by table 5-3 whether it may have block on fault, check
+/// result, cache control.
 const TABLE: [(u8, bool, bool, bool, bool); 10] = [
     (0x00, false, false, false, false),
     (0x01, false, false, false, false),
@@ -169,7 +170,7 @@ fn flags_are_set_where_the_operation_allows_them_and_nowhere_else() {
     }
 }
 
-/// Table 5-3's last column: what must be zero for each operation, whatever was asked of the descriptor.
+/// Table 5-3's last column: fields that must be zero for each operation, whatever builder methods were called.
 #[test]
 fn reserved_bytes_stay_zero() {
     let reserved: [&[std::ops::Range<usize>]; 10] = [
@@ -192,7 +193,7 @@ fn reserved_bytes_stay_zero() {
         }
         assert_eq!(full.as_bytes()[0..4], [0; 4], "PASID and privilege are the CPU's");
         assert_eq!(full.as_bytes()[36..38], [0; 2], "no interrupt handle");
-        // Bits 4 (interrupt), 6 and 15 (reserved), 9 to 12 (traffic classes), 5, 13, 14 (never asked for), 17 to 23.
+        // Bits 4 (interrupt), 6 and 15 (reserved), 9 to 12 (traffic classes), 5, 13, 14 (never set), 17 to 23.
         assert_eq!(full.flags() & 0xfe_fe70, 0, "{full:?}");
     }
 }

@@ -90,7 +90,7 @@ impl Codes {
     }
 
     /// Writes the code lengths (section 3.2.7). The two sequences are run-length coded separately, as zlib does. The
-    /// format would allow a run from one into the other, but IAA's error codes 06 and 07 make it doubtful that devices
+    /// format would allow a run from one into the other, but IAA's error codes 06 and 07 make it invalid_attribute that devices
     /// do.
     fn write_lengths(&self, bits: &mut Bits<'_>) {
         let literals = trimmed(&self.literal_lengths[..LITERAL_LENGTHS], 257);

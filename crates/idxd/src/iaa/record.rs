@@ -102,7 +102,7 @@ impl AnalyticsError {
     pub const BAD_DISTANCE: AnalyticsError = AnalyticsError(0x11);
 
     /// Returns the error's description, after the specification.
-    pub const fn words(self) -> &'static str {
+    pub const fn description(self) -> &'static str {
         match self.0 {
             0x01 => "header too large to save and restore",
             0x02 => "undefined code-length code",
@@ -155,13 +155,13 @@ impl AnalyticsError {
 
 impl std::fmt::Debug for AnalyticsError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "AnalyticsError({:#04x}: {})", self.0, self.words())
+        write!(f, "AnalyticsError({:#04x}: {})", self.0, self.description())
     }
 }
 
 impl std::fmt::Display for AnalyticsError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "error {:#04x}: {}", self.0, self.words())
+        write!(f, "error {:#04x}: {}", self.0, self.description())
     }
 }
 

@@ -1,7 +1,7 @@
-//! Queues over portals that answer as told.
+//! Queues over portals that answer by a script.
 //!
-//! Under Miri: `MIRIFLAGS="-Zmiri-ignore-leaks -Zmiri-permissive-provenance" cargo +nightly miri test -p sterna-idxd --lib`. One test is
-//! about a record that must be leaked, and a device only ever has addresses.
+//! Under Miri: `MIRIFLAGS="-Zmiri-ignore-leaks -Zmiri-permissive-provenance" cargo +nightly miri test -p sterna-idxd
+//! --lib`. One test leaks a record on purpose, and devices only have addresses.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::*;
 use crate::sysfs::{Device, OperationSet};
 
-/// What the portal does with the next descriptor.
+/// The portal's action on the next descriptor.
 #[derive(Clone, Copy, Debug)]
 enum Answer {
-    /// Takes it and writes this status.
+    /// Accepts it and writes this status.
     Complete(u8),
-    /// Takes it and never answers.
+    /// Accepts it and never answers.
     Silent,
     Retry,
     Refuse(i32),
@@ -23,18 +23,18 @@ enum Answer {
 
 #[derive(Debug)]
 struct Scripted {
-    way: SubmitMethod,
+    method: SubmitMethod,
     answers: Mutex<VecDeque<Answer>>,
-    /// When the script is over.
+    /// The answer after the end of the script.
     then: Answer,
     seen: Mutex<Vec<[u8; 64]>>,
     calls: AtomicUsize,
 }
 
 impl Scripted {
-    fn new(way: SubmitMethod, answers: &[Answer], then: Answer) -> Arc<Self> {
+    fn new(method: SubmitMethod, answers: &[Answer], then: Answer) -> Arc<Self> {
         Arc::new(Self {
-            way,
+            method,
             answers: Mutex::new(answers.iter().copied().collect()),
             then,
             seen: Mutex::default(),
@@ -58,14 +58,14 @@ impl Portal for Scripted {
         }
         if let (Answer::Complete(status), Some(record)) = (answer, descriptor.record()) {
             let word = std::ptr::with_exposed_provenance::<std::sync::atomic::AtomicU64>(record as usize);
-            // SAFETY: the record is alive, aligned, and handled through atomics only, as here.
+            // SAFETY: the record is alive, aligned, and accessed only through atomics.
             unsafe { (*word).store(status.into(), Ordering::Release) };
         }
         Submission::Accepted
     }
 
-    fn way(&self) -> SubmitMethod {
-        self.way
+    fn submit_method(&self) -> SubmitMethod {
+        self.method
     }
 }
 
@@ -85,7 +85,7 @@ fn quick() -> Duration {
 fn a_queue_is_proved_by_exactly_one_noop_with_a_record() {
     let portal = Scripted::new(SubmitMethod::Enqcmd, &[], DONE);
     let queue = WorkQueue::with_portal(info(Mode::Shared), portal.clone()).unwrap();
-    assert_eq!(queue.way(), SubmitMethod::Enqcmd);
+    assert_eq!(queue.submit_method(), SubmitMethod::Enqcmd);
     let seen = portal.seen.lock().unwrap();
     assert_eq!(seen.len(), 1);
     assert_eq!((seen[0][4], seen[0][7]), (0x0c, 0x00));
@@ -99,7 +99,7 @@ fn the_proof_waits_while_a_queue_is_full_and_says_so_in_the_end() {
 
     let portal = Scripted::new(SubmitMethod::Enqcmd, &[], Answer::Retry);
     let error = WorkQueue::with_portal_within(info(Mode::Shared), portal, quick()).unwrap_err();
-    assert!(matches!(error, OpenError::NotProven { why: NotProven::NotTaken(_), .. }), "{error}");
+    assert!(matches!(error, OpenError::NotProven { why: NotProven::NotAccepted(_), .. }), "{error}");
 }
 
 #[test]
@@ -107,10 +107,10 @@ fn a_queue_that_does_not_answer_is_refused_and_its_record_leaked() {
     let portal = Scripted::new(SubmitMethod::Movdir64b, &[], Answer::Silent);
     let error = WorkQueue::with_portal_within(info(Mode::Dedicated), portal.clone(), quick()).unwrap_err();
     assert!(matches!(error, OpenError::NotProven { why: NotProven::NoAnswer(_), .. }), "{error}");
-    // A late answer goes to memory that nobody else has got since.
+    // A late answer goes to memory that has not been reused.
     let record = u64::from_le_bytes(portal.seen.lock().unwrap()[0][8..16].try_into().unwrap());
     let word = std::ptr::with_exposed_provenance::<std::sync::atomic::AtomicU64>(record as usize);
-    // SAFETY: leaked, so still there.
+    // SAFETY: leaked, so still allocated.
     unsafe {
         assert_eq!((*word).load(Ordering::Relaxed), 0);
         (*word).store(1, Ordering::Relaxed);
@@ -202,11 +202,11 @@ fn batches_only_where_they_are_permitted() {
     let cases = [
         (V1, SubmitMethod::Enqcmd, Some(true), DONE, Ok(32), 1),
         (V1, SubmitMethod::Movdir64b, Some(true), DONE, Ok(32), 1),
-        // Hidden by the kernel because of its own write: the portal decides.
+        // Hidden by the kernel because of its own `write`: a batch over the portal is tried.
         (V1, SubmitMethod::Enqcmd, Some(false), DONE, Ok(32), 2),
         (V1, SubmitMethod::Enqcmd, Some(false), refused, Err(NoBatches::RefusedByDevice(0x10)), 2),
         (V1, SubmitMethod::Enqcmd, None, DONE, Ok(32), 2),
-        // Never: INTEL-SA-01084.
+        // Never tried: INTEL-SA-01084.
         (V1, SubmitMethod::Write, Some(true), DONE, Err(NoBatches::FirstGeneration), 1),
         (0, SubmitMethod::Write, None, DONE, Err(NoBatches::FirstGeneration), 1),
         (V2, SubmitMethod::Write, Some(true), DONE, Ok(32), 2),
@@ -214,22 +214,22 @@ fn batches_only_where_they_are_permitted() {
         (V2, SubmitMethod::Write, Some(false), DONE, Err(NoBatches::NotOffered), 1),
         (V2, SubmitMethod::Enqcmd, Some(false), DONE, Err(NoBatches::NotOffered), 1),
     ];
-    for (version, way, declared, answer, expected, sent) in cases {
+    for (version, method, declared, answer, expected, sent) in cases {
         let mut device = Device::new("dsa0", Kind::Dsa);
         device.version = version;
         device.operations = declared.map(|batch| OperationSet::of(if batch { vec![0, 1] } else { vec![0] }));
-        let mode = if way == SubmitMethod::Movdir64b { Mode::Dedicated } else { Mode::Shared };
+        let mode = if method == SubmitMethod::Movdir64b { Mode::Dedicated } else { Mode::Shared };
         let info = QueueInfo::new("wq0.0", Arc::new(device), mode, 4);
-        let portal = Scripted::new(way, &[DONE], answer);
+        let portal = Scripted::new(method, &[DONE], answer);
         let queue = WorkQueue::with_portal(info, portal.clone()).unwrap();
-        let case = format!("{version:#x} {way} {declared:?} {answer:?}");
+        let case = format!("{version:#x} {method} {declared:?} {answer:?}");
         assert_eq!(queue.max_batch(), expected, "{case}");
         assert_eq!(portal.calls(), sent, "{case}");
         if sent == 2 && matches!(answer, Answer::Complete(_)) {
             let trial = portal.seen.lock().unwrap()[1];
             assert_eq!((trial[7], trial[32]), (0x01, 2), "a batch of two");
         }
-        // SAFETY: the portal is no device, and neither the list nor its members are looked at.
+        // SAFETY: the portal is no device and reads neither the list nor its members.
         let batch = unsafe { queue.submit(&Descriptor::batch(0, 2)) };
         assert_eq!(matches!(batch, Err(SubmitError::NoBatches(_))), expected.is_err(), "{case}");
     }
@@ -265,8 +265,8 @@ fn in_a_child_nothing_is_submitted() {
     unsafe { queue.submit(&Descriptor::noop()) }.unwrap();
 }
 
-/// A device file in a directory of its own: a named pipe, at whose other end a thread plays the device. A pipe cannot be mapped,
-/// so the whole of [`WorkQueue::open`] ends with `write(2)`.
+/// A device file in its own directory: a named pipe, with a thread as the device at its other end. A pipe cannot be
+/// mapped, so [`WorkQueue::open`] falls back to `write(2)`.
 struct Pipe {
     directory: tempfile::TempDir,
 }
@@ -295,7 +295,7 @@ impl Pipe {
                 io::Read::read_exact(&mut &file, &mut bytes).unwrap();
                 let record = Descriptor::from_bytes(bytes).record().unwrap();
                 let word = std::ptr::with_exposed_provenance::<std::sync::atomic::AtomicU64>(record as usize);
-                // SAFETY: the record is waited for, and so alive.
+                // SAFETY: the submitter waits for the record, so it is alive.
                 unsafe { (*word).store(1, Ordering::Release) };
                 seen.push(bytes);
             }
@@ -314,7 +314,7 @@ fn a_queue_whose_portal_cannot_be_mapped_is_opened_for_writing() {
         let instructions = unsafe { Instructions::trapped() };
         let opening = Opening { instructions, ..Opening::default() };
         let queue = WorkQueue::open_with(info(mode), &pipe.directories(), &opening).unwrap();
-        assert_eq!(queue.way(), SubmitMethod::Write);
+        assert_eq!(queue.submit_method(), SubmitMethod::Write);
         assert_eq!(queue.credits().is_some(), mode == Mode::Dedicated, "write(2) has no flow control there");
         assert_eq!(device.join().unwrap()[0][7], 0);
     }
@@ -326,12 +326,12 @@ fn without_the_instructions_nothing_is_mapped() {
     let pipe = Pipe::new();
     let node = pipe.directories().node(Kind::Dsa, "wq0.0");
     std::fs::remove_file(&node).unwrap();
-    // It takes what is written, and answers nothing.
+    // It accepts what is written and never answers.
     std::os::unix::fs::symlink("/dev/null", &node).unwrap();
     let opening = Opening { instructions: Instructions::NONE, deadline: quick(), ..Opening::default() };
     let error = WorkQueue::open_with(info(Mode::Shared), &pipe.directories(), &opening).unwrap_err();
     assert!(
-        matches!(error, OpenError::NotProven { way: SubmitMethod::Write, why: NotProven::NoAnswer(_), .. }),
+        matches!(error, OpenError::NotProven { method: SubmitMethod::Write, why: NotProven::NoAnswer(_), .. }),
         "{error}"
     );
 }
@@ -366,7 +366,7 @@ fn a_file_that_is_not_there_and_one_that_takes_nothing() {
     assert_eq!(error.os_error(), Some(libc::ENOENT));
     assert!(error.to_string().contains("accel-config enable-wq"), "{error}");
 
-    // A file that lets itself be opened, mapped by nobody and written by nobody.
+    // A file that can be opened, but neither mapped nor written.
     std::os::unix::fs::symlink("/dev/full", &node).unwrap();
     let opening = Opening { map: false, deadline: quick(), ..Opening::default() };
     let error = WorkQueue::open_with(info(Mode::Shared), &pipe.directories(), &opening).unwrap_err();
@@ -384,6 +384,6 @@ fn a_verdict_of_discovery_stands_unless_the_kernel_is_to_be_asked() {
     let error = WorkQueue::open(disabled, &directories).unwrap_err();
     assert!(error.to_string().contains("accel-config enable-wq x"), "{error}");
     let mut taken = info(Mode::Dedicated);
-    taken.unusable = Some(Unusable { reason: Reason::Taken, commands: Vec::new() });
+    taken.unusable = Some(Unusable { reason: Reason::InUse, commands: Vec::new() });
     assert!(matches!(WorkQueue::open(taken, &directories).unwrap_err(), OpenError::Open { .. }));
 }

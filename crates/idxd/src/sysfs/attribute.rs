@@ -19,12 +19,12 @@ struct Odd;
 pub(super) struct Attributes {
     directory: PathBuf,
     name: String,
-    oddities: Vec<String>,
+    invalid_attributes: Vec<String>,
 }
 
 impl Attributes {
     pub(super) fn new(directory: &Path, name: &str) -> Self {
-        Self { directory: directory.to_owned(), name: name.to_owned(), oddities: Vec::new() }
+        Self { directory: directory.to_owned(), name: name.to_owned(), invalid_attributes: Vec::new() }
     }
 
     pub(super) fn name(&self) -> &str {
@@ -32,7 +32,7 @@ impl Attributes {
     }
 
     pub(super) fn into_oddities(self) -> Vec<String> {
-        self.oddities
+        self.invalid_attributes
     }
 
     /// Returns the trimmed text; `None` if the attribute does not exist (older kernels and lesser devices lack some),
@@ -48,7 +48,7 @@ impl Attributes {
     }
 
     /// Returns 0 or 1 as a bool, and `None` only if the kernel lacks the attribute; any other value is an error.
-    pub(super) fn switch_or_doubt(&mut self, attribute: &'static str) -> Result<Option<bool>, Doubt> {
+    pub(super) fn switch_or_invalid(&mut self, attribute: &'static str) -> Result<Option<bool>, Doubt> {
         match self.read(attribute).map_err(|Odd| Doubt(attribute))?.as_deref() {
             None => Ok(None),
             Some("0") => Ok(Some(false)),
@@ -126,7 +126,7 @@ impl Attributes {
     }
 
     pub(super) fn odd(&mut self, what: String) {
-        self.oddities.push(what);
+        self.invalid_attributes.push(what);
     }
 
     fn at(&self, attribute: &str) -> String {

@@ -70,7 +70,7 @@ pub struct Device {
     /// Whether user-space queues can bind an address space: shared virtual addressing is on.
     pub pasid_enabled: Option<bool>,
     /// An attribute with an invalid value that must be known before anything is submitted.
-    pub doubtful: Option<&'static str>,
+    pub invalid_attribute: Option<&'static str>,
     /// The most descriptors in a batch; absent on IAA.
     pub max_batch: Option<u32>,
     /// The most bytes of a transfer.
@@ -110,7 +110,7 @@ impl Device {
             enabled: None,
             configurable: None,
             pasid_enabled: None,
-            doubtful: None,
+            invalid_attribute: None,
             max_batch: None,
             max_transfer: None,
             max_queues: None,
@@ -131,7 +131,7 @@ impl Device {
     }
 
     pub(super) fn read(name: &str, kind: Kind, number: u32, attributes: &mut Attributes) -> Self {
-        let pasid_enabled = attributes.switch_or_doubt("pasid_enabled");
+        let pasid_enabled = attributes.switch_or_invalid("pasid_enabled");
         Self {
             number,
             version: attributes.number32("version", u32::MAX).unwrap_or(0),
@@ -139,7 +139,7 @@ impl Device {
             enabled: attributes.enabled("state"),
             configurable: attributes.switch("configurable"),
             pasid_enabled: pasid_enabled.ok().flatten(),
-            doubtful: pasid_enabled.err().map(|Doubt(attribute)| attribute),
+            invalid_attribute: pasid_enabled.err().map(|Doubt(attribute)| attribute),
             max_batch: attributes.number32("max_batch_size", MAX_BATCH),
             max_transfer: attributes.number("max_transfer_size", MAX_TRANSFER),
             max_queues: attributes.number32("max_work_queues", MAX_MEMBERS),
@@ -298,7 +298,7 @@ pub struct QueueInfo {
     /// Whether page requests are off: every fault is reported, none resolved.
     pub prs_disable: bool,
     /// An attribute with an invalid value that must be known before anything is submitted: the queue is not usable.
-    pub doubtful: Option<&'static str>,
+    pub invalid_attribute: Option<&'static str>,
     /// Operations the queue is configured for; `None` means whatever the device has.
     pub operations: Option<OperationSet>,
     /// Processes that have it open.
@@ -335,7 +335,7 @@ impl QueueInfo {
             block_on_fault: false,
             ats_disable: false,
             prs_disable: false,
-            doubtful: None,
+            invalid_attribute: None,
             operations: device.operations,
             clients: None,
             unusable: None,
@@ -363,7 +363,7 @@ impl QueueInfo {
         let name = attributes.name().to_owned();
         let mode = attributes.text("mode");
         // Older kernels have neither. On newer ones, a guess could lose writes, or submit to another driver's queue.
-        let ats_disable = attributes.switch_or_doubt("ats_disable");
+        let ats_disable = attributes.switch_or_invalid("ats_disable");
         let driver = attributes.text_or_doubt("driver_name");
         let doubt = ats_disable.as_ref().err().or(driver.as_ref().err());
         let max_transfer = attributes.number("max_transfer_size", MAX_TRANSFER);
@@ -378,7 +378,7 @@ impl QueueInfo {
                 "none" => QueueType::None,
                 _ => QueueType::Other(text),
             }),
-            doubtful: doubt.map(|Doubt(attribute)| *attribute),
+            invalid_attribute: doubt.map(|Doubt(attribute)| *attribute),
             driver: driver.ok().flatten(),
             label: attributes.text("name"),
             mode: match mode.as_deref() {
@@ -417,5 +417,5 @@ pub struct DeviceInfo {
     /// Its work queues.
     pub queues: Vec<QueueInfo>,
     /// Attributes with invalid values, one sentence each.
-    pub oddities: Vec<String>,
+    pub invalid_attributes: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! Discovery on trees made for the purpose: as the kernel shows them, with things missing, and with nonsense in them.
+//! Discovery on made-up trees: as the kernel shows them, with missing files, and with invalid values.
 
 use std::fs;
 
@@ -8,7 +8,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::flags::Operation;
 
-/// A host with one DSA and one IAA device, everything enabled and right.
+/// A host with one DSA and one IAA device, all enabled and correct.
 struct Tree {
     directory: TempDir,
 }
@@ -20,7 +20,7 @@ impl Tree {
         tree
     }
 
-    /// In the shape the kernel has it: members below the device and linked beside it.
+    /// Makes the tree in the kernel's shape: members below the device and linked beside it.
     fn with_devices() -> Self {
         let tree = Self::new();
         tree.device("dsa0", &DSA);
@@ -137,7 +137,7 @@ fn a_host_as_it_should_be() {
     let devices = tree.discover();
     assert_eq!(devices.iter().map(|info| info.device.name.as_str()).collect::<Vec<_>>(), ["dsa0", "iax1"]);
     let dsa = &devices[0];
-    assert_eq!(dsa.oddities, [] as [&str; 0]);
+    assert_eq!(dsa.invalid_attributes, [] as [&str; 0]);
     assert_eq!((dsa.device.kind, dsa.device.version, dsa.device.numa_node), (Kind::Dsa, 0x100, Some(1)));
     assert_eq!((dsa.device.max_batch, dsa.device.max_transfer), (Some(1024), Some(1 << 31)));
     assert_eq!((dsa.device.max_queue_entries, dsa.device.max_engines), (Some(128), Some(4)));
@@ -220,7 +220,7 @@ fn names_that_are_not_the_kernels_are_passed_over() {
     assert_eq!(devices[0].queues.len(), 2);
 }
 
-/// What is wrong with the queue; part of the sentence; the lines that help.
+/// Each case: the change, part of the sentence, the commands that help.
 #[test]
 fn each_reason_has_its_sentence_and_its_lines() {
     // Disabling a queue loses its configuration, so each has all of it; sizes can be changed only with the device disabled.
@@ -248,7 +248,7 @@ fn each_reason_has_its_sentence_and_its_lines() {
             "device is disabled",
             &["accel-config config-engine dsa0/engine0.0 --group-id=0", with_size, enable_device, enable],
         ),
-        // How its entries are divided is for a plan to say.
+        // How entries are divided between queues is the subject of a plan.
         (&[("wq0.0/state", "disabled"), ("wq0.0/size", "0")], "not configured: it has no entries", &[]),
         (&[("wq0.0/ats_disable", "maybe")], "ats_disable in a form that", &[disable, with_translation, enable]),
         (&[("dsa0/pasid_enabled", "yes")], "device's pasid_enabled in a form that", &[]),
@@ -320,7 +320,7 @@ fn device_files_that_are_missing_or_closed_to_us() {
     let verdict = tree.verdict();
     assert_eq!(verdict.reason, Reason::NoNode(node.clone()));
     assert!(verdict.to_string().contains(node.to_str().unwrap()));
-    // Root may open anything, whatever its mode; what is not a directory is another matter.
+    // Root may open anything, whatever its mode; but a file in the place of a directory is an error also for root.
     fs::write(&node, "").unwrap();
     fs::set_permissions(&node, std::os::unix::fs::PermissionsExt::from_mode(0o000)).unwrap();
     if !rustix::process::geteuid().is_root() {
@@ -385,7 +385,8 @@ fn what_must_be_known_and_is_not_makes_a_queue_unusable() {
     assert_eq!(tree.verdict().reason, Reason::UnknownOfDevice("state"));
 }
 
-/// With address translation off by the device writes are lost silently: whoever cannot tell must not write.
+/// With the device's address translation off, writes are lost silently: a queue whose setting is unknown must not be
+/// used.
 #[test]
 fn what_decides_about_safety_and_makes_no_sense_makes_a_queue_unusable() {
     for kind in ["garbage", "empty", "number", "directory", "loop", "nowhere", "not text", "unreadable"] {
@@ -398,7 +399,7 @@ fn what_decides_about_safety_and_makes_no_sense_makes_a_queue_unusable() {
             let path = tree.sysfs().join(attribute);
             fs::remove_file(&path).unwrap();
             match kind {
-                // A name is any text; an empty one is what kernels show that have none to show.
+                // A name may be any text; kernels without one show an empty one.
                 "garbage" | "empty" | "number" if attribute.ends_with("driver_name") => continue,
                 "garbage" => fs::write(&path, "no\n").unwrap(),
                 "empty" => fs::write(&path, "\n").unwrap(),
@@ -432,7 +433,7 @@ fn more_devices_than_any_host_has_are_left_out_and_counted() {
     let devices = tree.discover();
     assert_eq!(devices.len(), 256);
     assert_eq!(devices[255].device.name, "dsa255", "the first, by number");
-    assert_eq!(devices[255].oddities, ["44 more devices are shown than the 256 that are looked at"]);
+    assert_eq!(devices[255].invalid_attributes, ["44 more devices are shown than the 256 that are examined"]);
 }
 
 #[test]
@@ -454,7 +455,7 @@ fn nonsense_is_remarked_upon_and_not_reckoned_with() {
     fs::write(tree.sysfs().join("wq0.0/name"), [0xff, 0xfe, b'\n']).unwrap();
     fs::create_dir(tree.sysfs().join("wq0.0/op_config")).unwrap();
     let devices = tree.discover();
-    assert_eq!(devices[0].oddities.len(), 11, "{:#?}", devices[0].oddities);
+    assert_eq!(devices[0].invalid_attributes.len(), 11, "{:#?}", devices[0].invalid_attributes);
     let queue = &devices[0].queues[0];
     assert_eq!((queue.max_batch, queue.threshold, queue.priority, &queue.label), (1, None, None, &None));
     assert_eq!((devices[0].device.version, devices[0].device.max_transfer), (0, None));
@@ -462,13 +463,13 @@ fn nonsense_is_remarked_upon_and_not_reckoned_with() {
 }
 
 #[test]
-fn attributes_that_are_no_files_of_text_hold_nobody_up() {
+fn attributes_that_are_no_text_files_do_not_block_discovery() {
     let tree = Tree::with_devices();
     for (attribute, kind) in [("dsa0/version", "pipe"), ("wq0.0/size", "directory"), ("wq0.0/mode", "loop")] {
         let path = tree.sysfs().join(attribute);
         fs::remove_file(&path).unwrap();
         match kind {
-            // Opening one for reading waits until somebody opens it for writing.
+            // Opening a pipe for reading waits until it is opened for writing.
             "pipe" => rustix::fs::mkfifoat(rustix::fs::CWD, &path, 0o600.into()).unwrap(),
             "directory" => fs::create_dir(&path).unwrap(),
             _ => std::os::unix::fs::symlink(&path, &path).unwrap(),
@@ -476,7 +477,7 @@ fn attributes_that_are_no_files_of_text_hold_nobody_up() {
     }
     let info = &tree.discover()[0];
     assert_eq!((info.device.version, info.queues[0].size, info.queues[0].mode), (0, 0, None));
-    assert_eq!(info.oddities.len(), 2, "{:?}", info.oddities);
+    assert_eq!(info.invalid_attributes.len(), 2, "{:?}", info.invalid_attributes);
 }
 
 #[test]
@@ -504,7 +505,8 @@ fn both_forms_of_operation_sets_that_kernels_have_had() {
 
 #[test]
 fn the_environment_can_name_other_directories() {
-    // Not changed here: other tests run beside this one. The system's own are what is there without.
+    // The variables are not changed here, because other tests run in parallel. Without them the system's directories
+    // are used.
     assert_eq!(Directories::system().node(Kind::Iaa, "wq1.0"), Path::new("/dev/iax/wq1.0"));
     assert_eq!(Directories::system().sysfs, Path::new("/sys/bus/dsa/devices"));
 }
@@ -528,7 +530,7 @@ fn a_queue_that_has_only_entries_can_be_set_up() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Whatever stands in the attributes, discovery ends, and every number is one to reckon with.
+    /// With any content of the attributes discovery ends, and every number is in its range.
     #[test]
     fn no_content_of_any_attribute_does_harm(
         contents in prop::collection::vec((0..50_usize, prop_oneof![

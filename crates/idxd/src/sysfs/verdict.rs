@@ -61,7 +61,7 @@ pub enum Reason {
     /// The device file may not be opened by this process.
     NoPermission(PathBuf),
     /// It is dedicated and another process has it open.
-    Taken,
+    InUse,
 }
 
 impl fmt::Display for Reason {
@@ -102,7 +102,7 @@ impl fmt::Display for Reason {
                 "this process may not open {node} for reading and writing: setfacl -m u:NAME:rw {node}, or a udev rule",
                 node = node.display()
             ),
-            Reason::Taken => f.write_str("it is dedicated, and another process has it open"),
+            Reason::InUse => f.write_str("it is dedicated, and another process has it open"),
         }
     }
 }
@@ -150,7 +150,7 @@ fn reason(info: &DeviceInfo, queue: &QueueInfo) -> Option<Reason> {
     if queue.size == 0 && queue.enabled != Some(true) {
         return Some(Reason::NotConfigured);
     }
-    if let Some(attribute) = device.doubtful {
+    if let Some(attribute) = device.invalid_attribute {
         return Some(Reason::UnknownOfDevice(attribute));
     }
     match &queue.queue_type {
@@ -165,7 +165,7 @@ fn reason(info: &DeviceInfo, queue: &QueueInfo) -> Option<Reason> {
     if queue.ats_disable {
         return Some(Reason::AtsDisabled);
     }
-    if let Some(attribute) = queue.doubtful {
+    if let Some(attribute) = queue.invalid_attribute {
         return Some(Reason::Unknown(attribute));
     }
     match device.enabled {
@@ -190,7 +190,7 @@ fn reason(info: &DeviceInfo, queue: &QueueInfo) -> Option<Reason> {
     if let Err(reason) = node(&queue.node) {
         return Some(reason);
     }
-    (queue.mode == Some(Mode::Dedicated) && queue.clients.is_some_and(|clients| clients > 0)).then_some(Reason::Taken)
+    (queue.mode == Some(Mode::Dedicated) && queue.clients.is_some_and(|clients| clients > 0)).then_some(Reason::InUse)
 }
 
 fn node(path: &Path) -> Result<(), Reason> {
@@ -374,7 +374,8 @@ fn remarks(info: &DeviceInfo, queue: &QueueInfo) -> Vec<Remark> {
     }
     if queue.block_on_fault && queue.mode == Some(Mode::Shared) {
         remarks.push(Remark {
-            what: "block-on-fault is enabled on a shared queue: whoever uses it can hold up everybody".to_owned(),
+            what: "block-on-fault is enabled on a shared queue: one program's page fault can delay all others"
+                .to_owned(),
             commands: reconfigure(info, queue, &Wanted { also: " --block-on-fault=0", ..Wanted::of(queue) }),
         });
     }

@@ -1,4 +1,4 @@
-//! Batches: where they are permitted, what their record says, and what members' records say.
+//! Batches: where they are permitted, their record, and the members' records.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,15 +1,16 @@
-//! Page faults in the real page tables of this process, and operations taken up where they stopped.
+//! Page faults in the real page tables of this process, and operations that are resumed after them.
 
 use std::time::Duration;
 
 use sterna_idxd::resume::{Rest, rest};
 use sterna_idxd::{Completion, Descriptor, Status, SubmitMethod};
 use sterna_idxd_model::Model;
-use sterna_idxd_model::core::{Script, What};
+use sterna_idxd_model::core::{Script, ScriptedFault};
 
 use crate::support::*;
 
-/// Runs to a fault on `page`, repairs it, and runs the rest: what it came to, and how much of the input came before.
+/// Runs to a fault on `page`, makes the page accessible, and runs the rest. Returns the completion, and how much of the
+/// input was done before the fault.
 fn through_a_fault(rig: &Rig, area: &Area, page: usize, descriptor: Descriptor, write: bool) -> (Completion, u32) {
     area.allow(page, false);
     let first = rig.run(descriptor);
@@ -79,7 +80,7 @@ fn deltas_made_and_applied_across_faults() {
         let Rest::Part { descriptor, skipped } = rest(&create, &begun, false) else { panic!("{}", rig.what) };
         let ended = rig.run(descriptor);
         assert_eq!((ended.status, ended.result), (Status::Success, 1));
-        // Two records, the second for the buffer from where it was taken up.
+        // Two records, the second for the buffer from the point of resumption.
         let apply = Descriptor::apply_delta(record.at(0), begun.delta_size(), a.at(0), bytes);
         let (done, _) = through_a_fault(&rig, &a, 1, apply, true);
         assert_done(&done, rig.what);
@@ -136,7 +137,7 @@ fn scripted_faults_anywhere_give_the_same_result_in_the_end() {
             Descriptor::crc(source.at(0), 4 * PAGE as u32, 0),
         ] {
             let code = descriptor.operation_code();
-            let what = What::PageFault { per_mille, resolvable: false };
+            let what = ScriptedFault::PageFault { per_mille, resolvable: false };
             model.inject(&Script { opcode: Some(code), limit: Some(2), what, ..Script::default() });
             let (mut next, mut parts) = (descriptor, 0);
             let last = loop {

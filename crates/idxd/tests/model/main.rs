@@ -1,5 +1,5 @@
-//! The driver against a device that shares no definition with it: every operation, by every way in, with faults, full and disabled
-//! queues, and with the real instructions, which trap on CPUs that lack them.
+//! The driver against a device that shares no definition with it: every operation, by every submission method, with
+//! faults, full and disabled queues, and with the real instructions, which trap on CPUs that lack them.
 
 #![cfg(target_arch = "x86_64")]
 

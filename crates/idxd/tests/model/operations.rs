@@ -1,4 +1,4 @@
-//! Every operation, by every way in.
+//! Every operation, by every submission method.
 
 use sterna_idxd::{Descriptor, Status};
 

@@ -1,11 +1,11 @@
-//! Queues that are full, disabled, halted, hung or late; credits; and what the real instructions do.
+//! Queues that are full, disabled, halted, hung or late; credits; and the real instructions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use sterna_idxd::{CompletionRecord, Descriptor, NotProven, OpenError, Status, SubmitError, SubmitMethod};
-use sterna_idxd_model::core::{Script, What};
+use sterna_idxd_model::core::{Script, ScriptedFault};
 use sterna_idxd_model::{Model, trap};
 
 use crate::support::*;
@@ -15,7 +15,7 @@ fn short() -> Duration {
 }
 
 fn hang() -> Script {
-    Script { opcode: Some(0), what: What::Hang, ..Script::default() }
+    Script { opcode: Some(0), what: ScriptedFault::Hang, ..Script::default() }
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn a_shared_queue_says_when_it_is_full() {
         let noop = Descriptor::noop().with_record(record.address());
         let mut taken = 0;
         loop {
-            // Engines take entries out of the queue: refused once, it may have room a moment later.
+            // Engines take entries out of the queue: a queue that was full may have room a moment later.
             let attempt = (0..20).find_map(|_| {
                 std::thread::yield_now();
                 // SAFETY: the record outlives the model, which is reset below.
@@ -63,7 +63,7 @@ fn a_shared_queue_says_when_it_is_full() {
             }
             assert!(taken < 100);
         }
-        // What the queue holds and what its four engines hang on.
+        // The queue's entries and the four descriptors on which its engines hang.
         assert!((16..=20).contains(&taken), "{} {taken}", rig.what);
         assert!(rig.model.counters().retries > 0);
         rig.model.reset("dsa0");
@@ -95,18 +95,18 @@ fn threads_share_a_queue_and_every_descriptor_is_answered_once() {
 
 #[test]
 fn queues_that_do_not_work_are_not_opened() {
-    // Disabled and halted: ENQCMD is told to retry for ever, MOVDIR64B is told nothing.
+    // Disabled and halted: ENQCMD gets the answer retry for ever, MOVDIR64B gets no answer.
     let broken: [fn(&Model) -> bool; 2] =
         [|model| model.disable("wq0.0") && model.disable("wq0.1"), |model| model.halt("dsa0")];
     for broken in broken {
         let model = Model::start(config(0x200)).unwrap();
         assert!(broken(&model));
         let shared = open(&model, "wq0.0", SubmitMethod::Enqcmd, short()).unwrap_err();
-        assert!(matches!(shared, OpenError::NotProven { why: NotProven::NotTaken(_), .. }), "{shared}");
+        assert!(matches!(shared, OpenError::NotProven { why: NotProven::NotAccepted(_), .. }), "{shared}");
         let dedicated = open(&model, "wq0.1", SubmitMethod::Movdir64b, short()).unwrap_err();
         assert!(matches!(dedicated, OpenError::NotProven { why: NotProven::NoAnswer(_), .. }), "{dedicated}");
         let written = open(&model, "wq0.0", SubmitMethod::Write, short()).unwrap_err();
-        assert!(matches!(written, OpenError::NotProven { why: NotProven::NotTaken(_), .. }), "{written}");
+        assert!(matches!(written, OpenError::NotProven { why: NotProven::NotAccepted(_), .. }), "{written}");
     }
 }
 
@@ -122,7 +122,11 @@ fn the_wrong_instruction_for_a_queue_proves_nothing() {
 
 #[test]
 fn a_noop_that_hangs_is_lost_or_fails_is_no_proof() {
-    for (what, answered) in [(What::Hang, false), (What::DropCompletion, false), (What::Status { code: 0x20 }, true)] {
+    for (what, answered) in [
+        (ScriptedFault::Hang, false),
+        (ScriptedFault::DropCompletion, false),
+        (ScriptedFault::Status { code: 0x20 }, true),
+    ] {
         let model = Model::start(config(0x200)).unwrap();
         model.inject(&Script { opcode: Some(0), what, ..Script::default() });
         match open(&model, "wq0.0", SubmitMethod::Enqcmd, short()).unwrap_err() {
@@ -138,11 +142,11 @@ fn a_noop_that_hangs_is_lost_or_fails_is_no_proof() {
 #[test]
 fn an_answer_after_the_deadline_harms_nobody() {
     let model = Model::start(config(0x200)).unwrap();
-    let what = What::Late { delay_ns: 60_000_000 };
+    let what = ScriptedFault::Late { delay_ns: 60_000_000 };
     model.inject(&Script { opcode: Some(0), what, ..Script::default() });
     let error = open(&model, "wq0.0", SubmitMethod::Enqcmd, Duration::from_millis(10)).unwrap_err();
     assert!(matches!(error, OpenError::NotProven { why: NotProven::NoAnswer(_), .. }), "{error}");
-    // Memory of the record's size, again and again: none of it changes while the late answer comes in.
+    // Memory of the record's size is allocated repeatedly: none of it changes when the late answer is written.
     model.clear_scripts();
     let fresh: Vec<Box<[u64; 8]>> = (0..4096).map(|_| Box::new([0x5555_5555_5555_5555; 8])).collect();
     let queue = open(&model, "wq0.0", SubmitMethod::Enqcmd, Duration::from_secs(10)).unwrap();
@@ -168,7 +172,7 @@ fn a_queue_disabled_under_us_says_busy_and_works_again_when_enabled() {
     assert_done(&wait(&queue, &record), "enabled again");
 }
 
-/// The proof that the instructions of the production code were executed, and how often.
+/// Proves that the instructions of the production code were executed, by their number.
 #[test]
 fn the_real_instructions_are_what_is_trapped() {
     for (name, what) in [("wq0.0", "ENQCMD"), ("wq0.1", "MOVDIR64B")] {
@@ -179,7 +183,7 @@ fn the_real_instructions_are_what_is_trapped() {
         }
         let after = trap::trapped();
         let counts = (after.enqcmd - before.enqcmd, after.movdir64b - before.movdir64b);
-        // Other tests trap as well, so at least: the proof and each no-op.
+        // At least the test of the queue and each no-op; other tests trap in parallel.
         assert!(if name == "wq0.0" { counts.0 } else { counts.1 } >= 131, "{what} {counts:?}");
         assert!(rig.model.counters().descriptors >= 131);
     }

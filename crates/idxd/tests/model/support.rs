@@ -1,4 +1,4 @@
-//! A model's queue as a portal, queues opened by every way in, and memory that a device may touch.
+//! A model's queue as a portal, queues opened by every submission method, and memory that a device may access.
 
 use std::io;
 use std::sync::Arc;
@@ -13,16 +13,16 @@ use sterna_idxd_model::{DeviceConfig, Model, ModelConfig, ModelQueue, QueueConfi
 pub(crate) use sterna_test_kit::checksum::crc32c;
 pub(crate) use sterna_test_kit::content::noise;
 
-/// The seam: 64 bytes into the model.
+/// The portal: passes the 64 bytes to the model.
 #[derive(Debug)]
 pub(crate) struct ModelPortal {
     pub(crate) queue: ModelQueue,
-    pub(crate) way: SubmitMethod,
+    pub(crate) method: SubmitMethod,
 }
 
 impl Portal for ModelPortal {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
-        match self.way {
+        match self.method {
             SubmitMethod::Enqcmd if self.queue.enqcmd(descriptor.as_bytes()) => Submission::Accepted,
             SubmitMethod::Enqcmd => Submission::Retry,
             SubmitMethod::Movdir64b => {
@@ -38,12 +38,12 @@ impl Portal for ModelPortal {
         }
     }
 
-    fn way(&self) -> SubmitMethod {
-        self.way
+    fn submit_method(&self) -> SubmitMethod {
+        self.method
     }
 }
 
-/// What discovery would say of a model's queue.
+/// Returns what discovery would return for a model's queue.
 pub(crate) fn info(queue: &ModelQueue) -> QueueInfo {
     let kind = match queue.device().kind {
         sterna_idxd_model::Kind::Dsa => Kind::Dsa,
@@ -64,14 +64,14 @@ pub(crate) fn info(queue: &ModelQueue) -> QueueInfo {
 pub(crate) fn open(
     model: &Model,
     name: &str,
-    way: SubmitMethod,
+    method: SubmitMethod,
     deadline: Duration,
 ) -> Result<Arc<WorkQueue>, OpenError> {
     let queue = model.queue(name).unwrap();
-    WorkQueue::with_portal_within(info(&queue), Arc::new(ModelPortal { queue, way }), deadline)
+    WorkQueue::with_portal_within(info(&queue), Arc::new(ModelPortal { queue, method }), deadline)
 }
 
-/// A queue, opened in one way, and the model behind it.
+/// A queue, opened by one submission method, and the model behind it.
 pub(crate) struct Rig {
     pub(crate) what: &'static str,
     pub(crate) model: Arc<Model>,
@@ -79,7 +79,7 @@ pub(crate) struct Rig {
     _tree: Option<tempfile::TempDir>,
 }
 
-/// One shared and one dedicated queue on a device of the given version.
+/// Returns one shared and one dedicated queue on a device of the given version.
 pub(crate) fn config(version: u32) -> ModelConfig {
     let shared = QueueConfig { max_batch_size: 128, ..QueueConfig::default() };
     let dedicated = QueueConfig { name: "wq0.1".into(), mode: sterna_idxd_model::Mode::Dedicated, ..shared.clone() };
@@ -88,7 +88,7 @@ pub(crate) fn config(version: u32) -> ModelConfig {
 }
 
 impl Rig {
-    /// A queue by each way in: by call, and with the real instructions where there are any.
+    /// Returns a queue by each submission method: by call, and with the real instructions where they can be trapped.
     pub(crate) fn all() -> Vec<Rig> {
         Self::all_of(&config(0x200))
     }
@@ -102,9 +102,9 @@ impl Rig {
         ];
         let mut rigs: Vec<Rig> = by_call
             .into_iter()
-            .map(|(what, name, way)| {
+            .map(|(what, name, method)| {
                 let model = Model::start(config.clone()).unwrap();
-                let queue = open(&model, name, way, Duration::from_secs(10)).unwrap();
+                let queue = open(&model, name, method, Duration::from_secs(10)).unwrap();
                 Rig { what, model, queue, _tree: None }
             })
             .collect();
@@ -113,7 +113,7 @@ impl Rig {
         rigs
     }
 
-    /// The whole way: discovery in a fake tree, the device file mapped, the real instruction.
+    /// Returns a queue by the full path: discovery in a fake tree, the device file mapped, the real instruction.
     pub(crate) fn trapped(config: &ModelConfig, name: &str, what: &'static str) -> Option<Rig> {
         match trap::install() {
             Ok(()) => {}
@@ -129,7 +129,7 @@ impl Rig {
         let directories = Directories { sysfs, dev };
         let found = discover(&directories).unwrap();
         for device in &found {
-            assert_eq!(device.oddities, [] as [&str; 0]);
+            assert_eq!(device.invalid_attributes, [] as [&str; 0]);
         }
         let info = found.into_iter().flat_map(|device| device.queues).find(|queue| queue.name == name).unwrap();
         assert_eq!(info.unusable, None);
@@ -137,11 +137,11 @@ impl Rig {
         let instructions = unsafe { Instructions::trapped() };
         let opening = Opening { instructions, deadline: Duration::from_secs(10), ..Opening::default() };
         let queue = WorkQueue::open_with(info, &directories, &opening).unwrap();
-        assert_ne!(queue.way(), SubmitMethod::Write, "the file can be mapped");
+        assert_ne!(queue.submit_method(), SubmitMethod::Write, "the file can be mapped");
         Some(Rig { what, model, queue, _tree: Some(directory) })
     }
 
-    /// Submits, waits, and gives the credit back.
+    /// Submits, waits, and returns the credit.
     pub(crate) fn run(&self, descriptor: Descriptor) -> Completion {
         run(&self.queue, descriptor)
     }
@@ -167,7 +167,8 @@ pub(crate) fn run_iaa(queue: &WorkQueue, descriptor: iaa::Descriptor) -> iaa::Co
     }
 }
 
-/// Until the queue takes it. What the descriptor names stays where it is until the test has seen its record.
+/// Submits until the queue accepts it. The memory that the descriptor names stays in place until the test has seen its
+/// record.
 pub(crate) fn submit(queue: &WorkQueue, descriptor: &Descriptor) {
     let end = Instant::now() + Duration::from_secs(60);
     loop {
@@ -195,7 +196,7 @@ pub(crate) fn wait(queue: &WorkQueue, record: &CompletionRecord) -> Completion {
 
 pub(crate) const PAGE: usize = 4096;
 
-/// Touched memory of its own, which the test and the device both only copy from and to.
+/// Touched memory, which test and device only copy from and to.
 pub(crate) struct Area {
     start: *mut u8,
     pages: usize,
@@ -245,7 +246,7 @@ impl Area {
         copy
     }
 
-    /// Takes a page's permissions away, or gives them back.
+    /// Removes or restores a page's permissions.
     pub(crate) fn allow(&self, page: usize, allowed: bool) {
         assert!(page < self.pages);
         let protection = if allowed { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_NONE };

@@ -40,6 +40,7 @@ use super::{DirtyLog, DirtyLogError, check_collect, next_gap};
 use crate::PAGE_SIZE;
 use crate::bitmap::PageBitmap;
 use crate::mappings::{Mapping, Mappings};
+use crate::own_files::OwnFiles;
 use crate::pagemap_scan::{
     PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PAGE_IS_WRITTEN, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING, Query, Scanner,
 };
@@ -48,6 +49,7 @@ use crate::userfault::{Faults, Userfault, UserfaultError, WP_ASYNC, WP_HUGETLBFS
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
@@ -76,6 +78,9 @@ impl MappedPart {
     }
 }
 
+/// The features of a userfaultfd for this process's memory.
+const OWN_FEATURES: u64 = WriteProtectLog::FEATURES | WP_HUGETLBFS_SHMEM;
+
 /// The dirty log of a process's memory. See the [module](self).
 #[derive(Debug)]
 pub struct WriteProtectLog {
@@ -90,7 +95,15 @@ pub struct WriteProtectLog {
 #[derive(Debug)]
 enum Memory {
     Own,
-    OfProcess { process: Arc<TargetProcess>, userfault: Arc<Userfault> },
+    /// Of this process, which opened before all that tracking needs.
+    Opened {
+        files: OwnFiles,
+        userfault: Arc<Userfault>,
+    },
+    OfProcess {
+        process: Arc<TargetProcess>,
+        userfault: Arc<Userfault>,
+    },
 }
 
 #[derive(Debug)]
@@ -158,6 +171,30 @@ impl WriteProtectLog {
         Self::of(Memory::Own, blocks.collect())
     }
 
+    /// Returns the log of this process's memory with a userfaultfd of this process, which `start` would open otherwise.
+    /// Opens now what `start` would open of `/proc`, for a process that will not be able to open files.
+    ///
+    /// A userfaultfd for faults of user space only (`UFFD_USER_MODE_ONLY`) is enough. Its handshake is made here, unless
+    /// it was made before with [`Self::FEATURES`] and protection of shared memory. The log keeps it from `stop` to the
+    /// next `start`.
+    ///
+    /// # Errors
+    /// [`UserfaultError`] if the descriptor is no userfaultfd or the kernel is too old; a file of `/proc` cannot be
+    /// opened; or the log was started already.
+    ///
+    /// # Panics
+    /// If the log is of another process.
+    pub fn with_userfault(mut self, userfault: impl Into<OwnedFd>) -> Result<Self, DirtyLogError> {
+        assert!(!matches!(self.memory, Memory::OfProcess { .. }), "a log of another process has a userfaultfd");
+        if self.started.is_some() {
+            return Err(DirtyLogError::AlreadyStarted);
+        }
+        let userfault = Arc::new(Userfault::from_descriptor(userfault.into(), OWN_FEATURES)?);
+        let files = OwnFiles::open().map_err(DirtyLogError::system("open /proc/self/maps and pagemap"))?;
+        self.memory = Memory::Opened { files, userfault };
+        Ok(self)
+    }
+
     /// Makes a log for memory of another process, mapped there from `start` to `stop` and not remapped meanwhile.
     ///
     /// `userfault` was made in that process and has [`Self::FEATURES`] ([`Userfault::from_descriptor`]). A userfaultfd
@@ -194,10 +231,7 @@ impl WriteProtectLog {
         if self.started.is_some() {
             return Err(DirtyLogError::AlreadyStarted);
         }
-        let userfault = match &self.memory {
-            Memory::Own => Self::open()?,
-            Memory::OfProcess { userfault, .. } => Arc::clone(userfault),
-        };
+        let userfault = self.userfault()?;
         self.scanner(self.look_up()?.0)?;
         let ranges = self.blocks.iter().flat_map(|block| &block.parts).map(|part| part.addresses.clone());
         for range in ranges {
@@ -214,16 +248,19 @@ impl WriteProtectLog {
             Err(_) => Err(DirtyLogError::Missing {
                 what: "PAGEMAP_SCAN",
                 instead: match self.memory {
-                    Memory::Own => "it needs Linux 6.7 or newer; use a KVM dirty log",
+                    Memory::Own | Memory::Opened { .. } => "it needs Linux 6.7 or newer; use a KVM dirty log",
                     Memory::OfProcess { .. } => "it needs Linux 6.7 or newer; use the migration of the monitor itself",
                 },
             }),
         }
     }
 
-    fn open() -> Result<Arc<Userfault>, DirtyLogError> {
-        // The kernel resolves all faults, so faults of user space are enough, and need no privilege.
-        Ok(Arc::new(Userfault::open(Faults::OfUserSpace, WP_ASYNC | WP_UNPOPULATED | WP_HUGETLBFS_SHMEM)?))
+    fn userfault(&self) -> Result<Arc<Userfault>, DirtyLogError> {
+        match &self.memory {
+            // The kernel resolves all faults, so faults of user space are enough, and need no privilege.
+            Memory::Own => Ok(Arc::new(Userfault::open(Faults::OfUserSpace, OWN_FEATURES)?)),
+            Memory::Opened { userfault, .. } | Memory::OfProcess { userfault, .. } => Ok(Arc::clone(userfault)),
+        }
     }
 
     fn of(memory: Memory, blocks: Vec<MappedBlock>) -> Result<Self, DirtyLogError> {
@@ -234,7 +271,7 @@ impl WriteProtectLog {
 
     fn pid(&self) -> i32 {
         match &self.memory {
-            Memory::Own => std::process::id() as i32,
+            Memory::Own | Memory::Opened { .. } => std::process::id() as i32,
             Memory::OfProcess { process, .. } => process.pid(),
         }
     }
@@ -242,6 +279,10 @@ impl WriteProtectLog {
     /// Opens the page map of the process, and reads its mappings.
     fn look_up(&self) -> Result<(File, Mappings), DirtyLogError> {
         let of_process = match &self.memory {
+            Memory::Opened { files, .. } => {
+                let page_map = files.page_map().map_err(DirtyLogError::system("use /proc/self/pagemap"))?;
+                return Ok((page_map, files.mappings().map_err(DirtyLogError::system("read /proc/self/maps"))?));
+            }
             Memory::Own => "self".to_owned(),
             Memory::OfProcess { process, .. } => process.pid().to_string(),
         };
@@ -249,7 +290,7 @@ impl WriteProtectLog {
         let page_map = File::open(&path);
         let page_map = page_map.map_err(DirtyLogError::system(format!("open {path} (who may trace the process may)")));
         let mappings = match &self.memory {
-            Memory::Own => Mappings::own(),
+            Memory::Own | Memory::Opened { .. } => Mappings::own(),
             Memory::OfProcess { process, .. } => Mappings::of_process(process.pid()),
         };
         let mappings = mappings.map_err(DirtyLogError::system(format!("read /proc/{of_process}/maps")));
@@ -280,7 +321,7 @@ impl WriteProtectLog {
                 parts.extend(cut.ok_or_else(|| DirtyLogError::Unmapped { block, range: range.clone(), pid })?);
                 userfault.register_write_protect(range.clone())?;
                 watched.push(range.clone());
-                if matches!(self.memory, Memory::OfProcess { .. }) {
+                if !matches!(self.memory, Memory::Own) {
                     // No other userfaultfd watches the range, or registering it would have failed. An earlier
                     // registration of this one persists through the new one.
                     userfault.unregister(range.clone())?;
@@ -323,10 +364,7 @@ impl DirtyLog for WriteProtectLog {
         }
         let (page_map, mappings) = self.look_up()?;
         let mut scanner = self.scanner(page_map)?;
-        let userfault = match &self.memory {
-            Memory::Own => Self::open()?,
-            Memory::OfProcess { userfault, .. } => Arc::clone(userfault),
-        };
+        let userfault = self.userfault()?;
         let mut watched = Vec::new();
         match self.watch(&mut scanner, &userfault, &mappings, &mut watched) {
             Ok(blocks) => {
@@ -642,7 +680,7 @@ mod tests {
 
     #[test]
     fn a_part_is_split_by_mappings_and_one_with_a_gap_is_not_mapped() {
-        let mappings = Mappings::from(MAPS);
+        let mappings = Mappings::from(MAPS.to_owned());
         let cut = |addresses: Range<usize>| {
             let parts = parts_of(1, &MappedPart { addresses, first_page: 7 }, &mappings)?;
             Some(parts.into_iter().map(|part| (part.addresses, part.first_page, part.kind)).collect::<Vec<_>>())

@@ -139,7 +139,7 @@ impl Place for FileWrite {
         self.write_zeros(end, offset + len - end)
     }
 
-    fn way(&self) -> PlacementMethod {
+    fn method(&self) -> PlacementMethod {
         PlacementMethod::FileWrite
     }
 }

@@ -154,7 +154,7 @@ impl Place for Mapped {
         Ok(())
     }
 
-    fn way(&self) -> PlacementMethod {
+    fn method(&self) -> PlacementMethod {
         PlacementMethod::Mapping
     }
 }

@@ -65,7 +65,7 @@ impl Place for OwnMemory {
         Ok(())
     }
 
-    fn way(&self) -> PlacementMethod {
+    fn method(&self) -> PlacementMethod {
         PlacementMethod::OwnMemory
     }
 }

@@ -205,7 +205,7 @@ impl Place for ProcessWrite {
         Ok(())
     }
 
-    fn way(&self) -> PlacementMethod {
+    fn method(&self) -> PlacementMethod {
         PlacementMethod::ProcessWrite
     }
 }

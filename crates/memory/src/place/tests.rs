@@ -198,7 +198,7 @@ fn exercise(place: &dyn Place, read: &dyn Fn() -> Vec<u8>) {
 fn mapping_writes_a_memfd() {
     let file = memfd();
     let place = Mapped::new(&file, 0, SIZE).unwrap();
-    assert_eq!(place.way(), PlacementMethod::Mapping);
+    assert_eq!(place.method(), PlacementMethod::Mapping);
     exercise(&place, &|| content(&file));
 }
 
@@ -237,7 +237,7 @@ fn file_write_writes_a_memfd() {
     for zero_by in [ZeroBy::PunchHole, ZeroBy::Writing] {
         let file = memfd();
         let place = FileWrite::new(file.try_clone().unwrap(), 0, SIZE, zero_by).unwrap();
-        assert_eq!(place.way(), PlacementMethod::FileWrite);
+        assert_eq!(place.method(), PlacementMethod::FileWrite);
         exercise(&place, &|| content(&file));
     }
 }
@@ -282,7 +282,7 @@ fn process_write_reaches_the_childs_memory_and_only_the_childs() {
     let memory = Anonymous::new();
     let child = Child::new();
     let place = ProcessWrite::new(&child.target(), memory.address(), SIZE).unwrap();
-    assert_eq!(place.way(), PlacementMethod::ProcessWrite);
+    assert_eq!(place.method(), PlacementMethod::ProcessWrite);
     exercise(&place, &|| child.read(memory.address(), SIZE as usize));
     // SAFETY: our own mapping, which nobody writes.
     let ours = unsafe { std::slice::from_raw_parts(memory.0, SIZE as usize) };
@@ -403,7 +403,7 @@ fn own_memory_is_written() {
     let memory = Anonymous::new();
     // SAFETY: the mapping outlives the place; `exercise` reads only between writes, from the same thread.
     let place = unsafe { OwnMemory::new(memory.0, SIZE as usize) };
-    assert_eq!(place.way(), PlacementMethod::OwnMemory);
+    assert_eq!(place.method(), PlacementMethod::OwnMemory);
     exercise(&place, &|| {
         // SAFETY: no write is under way while this copy is made.
         unsafe { std::slice::from_raw_parts(memory.0, SIZE as usize) }.to_vec()

@@ -4,6 +4,7 @@
 use crate::dirty_support::process::{Process, serve};
 use crate::dirty_support::{
     HUGE, Memory, Random, Writer, collected, huge_memory_file, memory_file, misuse_is_refused, rounds_against_writers,
+    works,
 };
 use proptest::prelude::*;
 use proptest::test_runner::contextualize_config;
@@ -29,18 +30,6 @@ use sterna_memory::userfault::Userfault;
 #[test]
 fn as_a_child() {
     serve();
-}
-
-/// Starts a log, or prints why this machine cannot have it.
-fn works(log: &mut dyn DirtyLog) -> bool {
-    match log.start() {
-        Ok(()) => true,
-        Err(error @ (DirtyLogError::Missing { .. } | DirtyLogError::Userfault(_))) => {
-            println!("skipped: {error}");
-            false
-        }
-        Err(error) => panic!("{error}"),
-    }
 }
 
 /// An event of the memory, in units of its page size.

@@ -4,11 +4,11 @@
 
 use crate::dirty_support::held_disk::{BYTES, CONTENT, HeldDisk, Read};
 use crate::dirty_support::process::{Process, serve};
-use crate::dirty_support::{Memory, collected};
+use crate::dirty_support::{Memory, collected, works};
 use std::sync::atomic::Ordering;
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::dirty::DirtyLog;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
-use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::userfault::wait::{FaultBuffer, Stop};
 use sterna_memory::userfault::{Faults, Userfault};
 
@@ -21,17 +21,6 @@ const NEW: u64 = u64::from_ne_bytes([CONTENT; 8]);
 #[test]
 fn as_a_child() {
     serve();
-}
-
-fn works(log: &mut dyn DirtyLog) -> bool {
-    match log.start() {
-        Ok(()) => true,
-        Err(error @ (DirtyLogError::Missing { .. } | DirtyLogError::Userfault(_))) => {
-            println!("skipped: {error}");
-            false
-        }
-        Err(error) => panic!("{error}"),
-    }
 }
 
 /// Returns a started log, or prints why there is none.

@@ -4,27 +4,25 @@
 #![cfg(target_arch = "x86_64")]
 
 use crate::dirty_support::guest::{self, Guest};
-use crate::dirty_support::{HUGE, Memory, Random, Writer, collected, misuse_is_refused, rounds_against_writers};
+use crate::dirty_support::{HUGE, Memory, Random, Writer, collected, misuse_is_refused, rounds_against_writers, works};
 use proptest::prelude::*;
 use proptest::test_runner::contextualize_config;
 use rustix::mm::Advice;
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
+use sterna_memory::userfault::{Faults, Userfault, WP_ASYNC, WP_HUGETLBFS_SHMEM, WP_UNPOPULATED};
 
 /// Returns a log, or prints why none works here.
 fn log_of(memories: &[&Memory]) -> Option<WriteProtectLog> {
     let mut log = WriteProtectLog::new(memories.iter().map(|memory| memory.addresses()).collect()).unwrap();
-    match log.start().and_then(|()| log.stop()) {
-        Ok(()) => Some(log),
-        Err(error @ (DirtyLogError::Missing { .. } | DirtyLogError::Userfault(_))) => {
-            println!("skipped: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
+    works(&mut log).then(|| {
+        log.stop().unwrap();
+        log
+    })
 }
 
 /// Returns a thread that writes: half of the writes to a few hot pages, the rest to one page after the other, `stay`
@@ -56,6 +54,35 @@ fn no_write_is_lost(memories: &[&Memory]) {
         assert_eq!(collected(&mut log, block, memory.pages()), [], "no page was written since");
     }
     log.stop().unwrap();
+}
+
+#[test]
+fn a_given_userfaultfd_serves_one_tracking_after_the_other_and_watches_nothing_between_them() {
+    let (anonymous, shared) = (Memory::small(8), Memory::memfd(8));
+    let both = [&anonymous, &shared];
+    if log_of(&both).is_none() {
+        return;
+    }
+    // Opened elsewhere, and its handshake made.
+    let made = Userfault::open(Faults::OfUserSpace, WP_ASYNC | WP_UNPOPULATED | WP_HUGETLBFS_SHMEM).unwrap();
+    let given = made.as_fd().try_clone_to_owned().unwrap();
+    let log = WriteProtectLog::new(both.iter().map(|memory| memory.addresses()).collect()).unwrap();
+    let mut log = log.with_userfault(given).unwrap();
+    for page in [2, 5] {
+        log.check().unwrap();
+        log.start().unwrap();
+        for (block, memory) in both.iter().enumerate() {
+            memory.write(page);
+            assert_eq!(collected(&mut log, block, 8), [page]);
+            assert_eq!(collected(&mut log, block, 8), []);
+        }
+        log.stop().unwrap();
+        // Another log can watch the memory meanwhile.
+        assert!(log_of(&both).is_some());
+    }
+    let no_userfault = std::fs::File::open("/dev/null").unwrap();
+    let refused = WriteProtectLog::new(Vec::new()).unwrap().with_userfault(no_userfault).unwrap_err();
+    assert!(matches!(refused, DirtyLogError::Userfault(_)), "{refused}");
 }
 
 #[test]

@@ -78,7 +78,7 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
         scope.spawn(|| {
             let ask = ask;
             answer_faults(&userfault, &missing, &stop, |answer| {
-                if let Answer::Ask(run) = answer {
+                if let Answer::Request(run) = answer {
                     asks.fetch_add(1, Ordering::Relaxed);
                     asked[(run.start / unit) as usize].fetch_add(1, Ordering::Relaxed);
                     ask.send(run).unwrap();
@@ -127,7 +127,7 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
                         let end = (at..end).find(|at| !stale[*at as usize]).unwrap_or(end);
                         place(at * unit..end * unit, VERSIONS[channel]);
                         if reconnects && random.below(8) == 0 {
-                            missing.forget_asked().unwrap();
+                            missing.forget_requests().unwrap();
                         }
                     }
                 })
@@ -220,12 +220,12 @@ fn a_missing_page_is_requested_once_and_again_after_the_connection_was_lost() {
                     let faults = one.userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap();
                     answers.extend(faults.iter().map(|fault| one.missing.fault(fault.address()).unwrap()));
                 }
-                assert_eq!(answers[0], Answer::Ask(one.run.clone()), "{kind:?}");
+                assert_eq!(answers[0], Answer::Request(one.run.clone()), "{kind:?}");
                 assert_eq!(answers[1..], [Answer::Waiting, Answer::Waiting, Answer::Waiting], "{kind:?}");
                 let mut still = Vec::new();
                 one.missing.for_each_stale_run(|run| still.push(run));
                 assert_eq!(still, std::slice::from_ref(&one.run));
-                one.missing.forget_asked().unwrap();
+                one.missing.forget_requests().unwrap();
             }
             assert_eq!(one.missing.place(one.run.start, &one.content(1)).unwrap(), one.memory.unit());
             readers.into_iter().for_each(|reader| reader.join().unwrap());
@@ -340,13 +340,13 @@ fn pages_placed_before_an_error_count_and_threads_that_wait_for_the_rest_request
             let faults = one.userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap();
             one.missing.fault(faults[0].address()).unwrap()
         };
-        assert_eq!(next_fault(), Answer::Ask(17..18));
+        assert_eq!(next_fault(), Answer::Request(17..18));
         assert!(matches!(one.missing.place(0, &content(0..64, 1)), Err(MissingError::NotMissing { page: 15, .. })));
         let mut still = Vec::new();
         one.missing.for_each_stale_run(|run| still.push(run));
         assert_eq!(still, std::slice::from_ref(&(15..20)));
         assert_eq!(one.missing.stale_count(), 5);
-        assert_eq!(next_fault(), Answer::Ask(17..18));
+        assert_eq!(next_fault(), Answer::Request(17..18));
         assert_eq!(one.missing.place(16, &content(16..20, 2)).unwrap(), 4);
         assert_eq!(reader.join().unwrap(), stamp(17, 2));
     });
@@ -366,15 +366,15 @@ fn without_memory_for_a_page_the_error_reports_it_and_the_page_is_requested_agai
             let faults = one.userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap();
             one.missing.fault(faults[0].address()).unwrap()
         };
-        assert_eq!(next_fault(), Answer::Ask(one.run.clone()));
+        assert_eq!(next_fault(), Answer::Request(one.run.clone()));
         one.memory.without_spare_huge_pages(|| {
             let error = one.missing.place(one.run.start, &one.content(1)).unwrap_err().to_string();
             assert!(error.contains("the pool is empty"), "{error}");
             assert_eq!(one.missing.stale_count(), one.memory.unit());
-            assert_eq!(next_fault(), Answer::Ask(one.run.clone()));
+            assert_eq!(next_fault(), Answer::Request(one.run.clone()));
             // The same for a zero page.
             assert!(matches!(one.missing.place_zero(one.run.clone()), Err(MissingError::NoHugePage { .. })));
-            assert_eq!(next_fault(), Answer::Ask(one.run.clone()));
+            assert_eq!(next_fault(), Answer::Request(one.run.clone()));
             let free = 2 * one.memory.unit();
             one.missing.backing().discard(free..free + one.memory.unit()).unwrap();
             let error = one.missing.fault(one.memory.address(free)).unwrap_err();
@@ -573,7 +573,7 @@ fn a_vcpu_waits_for_a_stale_page_and_continues_with_its_content() {
     std::thread::scope(|scope| {
         let faults = scope.spawn(|| {
             answer_faults(&userfault, &missing, &stop, |answer| {
-                if let Answer::Ask(run) = answer {
+                if let Answer::Request(run) = answer {
                     asks.fetch_add(1, Ordering::Relaxed);
                     missing.place(run.start, &content(run.clone(), 1)).unwrap();
                 }
@@ -667,7 +667,7 @@ proptest! {
                     let was_asked = &mut asked[page as usize];
                     match model[page as usize] {
                         None if *was_asked => prop_assert_eq!(answer, Answer::Waiting),
-                        None => prop_assert_eq!(answer, Answer::Ask(page..page + 1)),
+                        None => prop_assert_eq!(answer, Answer::Request(page..page + 1)),
                         Some(0) => prop_assert!(matches!(answer, Answer::ZeroFilled | Answer::Present)),
                         Some(_) => prop_assert_eq!(answer, Answer::Present),
                     }
@@ -682,7 +682,7 @@ proptest! {
                     }
                 }
                 Step::Forget => {
-                    missing.forget_asked().unwrap();
+                    missing.forget_requests().unwrap();
                     asked.fill(false);
                 }
             }

@@ -111,6 +111,27 @@ fn watched(userfault: &Arc<Userfault>, ram: &GuestRam) -> MissingPages {
     MissingPages::new(backing, Arc::clone(userfault)).unwrap()
 }
 
+/// A child with content in all of its memory, which is watched with these features of userfaultfd.
+struct WatchedChild {
+    child: Arc<Child>,
+    ram: GuestRam,
+    features: u64,
+    userfault: Arc<Userfault>,
+    missing: MissingPages,
+}
+
+impl WatchedChild {
+    fn start(kind: &str) -> Self {
+        let child = Child::start(kind);
+        child.ask("populate 0");
+        let ram = child.ram(kind);
+        let features = ram.discardable(&ram.blocks()[0]).unwrap().unwrap().userfault_features();
+        let userfault = ram.open_userfault(features).unwrap();
+        let missing = watched(&userfault, &ram);
+        Self { child, ram, features, userfault, missing }
+    }
+}
+
 /// Reads the next fault of the child, and returns the answer to it.
 fn next_fault(userfault: &Userfault, missing: &MissingPages) -> Answer {
     let (stop, mut buffer) = (Stop::new().unwrap(), FaultBuffer::new());
@@ -122,12 +143,7 @@ fn next_fault(userfault: &Userfault, missing: &MissingPages) -> Answer {
 #[test]
 fn a_process_waits_for_its_missing_pages_and_finds_pages_placed_from_outside() {
     for kind in ["small", "memfd"] {
-        let child = Child::start(kind);
-        child.ask("populate 0");
-        let ram = child.ram(kind);
-        let features = ram.discardable(&ram.blocks()[0]).unwrap().unwrap().userfault_features();
-        let userfault = Arc::new(ram.open_userfault(features).unwrap());
-        let missing = watched(&userfault, &ram);
+        let WatchedChild { child, ram, userfault, missing, .. } = WatchedChild::start(kind);
         missing.declare_all_stale(&[3..5, 10..12, 20..21]).unwrap();
         assert_eq!(missing.stale_count(), 5);
         if kind == "small" {
@@ -138,7 +154,7 @@ fn a_process_waits_for_its_missing_pages_and_finds_pages_placed_from_outside() {
         assert_eq!(child.ask("read 0 0"), "1");
 
         child.process.lock().unwrap().send("read 0 3");
-        assert_eq!(next_fault(&userfault, &missing), Answer::Ask(3..4));
+        assert_eq!(next_fault(&userfault, &missing), Answer::Request(3..4));
         assert_eq!(missing.place(3, &page_of(333)).unwrap(), 1);
         assert_eq!(child.process.lock().unwrap().answer(), "333", "{kind}");
         // Pages that arrive before they are accessed cause no fault; zero pages are zero.
@@ -163,15 +179,10 @@ fn a_process_waits_for_its_missing_pages_and_finds_pages_placed_from_outside() {
 #[test]
 fn a_waiting_thread_continues_to_wait_when_the_filling_program_is_gone() {
     for kind in ["small", "memfd"] {
-        let child = Child::start(kind);
-        child.ask("populate 0");
-        let ram = child.ram(kind);
-        let features = ram.discardable(&ram.blocks()[0]).unwrap().unwrap().userfault_features();
-        let userfault = Arc::new(ram.open_userfault(features).unwrap());
-        let missing = watched(&userfault, &ram);
+        let WatchedChild { child, features, userfault, missing, ram: _ram } = WatchedChild::start(kind);
         missing.declare_stale(5..7).unwrap();
         child.process.lock().unwrap().send("read 0 5");
-        assert_eq!(next_fault(&userfault, &missing), Answer::Ask(5..6));
+        assert_eq!(next_fault(&userfault, &missing), Answer::Request(5..6));
         // Like the end of this program: closes its descriptor, without unregistering.
         std::mem::forget(missing);
         let userfault = Arc::into_raw(userfault);
@@ -196,7 +207,7 @@ fn a_waiting_thread_continues_to_wait_when_the_filling_program_is_gone() {
 fn a_process_that_has_ended_is_noticed() {
     let child = Child::start("small");
     let ram = child.ram("small");
-    let userfault = Arc::new(ram.open_userfault(0).unwrap());
+    let userfault = ram.open_userfault(0).unwrap();
     let missing = watched(&userfault, &ram);
     missing.declare_stale(5..6).unwrap();
     assert!(!userfault.is_orphaned());

@@ -441,7 +441,7 @@ impl Device {
     }
 
     /// Releases a grant.
-    pub(crate) fn give_back(&self, grant: Option<Grant>, submitted: Option<Nanos>, now: Nanos) {
+    pub(crate) fn return_grant(&self, grant: Option<Grant>, submitted: Option<Nanos>, now: Nanos) {
         let Some(grant) = grant else { return };
         let mut admission = lock_std(&self.admission);
         match submitted {

@@ -17,7 +17,7 @@ use crate::engine::{Begun, Engine, Progress, Whose};
 use crate::kind::{Cause, Kind};
 use crate::operation::Operation;
 use crate::request::{Answer, Item, Request};
-use crate::share::{AdmissionDecision, Ask};
+use crate::share::{AdmissionDecision, AdmissionRequest};
 use crate::state::State;
 use crate::sync::lock_std;
 use crate::time::{NEVER, Nanos};
@@ -428,7 +428,7 @@ impl<D: Dialect> Accelerator<D> {
     fn end(&self, request: &mut Request, now: Nanos, completed: bool) {
         let device = self.device_of(request);
         let grant = request.work.grant.take();
-        device.give_back(grant, completed.then_some(request.work.begun), now);
+        device.return_grant(grant, completed.then_some(request.work.begun), now);
         let counters = device.common.statistics.of(request.operation, D::KIND);
         counters.device_nanos.fetch_add(request.work.parts.nanos, Relaxed);
     }
@@ -474,7 +474,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
             let mut admission = lock_std(&device.admission);
             let predicted =
                 admission.predictors[request.operation.index()].predict(request.bytes, request.items.len() as u32);
-            match admission.share.ask(&Ask { vm, channel, weight, predicted, bytes: request.bytes }, now) {
+            match admission.share.ask(&AdmissionRequest { vm, channel, weight, predicted, bytes: request.bytes }, now) {
                 AdmissionDecision::Admit(grant) => request.work.grant = Some(grant),
                 AdmissionDecision::Wait { until } => {
                     request.work.parts.waits = true;
@@ -632,7 +632,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
 impl<D> Accelerator<D> {
     fn give_grant_back(&self, request: &mut Request, now: Nanos) {
         let device = &self.devices[request.work.parts.device];
-        device.give_back(request.work.grant.take(), None, now);
+        device.return_grant(request.work.grant.take(), None, now);
     }
 }
 

@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 
 use super::spill::CpuCost;
-use super::{AdmissionDecision, Ask, CONTENDED_BATCH, Grant, Nanos, Share};
+use super::{AdmissionDecision, AdmissionRequest, CONTENDED_BATCH, Grant, Nanos, Share};
 
 /// The target of the control.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,28 +106,28 @@ impl DelayBased {
 }
 
 impl Share for DelayBased {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
-        let who = (ask.vm, ask.channel);
+    fn ask(&mut self, request: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
+        let who = (request.vm, request.channel);
         let (since, _) = *self.waiting.entry(who).or_insert((now, now));
         // A channel that is late by two of the longest waits does not delay the others.
         self.waiting.retain(|_, (_, expected)| now <= expected.saturating_add(2 * MAX_WAIT));
         self.waiting.insert(who, (since, now));
         let before =
             self.waiting.iter().filter(|&(&other, &(before, _))| (before, other) < (since, who)).count() as u64;
-        let room_at = self.room_at(ask.predicted.saturating_mul(before + 1), now);
+        let room_at = self.room_at(request.predicted.saturating_mul(before + 1), now);
         if room_at <= now {
             self.waiting.remove(&who);
-            self.in_flight = self.in_flight.saturating_add(ask.predicted);
+            self.in_flight = self.in_flight.saturating_add(request.predicted);
             self.batches += 1;
             self.last_admitted = now;
             return AdmissionDecision::Admit(Grant {
-                vm: ask.vm,
-                predicted: ask.predicted,
-                bytes: ask.bytes,
+                vm: request.vm,
+                predicted: request.predicted,
+                bytes: request.bytes,
                 expected: 0,
             });
         }
-        let cost = self.cpu.of(ask.bytes, now);
+        let cost = self.cpu.of(request.bytes, now);
         if self.settings.spill && room_at - now > cost {
             self.waiting.insert(who, (since, now.saturating_add(cost)));
             return AdmissionDecision::Spill;

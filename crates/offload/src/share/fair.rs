@@ -3,7 +3,7 @@
 use super::pace::Pace;
 use super::spill::CpuCost;
 use super::turns::Turns;
-use super::{AdmissionDecision, Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, Share};
+use super::{AdmissionDecision, AdmissionRequest, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, Share};
 
 /// The shortest wait: asking again has a cost.
 const MIN_WAIT: Nanos = 5_000;
@@ -87,32 +87,32 @@ impl Fair {
 }
 
 impl Share for Fair {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
-        let before = self.turns.ask(ask, now);
-        let own = self.pace.stretch(ask.predicted);
+    fn ask(&mut self, request: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
+        let before = self.turns.ask(request, now);
+        let own = self.pace.stretch(request.predicted);
         let filled = self.backlog(now).saturating_add(self.pace.stretch(before)).saturating_add(own);
-        let alone = self.free_alone && self.turns.alone(ask.vm, now);
+        let alone = self.free_alone && self.turns.alone(request.vm, now);
         if filled <= self.bound || (self.batches == 0 && before == 0) || alone {
-            self.turns.admit(ask);
-            self.in_flight = self.in_flight.saturating_add(ask.predicted);
+            self.turns.admit(request);
+            self.in_flight = self.in_flight.saturating_add(request.predicted);
             self.batches += 1;
-            let expected = self.drained.saturating_sub(now).saturating_add(ask.predicted);
+            let expected = self.drained.saturating_sub(now).saturating_add(request.predicted);
             self.drained = self.drained.max(now).saturating_add(own);
             return AdmissionDecision::Admit(Grant {
-                vm: ask.vm,
-                predicted: ask.predicted,
-                bytes: ask.bytes,
+                vm: request.vm,
+                predicted: request.predicted,
+                bytes: request.bytes,
                 expected,
             });
         }
         let wait = filled.saturating_sub(self.bound);
-        let cost = self.cpu.of(ask.bytes, now);
+        let cost = self.cpu.of(request.bytes, now);
         if self.spill && wait > cost {
-            self.turns.wait(ask, now.saturating_add(cost));
+            self.turns.wait(request, now.saturating_add(cost));
             return AdmissionDecision::Spill;
         }
         let until = now.saturating_add(wait.clamp(MIN_WAIT, MAX_WAIT));
-        self.turns.wait(ask, until);
+        self.turns.wait(request, until);
         AdmissionDecision::Wait { until }
     }
 

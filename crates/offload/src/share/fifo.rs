@@ -1,14 +1,19 @@
 //! No sharing: everything goes to the hardware at once. The baseline for the other shares.
 
-use super::{AdmissionDecision, Ask, Grant, Nanos, Share};
+use super::{AdmissionDecision, AdmissionRequest, Grant, Nanos, Share};
 
 /// Admits everything.
 #[derive(Debug, Default)]
 pub struct Fifo;
 
 impl Share for Fifo {
-    fn ask(&mut self, ask: &Ask, _now: Nanos) -> AdmissionDecision {
-        AdmissionDecision::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected: 0 })
+    fn ask(&mut self, request: &AdmissionRequest, _now: Nanos) -> AdmissionDecision {
+        AdmissionDecision::Admit(Grant {
+            vm: request.vm,
+            predicted: request.predicted,
+            bytes: request.bytes,
+            expected: 0,
+        })
     }
 
     fn done(&mut self, _grant: Grant, _sojourn: Nanos, _now: Nanos) {}

@@ -51,7 +51,7 @@ pub const PATIENCE: Nanos = 50_000;
 
 /// A batch for which admission is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ask {
+pub struct AdmissionRequest {
     /// The VM that submits it; devices are shared between VMs.
     pub vm: u32,
     /// The VM's channel: several may wait at one time.
@@ -110,7 +110,7 @@ impl Grant {
 /// Admission to one hardware queue, from the view of one process.
 pub trait Share: Send {
     /// Decides whether this batch may be submitted now.
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision;
+    fn ask(&mut self, request: &AdmissionRequest, now: Nanos) -> AdmissionDecision;
 
     /// Returns the grant of a batch that has completed, `sojourn` after its submission.
     fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos);

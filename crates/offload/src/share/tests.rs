@@ -41,14 +41,14 @@ impl Table for Sheet {
     }
 }
 
-fn ask(vm: u32, weight: u32, predicted: Nanos) -> Ask {
-    Ask { vm, channel: 0, weight, predicted, bytes: predicted * 30 }
+fn ask(vm: u32, weight: u32, predicted: Nanos) -> AdmissionRequest {
+    AdmissionRequest { vm, channel: 0, weight, predicted, bytes: predicted * 30 }
 }
 
 /// Always-hungry flows on a FIFO device of exact speed: device time of each, and the longest wait of any.
 fn serve(
     shares: &mut [Box<dyn Share>],
-    asks: &[Ask],
+    asks: &[AdmissionRequest],
     process_of: impl Fn(usize) -> usize,
     end: Nanos,
 ) -> (Vec<f64>, Nanos) {
@@ -96,7 +96,7 @@ fn serve(
     (had, longest.max(waiting))
 }
 
-fn check_weights(had: &[f64], asks: &[Ask], end: Nanos, within: f64) -> Result<(), TestCaseError> {
+fn check_weights(had: &[f64], asks: &[AdmissionRequest], end: Nanos, within: f64) -> Result<(), TestCaseError> {
     let weights: f64 = asks.iter().map(|ask| f64::from(ask.weight)).sum();
     let all: f64 = had.iter().sum();
     prop_assert!(all > 0.97 * end as f64, "the device was idle: {all} of {end}");
@@ -123,7 +123,7 @@ proptest! {
     fn fair_gives_device_time_by_weight_and_keeps_the_device_busy(
         flows in prop::collection::vec((1u32..20, 5_000u64..60_000), 2..12),
     ) {
-        let asks: Vec<Ask> =
+        let asks: Vec<AdmissionRequest> =
             flows.iter().enumerate().map(|(vm, &(weight, predicted))| ask(vm as u32, weight, predicted)).collect();
         for fair in [Fair::default(), Fair::default().free_alone()] {
         let mut shares: Vec<Box<dyn Share>> = vec![Box::new(fair)];
@@ -138,7 +138,7 @@ proptest! {
     fn processes_with_a_ledger_share_by_weight_and_keep_the_device_busy(
         flows in prop::collection::vec((1u32..20, 5_000u64..60_000), 2..12),
     ) {
-        let asks: Vec<Ask> =
+        let asks: Vec<AdmissionRequest> =
             flows.iter().enumerate().map(|(vm, &(weight, predicted))| ask(vm as u32, weight, predicted)).collect();
         let mut shares: Vec<Box<dyn Share>> =
             Sheet::all(asks.len()).into_iter().map(|sheet| Box::new(Ledger::new(sheet)) as _).collect();
@@ -203,7 +203,7 @@ proptest! {
                 }
                 slots.lock().unwrap()[index + 1] = Slot::from_words(hostile);
             }
-            let what = Ask { vm: 3, channel: 0, weight, predicted, bytes: u64::MAX };
+            let what = AdmissionRequest { vm: 3, channel: 0, weight, predicted, bytes: u64::MAX };
             match ledger.ask(&what, now) {
                 AdmissionDecision::Admit(grant) => {
                     granted += 1;
@@ -246,7 +246,7 @@ proptest! {
         for (vm, channel, what, passes, predicted) in steps {
             now += passes;
             match what {
-                0..=2 => match share.ask(&Ask { vm, channel, weight: vm * 400, predicted, bytes: predicted }, now) {
+                0..=2 => match share.ask(&AdmissionRequest { vm, channel, weight: vm * 400, predicted, bytes: predicted }, now) {
                     AdmissionDecision::Admit(grant) => out.push(grant),
                     AdmissionDecision::Wait { until } => prop_assert!(until > now),
                     AdmissionDecision::Spill => share.spilled(predicted, passes, now),
@@ -333,7 +333,7 @@ fn flows_of_vms_that_are_gone_are_forgotten() {
 #[test]
 fn what_is_far_away_goes_to_the_cpu_and_keeps_its_turn() {
     let mut fair = Fair::new(50_000).spilling();
-    let ask = |vm| Ask { vm, channel: 0, weight: 1, predicted: 40_000, bytes: 512 << 10 };
+    let ask = |vm| AdmissionRequest { vm, channel: 0, weight: 1, predicted: 40_000, bytes: 512 << 10 };
     let AdmissionDecision::Admit(first) = fair.ask(&ask(1), 0) else { panic!("the device is free") };
     let AdmissionDecision::Spill = fair.ask(&ask(2), 0) else { panic!("30 µs are longer than the CPU takes") };
     // On a host whose cores are taken the CPU is no way out.
@@ -349,7 +349,7 @@ fn what_is_far_away_goes_to_the_cpu_and_keeps_its_turn() {
 #[test]
 fn without_a_ledger_the_wait_is_kept_near_what_is_aimed_at() {
     // Eight processes, each by itself, and all always hungry.
-    let asks: Vec<Ask> = (0..8).map(|vm| ask(vm, 1, 17_000)).collect();
+    let asks: Vec<AdmissionRequest> = (0..8).map(|vm| ask(vm, 1, 17_000)).collect();
     let settings = DelaySettings { spill: false, ..DelaySettings::default() };
     let mut shares: Vec<Box<dyn Share>> = asks.iter().map(|_| Box::new(DelayBased::new(settings)) as _).collect();
     let end = LONG;

@@ -11,7 +11,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Ask, Nanos, PATIENCE, weight};
+use super::{AdmissionRequest, Nanos, PATIENCE, weight};
 
 /// Virtual nanoseconds of a flow with weight 1 for each nanosecond of the device: enough for weights to divide well,
 /// and nine years of work before an overflow.
@@ -87,42 +87,42 @@ pub(super) struct Turns {
 
 impl Turns {
     /// Registers a channel's request: it waits from now on. Returns the device time of the batches that go first.
-    pub(super) fn ask(&mut self, ask: &Ask, now: Nanos) -> Nanos {
+    pub(super) fn ask(&mut self, request: &AdmissionRequest, now: Nanos) -> Nanos {
         self.sweep(now);
         let virtual_time = self.virtual_time;
-        let flow = self.flows.entry(ask.vm).or_insert_with(|| Flow::new(virtual_time));
-        flow.weight = weight(ask.weight);
+        let flow = self.flows.entry(request.vm).or_insert_with(|| Flow::new(virtual_time));
+        flow.weight = weight(request.weight);
         flow.heard = now;
-        flow.waiters.retain(|waiter| waiter.channel == ask.channel || now <= waiter.expected.saturating_add(GONE));
+        flow.waiters.retain(|waiter| waiter.channel == request.channel || now <= waiter.expected.saturating_add(GONE));
         if flow.waiters.is_empty() {
-            flow.start = start_tag(flow.finish, virtual_time, virtual_span(ask.predicted, flow.weight));
+            flow.start = start_tag(flow.finish, virtual_time, virtual_span(request.predicted, flow.weight));
         }
-        match flow.waiters.iter_mut().find(|waiter| waiter.channel == ask.channel) {
-            Some(waiter) => *waiter = Waiter { predicted: ask.predicted, expected: now, ..*waiter },
+        match flow.waiters.iter_mut().find(|waiter| waiter.channel == request.channel) {
+            Some(waiter) => *waiter = Waiter { predicted: request.predicted, expected: now, ..*waiter },
             None => {
-                flow.waiters.push(Waiter { channel: ask.channel, predicted: ask.predicted, expected: now });
+                flow.waiters.push(Waiter { channel: request.channel, predicted: request.predicted, expected: now });
             }
         }
-        self.before(ask, now)
+        self.before(request, now)
     }
 
     /// Returns the device time that waits with an earlier turn, of channels that are not late.
-    fn before(&self, ask: &Ask, now: Nanos) -> Nanos {
+    fn before(&self, request: &AdmissionRequest, now: Nanos) -> Nanos {
         let mut before: Nanos = 0;
-        let mut own = self.flows.get(&ask.vm).map_or(0, |flow| flow.start);
-        for waiter in self.flows.get(&ask.vm).into_iter().flat_map(|flow| &flow.waiters) {
-            if waiter.channel == ask.channel {
+        let mut own = self.flows.get(&request.vm).map_or(0, |flow| flow.start);
+        for waiter in self.flows.get(&request.vm).into_iter().flat_map(|flow| &flow.waiters) {
+            if waiter.channel == request.channel {
                 break;
             }
             if waiter.punctual(now) {
                 before = before.saturating_add(waiter.predicted);
-                own = own.saturating_add(virtual_span(waiter.predicted, weight(ask.weight)));
+                own = own.saturating_add(virtual_span(waiter.predicted, weight(request.weight)));
             }
         }
-        for (&vm, flow) in self.flows.iter().filter(|&(&vm, _)| vm != ask.vm) {
+        for (&vm, flow) in self.flows.iter().filter(|&(&vm, _)| vm != request.vm) {
             let mut tag = flow.start;
             for waiter in flow.waiters.iter().filter(|waiter| waiter.punctual(now)) {
-                if (tag, vm) > (own, ask.vm) {
+                if (tag, vm) > (own, request.vm) {
                     break;
                 }
                 before = before.saturating_add(waiter.predicted.max(1));
@@ -133,9 +133,10 @@ impl Turns {
     }
 
     /// Records that the channel was made to wait until `until`.
-    pub(super) fn wait(&mut self, ask: &Ask, until: Nanos) {
-        let flow = self.flows.get_mut(&ask.vm);
-        if let Some(waiter) = flow.and_then(|flow| flow.waiters.iter_mut().find(|waiter| waiter.channel == ask.channel))
+    pub(super) fn wait(&mut self, request: &AdmissionRequest, until: Nanos) {
+        let flow = self.flows.get_mut(&request.vm);
+        if let Some(waiter) =
+            flow.and_then(|flow| flow.waiters.iter_mut().find(|waiter| waiter.channel == request.channel))
         {
             waiter.expected = until;
         }
@@ -143,10 +144,10 @@ impl Turns {
 
     /// Records the admission of its batch. Virtual time is the largest start tag so far: a batch that passes a late
     /// flow does not move it back.
-    pub(super) fn admit(&mut self, ask: &Ask) {
-        if let Some(flow) = self.flows.get_mut(&ask.vm) {
-            flow.waiters.retain(|waiter| waiter.channel != ask.channel);
-            let span = virtual_span(ask.predicted, flow.weight);
+    pub(super) fn admit(&mut self, request: &AdmissionRequest) {
+        if let Some(flow) = self.flows.get_mut(&request.vm) {
+            flow.waiters.retain(|waiter| waiter.channel != request.channel);
+            let span = virtual_span(request.predicted, flow.weight);
             self.virtual_time = self.virtual_time.max(flow.start);
             flow.finish = flow.start.saturating_add(span);
             // For the channels that wait behind it in the same flow.

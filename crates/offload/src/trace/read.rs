@@ -38,12 +38,12 @@ pub struct Answer {
 
 /// A trace that cannot be read.
 #[derive(Debug, Error)]
-#[error("line {line} of the accelerator trace: {wrong}")]
+#[error("line {line} of the accelerator trace: {reason}")]
 pub struct TraceError {
     /// Line, from 1.
     pub line: usize,
     /// What is wrong with it.
-    pub wrong: String,
+    pub reason: String,
 }
 
 /// The longest line: a descriptor in hexadecimal, and a queue's name.
@@ -103,18 +103,18 @@ fn lines(
     let (mut read, mut queues) = (0, 0);
     let mut buffer = Vec::new();
     for line in 1.. {
-        let wrong = |wrong: String| TraceError { line, wrong };
+        let error = |reason: String| TraceError { line, reason };
         buffer.clear();
         let got = io::Read::take(&mut input, MAX_LINE as u64).read_until(b'\n', &mut buffer);
-        let got = got.map_err(|error| wrong(error.to_string()))?;
+        let got = got.map_err(|failure| error(failure.to_string()))?;
         read += got as u64;
         if read > MAX_TRACE {
-            return Err(wrong(format!("the trace has more than {} MiB; capture fewer rounds", MAX_TRACE >> 20)));
+            return Err(error(format!("the trace has more than {} MiB; capture fewer rounds", MAX_TRACE >> 20)));
         }
         let ended = got == 0;
         if !ended && buffer.last() != Some(&b'\n') {
             if got == MAX_LINE {
-                return Err(wrong("it is too long".into()));
+                return Err(error("it is too long".into()));
             }
             // The writer was killed within this line, so its values are incomplete.
             return if begun { Ok(true) } else { Err(empty(line)) };
@@ -122,23 +122,23 @@ fn lines(
         if ended {
             return if begun { Ok(false) } else { Err(empty(line)) };
         }
-        let text = std::str::from_utf8(&buffer).map_err(|_| wrong("it is no text".into()))?.trim_end();
+        let text = std::str::from_utf8(&buffer).map_err(|_| error("it is no text".into()))?.trim_end();
         if text.is_empty() || text.starts_with('#') {
             continue;
         }
         match (begun, text == HEADER) {
             (false, true) => begun = true,
-            (false, false) => return Err(wrong(format!("a trace begins with the line {HEADER:?}"))),
+            (false, false) => return Err(error(format!("a trace begins with the line {HEADER:?}"))),
             (true, true) => {
-                return Err(wrong("another trace begins here; a file has one, so take them apart".into()));
+                return Err(error("another trace begins here; a file has one, so take them apart".into()));
             }
             (true, false) => {
-                let entry = parse(text).map_err(wrong)?;
+                let entry = parse(text).map_err(error)?;
                 queues += usize::from(matches!(entry, Entry::Queue { .. }));
                 if queues > MAX_QUEUES {
-                    return Err(wrong(format!("more than {MAX_QUEUES} queues")));
+                    return Err(error(format!("more than {MAX_QUEUES} queues")));
                 }
-                each(line, entry).map_err(wrong)?;
+                each(line, entry).map_err(error)?;
             }
         }
     }
@@ -146,7 +146,7 @@ fn lines(
 }
 
 fn empty(line: usize) -> TraceError {
-    TraceError { line, wrong: "the trace is empty".into() }
+    TraceError { line, reason: "the trace is empty".into() }
 }
 
 fn parse(text: &str) -> Result<Entry<'_>, String> {
@@ -281,7 +281,7 @@ pub struct Replay {
     /// What was submitted, and what of it violates the specification.
     pub verdict: sterna_idxd_model::judge::Verdict,
     /// Whether the trace breaks off within a line, which was ignored: its writer was killed.
-    pub cut: bool,
+    pub truncated: bool,
 }
 
 /// Checks a trace: every descriptor and every record, and how they belong together.
@@ -293,7 +293,7 @@ pub fn replay(input: impl BufRead) -> Result<Replay, TraceError> {
     use sterna_idxd_model::{Kind, Mode, judge};
 
     let mut judge = judge::Judge::new();
-    let cut = lines(input, |line, entry| {
+    let truncated = lines(input, |line, entry| {
         match entry {
             Entry::Queue { name, queue } => {
                 let of = judge::Queue {
@@ -316,7 +316,7 @@ pub fn replay(input: impl BufRead) -> Result<Replay, TraceError> {
         }
         Ok(())
     })?;
-    Ok(Replay { verdict: judge.finish(), cut })
+    Ok(Replay { verdict: judge.finish(), truncated })
 }
 
 #[cfg(test)]
@@ -379,7 +379,7 @@ mod tests {
         }
         let header = format!("{HEADER}\n");
         let error = read(io::BufReader::new(io::Read::chain(header.as_bytes(), Comments(0)))).unwrap_err();
-        assert!(error.wrong.contains("more than 256 MiB"), "{error}");
+        assert!(error.reason.contains("more than 256 MiB"), "{error}");
     }
 
     proptest! {

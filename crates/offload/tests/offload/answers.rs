@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::support::{Clock, Fake, Memory, PAGE, Script, crc32c};
 use sterna_idxd::{Device, Kind as DeviceKind, Mode, QueueInfo, WorkQueue};
-use sterna_offload::share::{AdmissionDecision, Ask, Fifo, Grant, Share};
+use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Fifo, Grant, Share};
 use sterna_offload::trace::Trace;
 use sterna_offload::{
     Bell, Cancelled, Cause, Channel, Kind, NEVER, Nanos, Offload, Operation, Outcome, Reason, Recheck, Region,
@@ -27,7 +27,7 @@ struct Bench {
 struct Counted(Arc<AtomicI64>);
 
 impl Share for Counted {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
+    fn ask(&mut self, ask: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
         self.0.fetch_add(1, Ordering::Relaxed);
         Fifo.ask(ask, now)
     }
@@ -57,7 +57,7 @@ impl Bench {
     }
 
     fn start(&self, max_batch: u32) -> Arc<Offload> {
-        Offload::over(self.device.open(&self.clock, max_batch), &self.settings).unwrap()
+        Offload::with_queues(self.device.open(&self.clock, max_batch), &self.settings).unwrap()
     }
 
     /// The checksums of all pages, one batch.
@@ -184,7 +184,7 @@ fn a_device_out_of_service_is_passed_over_and_the_others_do_its_work() {
     let bench = Bench::new(16, false);
     let other = Fake::new("dsa1", DeviceKind::Dsa, &[(16, false)], 2, Script::default());
     let queues = [&bench.device, &other].map(|device| device.open(&bench.clock, 32)).into_iter().flatten().collect();
-    let offload = Offload::over(queues, &bench.settings).unwrap();
+    let offload = Offload::with_queues(queues, &bench.settings).unwrap();
     bench.device.set_script(Script { lost: 1, ..Script::default() });
     for _ in 0..10 {
         assert_eq!(bench.checksums(&offload), bench.right_checksums());
@@ -347,7 +347,8 @@ impl Pair {
         settings.trace = Some(Arc::new(Trace::new(Box::new(io::LineWriter::new(meanwhile)))));
         let mut info = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", DeviceKind::Dsa)), Mode::Shared, 16);
         info.max_batch = 1;
-        let offload = Offload::over(vec![WorkQueue::with_portal(info, device.clone()).unwrap()], &settings).unwrap();
+        let offload =
+            Offload::with_queues(vec![WorkQueue::with_portal(info, device.clone()).unwrap()], &settings).unwrap();
         let region = memory.region();
         let channel = offload.channel();
         let mut batch = channel.batch(Operation::Checksum);
@@ -413,7 +414,7 @@ fn what_writes_guest_memory_outlives_its_device_and_leaves_no_lease() {
         let mut info = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", DeviceKind::Dsa)), Mode::Shared, 16);
         info.max_batch = 1;
         let queue = WorkQueue::with_portal(info, portal.clone()).unwrap();
-        let offload = Offload::over(vec![queue], &bench.settings).unwrap();
+        let offload = Offload::with_queues(vec![queue], &bench.settings).unwrap();
         let channel = offload.channel();
         let mut batch = channel.batch(Operation::Checksum);
         batch.push(&bench.region.range(0, PAGE).unwrap()).unwrap();
@@ -459,7 +460,7 @@ fn a_range_in_which_the_device_stopped_behind_the_end_is_not_believed() {
     let mut info = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", DeviceKind::Dsa)), Mode::Shared, 16);
     info.max_batch = 1;
     let queue = WorkQueue::with_portal(info, portal.clone()).unwrap();
-    let offload = Offload::over(vec![queue], &bench.settings).unwrap();
+    let offload = Offload::with_queues(vec![queue], &bench.settings).unwrap();
     (0..4).for_each(|page| bench.memory.write(page * PAGE, &[1]));
     let channel = offload.channel();
     let mut batch = channel.batch(Operation::ZeroMap);

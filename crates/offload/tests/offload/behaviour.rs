@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::support::{Clock, Fake, Memory, PAGE, Script, crc32c};
 use sterna_idxd::{Directories, Kind as DeviceKind, WorkQueue};
 use sterna_memory::ram::{Backing, RamBlock};
-use sterna_offload::share::{AdmissionDecision, Ask, Grant, Share};
+use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Grant, Share};
 use sterna_offload::trace::{self, Trace};
 use sterna_offload::{
     Accelerators, Batch, CallError, Cancelled, Cause, Channel, Kind, NEVER, Nanos, Offload, Operation, Outcome,
@@ -48,7 +48,7 @@ impl Bench {
     }
 
     fn start(&mut self) -> Arc<Offload> {
-        Offload::over(std::mem::take(&mut self.queues), &self.settings).unwrap()
+        Offload::with_queues(std::mem::take(&mut self.queues), &self.settings).unwrap()
     }
 
     fn zero_map(&self, channel: &Channel) -> Batch {
@@ -238,7 +238,7 @@ fn the_credits_of_a_dedicated_queue_come_back_with_every_completion() {
     for _ in 0..2 {
         drop(channel.submit(bench.zero_map(&channel)).unwrap());
     }
-    while offload.turn() != NEVER {
+    while offload.run_backstop() != NEVER {
         bench.clock.pass(1_000_000);
     }
     offload.is_zero(&[bench.region.range(0, 32 * PAGE).unwrap()]).unwrap();
@@ -252,7 +252,7 @@ fn while_others_wait_batches_are_as_small_as_the_share_says() {
     /// Four pages at a time.
     struct Small;
     impl Share for Small {
-        fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
+        fn ask(&mut self, ask: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
             sterna_offload::share::Fifo.ask(ask, now)
         }
         fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
@@ -316,7 +316,7 @@ fn a_dropped_ticket_is_never_heard_of_and_its_request_comes_back() {
     drop(channel.submit(batch).unwrap());
     assert_eq!(bench.region.uses(), 1);
     assert!(channel.wait_for(Duration::from_secs(1)).is_none());
-    assert_eq!((channel.under_way(), bench.region.uses()), (0, 0));
+    assert_eq!((channel.in_flight(), bench.region.uses()), (0, 0));
     let requests = offload.report().requests;
     assert_eq!(requests.made, requests.free);
 }
@@ -340,7 +340,7 @@ fn an_old_ticket_means_nothing_to_the_batch_that_came_after_it() {
 fn what_the_cpu_is_said_to_be_sooner_at_it_does_and_the_share_hears_how_long_it_took() {
     struct Spilling(Arc<AtomicU64>);
     impl Share for Spilling {
-        fn ask(&mut self, _: &Ask, _: Nanos) -> AdmissionDecision {
+        fn ask(&mut self, _: &AdmissionRequest, _: Nanos) -> AdmissionDecision {
             AdmissionDecision::Spill
         }
         fn done(&mut self, _: Grant, _: Nanos, _: Nanos) {
@@ -368,7 +368,7 @@ fn what_the_cpu_is_said_to_be_sooner_at_it_does_and_the_share_hears_how_long_it_
 struct Gate(Nanos);
 
 impl Share for Gate {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
+    fn ask(&mut self, ask: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
         if now >= self.0 {
             return sterna_offload::share::Fifo.ask(ask, now);
         }
@@ -391,8 +391,8 @@ fn what_waits_for_its_share_is_queued_and_can_be_taken_back_whole() {
     let offload = bench.start();
     let channel = offload.channel();
     let ticket = channel.submit(bench.zero_map(&channel)).unwrap();
-    let Cancelled::GivenBack(batch) = ticket.cancel() else { panic!("no device has it") };
-    assert_eq!((batch.len(), bench.region.uses(), channel.under_way()), (32, 0, 0));
+    let Cancelled::Returned(batch) = ticket.cancel() else { panic!("no device has it") };
+    assert_eq!((batch.len(), bench.region.uses(), channel.in_flight()), (32, 0, 0));
     let ticket = channel.submit(batch).unwrap();
     assert_eq!(by_device(&offload), 0);
     let done = channel.wait(NEVER).unwrap();
@@ -410,7 +410,7 @@ fn at_shutdown_what_is_queued_is_given_back_and_what_is_with_a_device_is_waited_
     /// Lets the first in.
     struct First(Arc<AtomicU64>);
     impl Share for First {
-        fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
+        fn ask(&mut self, ask: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
             if self.0.fetch_add(1, Ordering::Relaxed) == 0 {
                 return sterna_offload::share::Fifo.ask(ask, now);
             }
@@ -442,12 +442,12 @@ fn at_shutdown_what_is_queued_is_given_back_and_what_is_with_a_device_is_waited_
 fn the_backstop_completes_what_nobody_polls_and_has_nothing_to_do_afterwards() {
     let mut bench = Bench::new(32);
     let offload = bench.start();
-    assert_eq!(offload.turn(), NEVER);
+    assert_eq!(offload.run_backstop(), NEVER);
     let channel = offload.channel();
     drop(channel.submit(bench.zero_map(&channel)).unwrap());
     let mut turns = 0;
     loop {
-        let next = offload.turn();
+        let next = offload.run_backstop();
         if next == NEVER {
             break;
         }
@@ -497,7 +497,7 @@ fn a_ram_block_is_a_region_that_keeps_it() {
     memory.write(PAGE, &[1]);
     let start = memory.region().start();
     // SAFETY: the memory is kept by the block, and accessed through raw pointers only.
-    let block = unsafe { RamBlock::new("ram", start, 2 * PAGE, Backing::Other) }.kept_by(memory);
+    let block = unsafe { RamBlock::new("ram", start, 2 * PAGE, Backing::Other) }.owned_by(memory);
     let region = Region::of_block(&block, None).unwrap();
     drop(block);
     let offload = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
@@ -529,7 +529,7 @@ fn devices_take_turns_and_those_of_the_pages_node_come_first() {
     let mut settings = Settings::default();
     settings.threads = false;
     settings.time = clock.clone();
-    let offload = Offload::over(queues, &settings).unwrap();
+    let offload = Offload::with_queues(queues, &settings).unwrap();
     let (memory, before) = (Memory::new(4), devices.iter().map(|device| device.executed()).collect::<Vec<_>>());
     // SAFETY: the memory outlives the region, which keeps it.
     let region = unsafe { Region::on_node(memory.region().start(), 4 * PAGE, Some(memory.clone()), 1) };

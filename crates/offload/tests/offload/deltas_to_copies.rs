@@ -32,7 +32,7 @@ fn engines() -> Vec<(Arc<Offload>, Kind)> {
     (settings.threads, settings.time) = (false, clock.clone());
     vec![
         (Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap(), Kind::Cpu),
-        (Offload::over(device.open(&clock, 32), &settings).unwrap(), Kind::Dsa),
+        (Offload::with_queues(device.open(&clock, 32), &settings).unwrap(), Kind::Dsa),
     ]
 }
 

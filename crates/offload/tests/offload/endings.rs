@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::support::{Clock, Fake, Memory, PAGE, Script};
 use sterna_idxd::Kind as DeviceKind;
-use sterna_offload::share::{AdmissionDecision, Ask, Fifo, Grant, Share};
+use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Fifo, Grant, Share};
 use sterna_offload::trace::Trace;
 use sterna_offload::{
     Cancelled, Channel, NEVER, Nanos, Offload, Operation, Outcome, Recheck, Region, Settings, Shares, Ticket,
@@ -38,7 +38,7 @@ impl Bench {
     }
 
     fn start(&self) -> Arc<Offload> {
-        Offload::over(self.device.open(&self.clock, 32), &self.settings).unwrap()
+        Offload::with_queues(self.device.open(&self.clock, 32), &self.settings).unwrap()
     }
 
     /// All pages, one by one, handed in on `channel`.
@@ -70,7 +70,7 @@ fn pages_side_by_side_are_copied_where_the_pages_before_were_all_zero() {
 struct FirstSpilled(bool);
 
 impl Share for FirstSpilled {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
+    fn ask(&mut self, ask: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
         if std::mem::replace(&mut self.0, true) { Fifo.ask(ask, now) } else { AdmissionDecision::Spill }
     }
 
@@ -111,8 +111,8 @@ fn a_batch_taken_back_when_it_was_done_already_is_handed_in_again_like_any_other
     let ticket = bench.submit(&channel, Operation::Checksum);
     // Another batch's end shows that it is done.
     bench.clock.pass(1_000_000);
-    offload.turn();
-    let Cancelled::GivenBack(batch) = ticket.cancel() else { panic!("no device has it any more") };
+    offload.run_backstop();
+    let Cancelled::Returned(batch) = ticket.cancel() else { panic!("no device has it any more") };
     bench.device.set_script(Script::default());
     let before = bench.device.executed();
     let _ = channel.submit(batch).unwrap().into_id();
@@ -139,7 +139,7 @@ fn queues_are_closed_with_offload_even_if_a_channel_went_before_its_work_was_don
 struct Noted(String, Arc<Mutex<Vec<(String, bool)>>>);
 
 impl Share for Noted {
-    fn ask(&mut self, _: &Ask, _: Nanos) -> AdmissionDecision {
+    fn ask(&mut self, _: &AdmissionRequest, _: Nanos) -> AdmissionDecision {
         self.1.lock().unwrap().push((self.0.clone(), true));
         AdmissionDecision::Spill
     }
@@ -161,7 +161,7 @@ fn the_share_that_left_a_batch_to_the_cpu_hears_how_long_it_took() {
     let noted = Arc::new(Mutex::new(Vec::new()));
     let notes = noted.clone();
     bench.settings.shares = Shares::new(move |device| Box::new(Noted(device.into(), notes.clone())));
-    let offload = Offload::over(queues, &bench.settings).unwrap();
+    let offload = Offload::with_queues(queues, &bench.settings).unwrap();
     for _ in 0..4 {
         offload.checksum(&bench.region.range(0, PAGE).unwrap()).unwrap();
     }
@@ -326,24 +326,24 @@ fn with_two_guests_more_than_the_device_has_at_a_time_waits_before_it_and_not_in
     const MANY: usize = 128;
     let mut bench = Bench::new();
     bench.device = Fake::new("dsa0", DeviceKind::Dsa, &[(MANY as u32, false)], 1, Script::default());
-    let offload = Offload::over(bench.device.open(&bench.clock, MANY as u32), &bench.settings).unwrap();
+    let offload = Offload::with_queues(bench.device.open(&bench.clock, MANY as u32), &bench.settings).unwrap();
     let memory = Memory::new(MANY);
     let channels = [1, 1].map(|weight| offload.channel_for(&offload.guest(weight)));
-    let hand_in = |number: usize| {
+    let submit = |number: usize| {
         let mut batch = channels[number].batch(Operation::Checksum);
         batch.push(&memory.region().range(0, MANY * PAGE).unwrap()).unwrap();
         channels[number].submit(batch).unwrap().into_id();
     };
-    (0..60).for_each(|batch| hand_in(batch % 2));
+    (0..60).for_each(|batch| submit(batch % 2));
     // Each is expected to take 17 µs, and 0.3 ms of work are let in.
     assert!((17..=18).contains(&bench.device.taken()[0]), "{:?}", bench.device.taken());
     for batch in 0..60 {
-        assert!(channels[batch % 2].wait(NEVER).unwrap().maker.is_some(), "none is left to the CPU");
+        assert!(channels[batch % 2].wait(NEVER).unwrap().producer.is_some(), "none is left to the CPU");
     }
     assert_eq!(bench.device.taken(), [60]);
     // Alone again, and for long: nobody is held back.
     bench.clock.pass(200_000_000);
-    (0..60).for_each(|_| hand_in(0));
+    (0..60).for_each(|_| submit(0));
     assert_eq!(bench.device.taken(), [120]);
 }
 
@@ -351,7 +351,7 @@ fn with_two_guests_more_than_the_device_has_at_a_time_waits_before_it_and_not_in
 struct Closed(Nanos, String, Arc<Mutex<Vec<(String, Nanos)>>>);
 
 impl Share for Closed {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
+    fn ask(&mut self, ask: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
         self.2.lock().unwrap().push((self.1.clone(), now));
         if now < self.0 { AdmissionDecision::Wait { until: self.0 } } else { Fifo.ask(ask, now) }
     }
@@ -374,7 +374,7 @@ fn who_was_told_to_wait_asks_the_same_device_again_and_not_before_it_was_told_to
     let asked = Arc::new(Mutex::new(Vec::new()));
     let notes = asked.clone();
     bench.settings.shares = Shares::new(move |device| Box::new(Closed(OPENS, device.into(), notes.clone())));
-    let offload = Offload::over(queues, &bench.settings).unwrap();
+    let offload = Offload::with_queues(queues, &bench.settings).unwrap();
     let channel = offload.channel();
     let _ = bench.submit(&channel, Operation::Checksum).into_id();
     for _ in 0..100 {
@@ -382,7 +382,7 @@ fn who_was_told_to_wait_asks_the_same_device_again_and_not_before_it_was_told_to
     }
     assert_eq!(asked.lock().unwrap().len(), 1, "{asked:?}");
     bench.clock.pass_until(OPENS);
-    assert!(channel.wait(NEVER).unwrap().maker.is_some());
+    assert!(channel.wait(NEVER).unwrap().producer.is_some());
     let asked = asked.lock().unwrap();
     assert!(asked.len() == 2 && asked[1].1 >= OPENS && asked[1].0 == asked[0].0, "{asked:?}");
 }
@@ -391,7 +391,7 @@ fn who_was_told_to_wait_asks_the_same_device_again_and_not_before_it_was_told_to
 struct OneByOne(bool);
 
 impl Share for OneByOne {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
+    fn ask(&mut self, ask: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
         if std::mem::replace(&mut self.0, true) {
             return AdmissionDecision::Wait { until: now + 1_000_000_000_000 };
         }
@@ -467,7 +467,7 @@ fn a_page_and_a_record_of_a_device_whose_queue_is_held_elsewhere_are_kept_for_ev
     let mut bench = Bench::new();
     bench.settings.recheck = Recheck::All;
     let queues = bench.device.open(&bench.clock, 32);
-    let offload = Offload::over(queues.clone(), &bench.settings).unwrap();
+    let offload = Offload::with_queues(queues.clone(), &bench.settings).unwrap();
     shown_once_more(&bench, &offload);
     let kept = Arc::downgrade(&bench.memory);
     let Bench { clock, device, region, .. } = bench;

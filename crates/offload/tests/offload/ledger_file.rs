@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use sterna_offload::share::ledger::file::SLOTS;
 use sterna_offload::share::ledger::{Ledger, LedgerFile, OpenError, Slot, Table};
-use sterna_offload::share::{AdmissionDecision, Ask, Grant, IN_FLIGHT, Nanos, Share};
+use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Grant, IN_FLIGHT, Nanos, Share};
 use sterna_offload::{SystemTime, Time};
 
 const CHILD: &str = "STERNA_LEDGER_CHILD";
@@ -30,8 +30,8 @@ fn open(directory: &Path) -> LedgerFile {
     LedgerFile::open(directory, QUEUE).expect("a ledger")
 }
 
-fn ask(weight: u32) -> Ask {
-    Ask { vm: std::process::id(), channel: 0, weight, predicted: BATCH, bytes: 512 << 10 }
+fn ask(weight: u32) -> AdmissionRequest {
+    AdmissionRequest { vm: std::process::id(), channel: 0, weight, predicted: BATCH, bytes: 512 << 10 }
 }
 
 /// Fills what it may have at this moment.

@@ -4,7 +4,7 @@
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use sterna_offload::share::ledger::{Ledger, Slot, Table};
-use sterna_offload::share::{AdmissionDecision, Ask, IN_FLIGHT, Nanos, Share};
+use sterna_offload::share::{AdmissionDecision, AdmissionRequest, IN_FLIGHT, Nanos, Share};
 
 const PROCESSES: usize = 2;
 const BATCH: Nanos = 200_000;
@@ -43,7 +43,7 @@ impl Table for Shared {
 
 /// Asks until it was let in once, and says how much was in use then.
 fn one_batch(mut ledger: Ledger<Shared>, in_use: &AtomicU64, now: Nanos) -> Ledger<Shared> {
-    let what = Ask { vm: 0, channel: 0, weight: 1, predicted: BATCH, bytes: 4096 };
+    let what = AdmissionRequest { vm: 0, channel: 0, weight: 1, predicted: BATCH, bytes: 4096 };
     if let AdmissionDecision::Admit(grant) = ledger.ask(&what, now) {
         let most = in_use.fetch_add(BATCH, Ordering::SeqCst) + BATCH;
         assert!(most <= IN_FLIGHT + (PROCESSES as u64 - 1) * BATCH, "{most} in flight");
@@ -72,7 +72,7 @@ fn whatever_is_seen_of_the_others_words_little_more_than_the_bound_goes_in_and_n
         other.join().unwrap();
         assert_eq!(in_use.load(Ordering::SeqCst), 0);
         // The other is gone, and with it whatever it said.
-        let what = Ask { vm: 0, channel: 0, weight: 1, predicted: BATCH, bytes: 4096 };
+        let what = AdmissionRequest { vm: 0, channel: 0, weight: 1, predicted: BATCH, bytes: 4096 };
         assert!(matches!(first.ask(&what, 1_000_001), AdmissionDecision::Admit(_)));
     });
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::support::operations::{all_operations, filled};
 use crate::support::{Memory, PAGE, crc32c};
-use sterna_idxd_model::core::{Script, What};
+use sterna_idxd_model::core::{Script, ScriptedFault};
 use sterna_idxd_model::{DeviceConfig, Model, ModelConfig};
 use sterna_offload::trace::Trace;
 use sterna_offload::{Cause, Kind, NEVER, Offload, OffloadReport, Operation, Outcome, Recheck, Settings, Shares};
@@ -21,7 +21,7 @@ fn over(config: ModelConfig) -> (Arc<Model>, Arc<Offload>) {
     let queues = sterna_offload::model::queues(&model).unwrap();
     let mut settings = Settings::default();
     settings.patience = Duration::from_millis(200);
-    (model, Offload::over(queues, &settings).unwrap())
+    (model, Offload::with_queues(queues, &settings).unwrap())
 }
 
 fn by_device(report: &OffloadReport) -> u64 {
@@ -69,12 +69,12 @@ fn without_batches_and_through_dedicated_queues_all_is_right_too() {
 #[test]
 fn whatever_the_device_does_wrong_nothing_comes_out_wrong() {
     let faults = [
-        What::PageFault { per_mille: 500, resolvable: false },
-        What::Late { delay_ns: 300_000 },
-        What::Slow { factor: 50 },
-        What::Status { code: 0x20 },
-        What::DropCompletion,
-        What::Halt,
+        ScriptedFault::PageFault { per_mille: 500, resolvable: false },
+        ScriptedFault::Late { delay_ns: 300_000 },
+        ScriptedFault::Slow { factor: 50 },
+        ScriptedFault::Status { code: 0x20 },
+        ScriptedFault::DropCompletion,
+        ScriptedFault::Halt,
     ];
     for what in faults {
         let mut config = both_devices();
@@ -89,7 +89,7 @@ fn whatever_the_device_does_wrong_nothing_comes_out_wrong() {
 }
 
 /// Only what reads: what writes may end in a lease where the device is lost.
-fn all_operations_or_leases(offload: &Offload, what: &What) {
+fn all_operations_or_leases(offload: &Offload, what: &ScriptedFault) {
     const PAGES: usize = 128;
     let (_memory, region, content) = filled(PAGES, 3);
     let channel = offload.channel();
@@ -159,7 +159,7 @@ fn a_model_is_named_by_its_file_and_the_summary_says_so() {
 
 /// A device that says the wrong thing about each page that it is shown alone, or in a batch.
 fn liar(opcode: u8) -> ModelConfig {
-    let lies = Script { opcode: Some(opcode), what: What::WrongResult, ..Script::default() };
+    let lies = Script { opcode: Some(opcode), what: ScriptedFault::WrongResult, ..Script::default() };
     ModelConfig { faults: vec![lies], ..ModelConfig::dsa() }
 }
 
@@ -169,7 +169,7 @@ fn a_device_that_repeats_a_wrong_zero_is_taken_out_even_if_the_guest_may_have_wr
     let model = Model::start(liar(COMPARE_PATTERN)).unwrap();
     let mut settings = Settings::default();
     settings.recheck = Recheck::All;
-    let offload = Offload::over(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
+    let offload = Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
     let memory = Memory::new(32);
     (0..32).for_each(|page| memory.write(page * PAGE + 100, &[1]));
     let region = memory.region();
@@ -193,7 +193,7 @@ fn pages_that_were_written_since_the_device_has_read_them_are_nobodys_fault() {
     let (model, _) = over(ModelConfig::dsa());
     let mut settings = Settings::default();
     (settings.recheck, settings.threads) = (Recheck::All, false);
-    let offload = Offload::over(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
+    let offload = Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
     let memory = Memory::new(8);
     // Touched: a page that was never there would be the CPU's.
     (0..8).for_each(|page| memory.write(page * PAGE, &[0]));
@@ -236,7 +236,7 @@ fn a_host_s_ledgers_are_kept_where_there_is_a_directory_and_missed_where_there_i
         let model = Model::start(ModelConfig::dsa()).unwrap();
         let mut settings = Settings::default();
         settings.shares = Shares::of_host(&place);
-        let offload = Offload::over(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
+        let offload = Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
         all_operations(&offload, 1);
         let kept = std::fs::read_dir(&place).map_or(0, |files| files.filter(|file| file.is_ok()).count());
         assert_eq!(kept, ledgers, "{}", place.display());
@@ -251,7 +251,7 @@ fn where_all_was_zero_one_descriptor_asks_for_a_run_and_what_it_stops_at_is_gone
     let trace = Arc::new(Trace::new(Box::new(file.reopen().unwrap())));
     let mut settings = Settings::default();
     settings.trace = Some(Arc::clone(&trace));
-    let offload = Offload::over(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
+    let offload = Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
     let memory = Memory::new(PAGES);
     // Touched: a page that was never there would be the CPU's.
     (0..PAGES).for_each(|page| memory.write(page * PAGE, &[0]));

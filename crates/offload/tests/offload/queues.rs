@@ -23,7 +23,7 @@ impl Bench {
         let device = Fake::new("dsa0", DeviceKind::Dsa, &sizes, 1, Script::default());
         let mut settings = Settings::default();
         (settings.threads, settings.time) = (false, clock.clone());
-        let offload = Offload::over(device.open_as(&clock, 32, None, say), &settings).unwrap();
+        let offload = Offload::with_queues(device.open_as(&clock, 32, None, say), &settings).unwrap();
         Bench { clock, device, offload, memory }
     }
 

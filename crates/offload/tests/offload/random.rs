@@ -186,7 +186,7 @@ impl Run {
         if random.once_in(3) {
             settings.shares = Shares::new(|_| Box::new(Fair::default()) as Box<dyn Share>);
         }
-        let offload = Offload::over(queues, &settings).expect("settings are within their ranges");
+        let offload = Offload::with_queues(queues, &settings).expect("settings are within their ranges");
 
         let memories = [Memory::new(PAGES), Memory::new(PAGES), Memory::new(PAGES)];
         let regions = [memories[0].region(), memories[1].region(), memories[2].region()];
@@ -242,7 +242,7 @@ impl Run {
             match self.random.below(8) {
                 0 => self.clock.pass(20_000),
                 1 => {
-                    self.offload.turn();
+                    self.offload.run_backstop();
                 }
                 2 if !self.hung => self.offload.close_devices(),
                 3 => self.drop_or_cancel(number, channel),
@@ -256,7 +256,7 @@ impl Run {
         for (number, channel) in channels.iter().enumerate() {
             let Some(channel) = channel else { continue };
             while self.collect(number, channel, true) {}
-            assert_eq!(channel.under_way(), 0, "seed {}", self.seed);
+            assert_eq!(channel.in_flight(), 0, "seed {}", self.seed);
         }
         assert!(
             self.fates.values().all(|(_, fate)| matches!(fate, Fate::Waiting(_) | Fate::Kept)) && self.fates.is_empty()
@@ -416,10 +416,10 @@ impl Run {
     }
 
     fn collect(&mut self, number: usize, channel: &Channel, wait: bool) -> bool {
-        let before = channel.under_way();
+        let before = channel.in_flight();
         let done = if wait { channel.wait_for(Duration::from_secs(600)) } else { channel.poll() };
         let Some(done) = done else {
-            assert!(!wait || before == 0 || channel.under_way() == 0, "seed {}: nothing came for 600 s", self.seed);
+            assert!(!wait || before == 0 || channel.in_flight() == 0, "seed {}: nothing came for 600 s", self.seed);
             return false;
         };
         let (expected, _fate) = self.fates.remove(&(number, done.ticket)).expect("delivered once, and wanted");
@@ -497,7 +497,7 @@ impl Run {
             // What a device has of it may still be written: those pages are not looked at again.
             Fate::Waiting(ticket) if self.random.once_in(2) => drop(ticket),
             Fate::Waiting(ticket) => match ticket.cancel() {
-                Cancelled::GivenBack(batch) => {
+                Cancelled::Returned(batch) => {
                     self.note("given back");
                     assert_eq!(batch.len(), expected.items.len());
                     self.release(&expected);

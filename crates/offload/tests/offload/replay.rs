@@ -67,7 +67,7 @@ fn captured(config: &str, rounds: u32) -> String {
     settings.patience = Duration::from_millis(100);
     let trace = Arc::new(Trace::new(Box::new(written.clone())));
     settings.trace = Some(Arc::clone(&trace));
-    let offload = Offload::over(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
+    let offload = Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
     let trials = try_all(&offload, 1, rounds);
     assert!(trials.iter().all(|trial| trial.wrong.is_none()), "{trials:?}");
     offload.shutdown();
@@ -246,7 +246,7 @@ fn a_trace_that_breaks_off_anywhere_has_descriptors_without_an_answer_and_no_fin
     let mut unanswered = 0;
     for end in ends.chain(line_ends) {
         let replayed = replay(&text.as_bytes()[..end]).unwrap();
-        assert_eq!(replayed.cut, !text[..end].ends_with('\n'), "at {end}");
+        assert_eq!(replayed.truncated, !text[..end].ends_with('\n'), "at {end}");
         assert!(replayed.verdict.findings.is_empty(), "at {end}: {:#?}", replayed.verdict.findings);
         unanswered += replayed.verdict.unanswered.len();
     }

@@ -1,7 +1,7 @@
 //! What those who share a queue can rely on: in one process, and between processes by a ledger in a file in memory. Time is passed in.
 
 use sterna_offload::share::ledger::{Ledger, LedgerFile, Slot, Table};
-use sterna_offload::share::{AdmissionDecision, Ask, Fair, Grant, IN_FLIGHT, Nanos, Share};
+use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Fair, Grant, IN_FLIGHT, Nanos, Share};
 
 const BATCH: Nanos = 50_000;
 const START: Nanos = 1_000_000_000;
@@ -11,7 +11,7 @@ fn directory() -> tempfile::TempDir {
 }
 
 fn ask(share: &mut impl Share, predicted: Nanos, now: Nanos) -> Option<Grant> {
-    match share.ask(&Ask { vm: 1, channel: 0, weight: 1, predicted, bytes: 512 << 10 }, now) {
+    match share.ask(&AdmissionRequest { vm: 1, channel: 0, weight: 1, predicted, bytes: 512 << 10 }, now) {
         AdmissionDecision::Admit(grant) => Some(grant),
         AdmissionDecision::Wait { until } => {
             assert!(until > now);

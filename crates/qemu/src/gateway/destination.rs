@@ -30,7 +30,7 @@ use crate::settings::{Role, Settings};
 use sterna_wire::reason::{ErrorKind, Reason};
 
 /// How long the source may stay connected after the end here, except where the guest runs here.
-pub(super) const LINGER: Duration = SILENCE_LIMIT;
+const LINGER: Duration = SILENCE_LIMIT;
 /// How long a source may take, from the start of the guest here, to close its connection, or to reconnect where the connection was lost:
 /// until it notices the loss, and some attempts to dial.
 pub(super) const RETURN_TIME: Duration = SILENCE_LIMIT.saturating_add(Duration::from_secs(12));
@@ -133,11 +133,11 @@ fn accept_source(
         match direct::prepare_destination(qmp, &source.machine) {
             Ok(ready) => return Ok((source, Some(ready))),
             // The source may come again, by QEMU's own stream.
-            Err(direct::NotTaken::Untouched(reason)) => {
+            Err(direct::Refusal::Untouched(reason)) => {
                 observer.note(&format!("refused: {}: {reason}; this QEMU was not touched", source.peer));
                 refuse(reason);
             }
-            Err(direct::NotTaken::Begun(reason)) => {
+            Err(direct::Refusal::Begun(reason)) => {
                 refuse(reason.clone());
                 let left = match qemu::quit(qmp, identity, QUIT_TIME) {
                     Ok(()) => "its QEMU was ended".to_owned(),

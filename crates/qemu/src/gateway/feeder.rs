@@ -268,7 +268,7 @@ impl Feeder {
                             format!("not fresh: {why}")
                         }
                     };
-                    lines.push(format!("{name}: {}, {why}, {fresh}", place.way()));
+                    lines.push(format!("{name}: {}, {why}, {fresh}", place.method()));
                     TargetBlock { name, placement: BlockPlacement::Direct { place, received } }
                 }
                 Placement::InStream { why } => {

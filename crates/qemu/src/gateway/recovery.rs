@@ -1,26 +1,23 @@
 //! `sterna recover`: settles a migration from its record, after a crash in the commit window.
 //!
-//! The record holds the state that this side had reached, and QEMU reports the guest's state. The state machines that drive
-//! a migration derive the next actions from both. A source dials the destination until it answers. A destination that does
-//! not know the decision listens at its former address until the source connects.
+//! The drivers are the engine's (`sterna_engine::recovery`), as for a monitor that embeds the library. This module has what is QEMU's:
+//! which QEMU the record means, the state of its guest, the actions on it, and the sentences for the operator.
 
 mod destination;
 mod source;
 
-use std::convert::Infallible;
 use std::io;
 use std::path::Path;
-use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use serde::Deserialize;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::process;
 use sterna_engine::record_file::{RecordFile, RecordFileError, Side};
+use sterna_engine::recovery::Means;
 use sterna_engine::report::Observer;
-use sterna_engine::session::Peer;
-use sterna_engine::switchover::{Event, Events, Ledger};
-use sterna_engine::transport::Security;
+use sterna_engine::switchover::Ledger;
+use sterna_engine::transport::{Address, Security};
 use sterna_wire::control::Mode;
 use sterna_wire::switchover::{DestinationState, Record, RecordState};
 
@@ -31,14 +28,8 @@ use super::{GatewayError, RecoverOptions, SocketDirectory, direct, qemu};
 use crate::qmp::Qmp;
 use crate::settings::Values;
 
-/// Longest pause between attempts to reach the destination, also in `send`: a `recover` there that has settled the migration answers
-/// for [`TELL_TIME`] only. An operator waits for both recoveries, and few of them run at a time.
-pub(super) const MAX_DIAL_PAUSE: Duration = Duration::from_secs(1);
-
-/// How long a side that is settled tries to report that to the other side, which can ask later.
+/// How long a side that is settled tries to report that to the other side, which can ask later: `send` dials at least every second.
 const TELL_TIME: Duration = Duration::from_secs(3);
-/// The reason of a recovery that was cancelled before its end.
-const CANCELLED: &str = "cancelled; nothing is settled yet";
 
 /// Settles a migration at this side. Returns a sentence that describes the outcome.
 ///
@@ -63,10 +54,8 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     if let Ok(place) = SocketPlace::find(&SocketDirectory::Temporary, qmp.as_ref().and_then(Qmp::peer_pid)) {
         place.remove_stale();
     }
-    let (events, inbox) = Events::channel();
-    let _cancelling = events.on_cancel(cancel, || {});
     let observer = &WithFaultPoints(observer);
-    let recovery = Recovery { options, cancel, observer, record, qmp, events, inbox };
+    let recovery = Recovery { options, cancel, observer, record, qmp };
     match state {
         RecordState::Source(state) => source::recover(recovery, state),
         RecordState::Destination(state) => destination::recover(recovery, state),
@@ -128,11 +117,18 @@ struct Recovery<'a> {
     record: RecordFile,
     /// The record's QEMU, if it lives.
     qmp: Option<Qmp>,
-    events: Events<Infallible>,
-    inbox: Receiver<Event<Infallible>>,
 }
 
-impl Recovery<'_> {
+impl<'a> Recovery<'a> {
+    /// Returns what the engine's driver needs, and the record's QEMU.
+    fn means(self) -> (Means<'a>, Option<Qmp>) {
+        let Self { options, cancel, observer, record, qmp } = self;
+        let address = Address::from(&record.record().peer);
+        let security = security(options);
+        let (fenced_peer, tell_time) = (options.fenced_peer, TELL_TIME);
+        (Means { record, fenced_peer, address, security, tell_time, cancel, observer }, qmp)
+    }
+
     /// Returns whether the record's QEMU has ended.
     ///
     /// # Errors
@@ -200,11 +196,4 @@ fn restore_settings(qmp: Option<&Qmp>, record: &Record, observer: &dyn Observer)
     if let Err(error) = values.and_then(|before| before.set(qmp).map_err(|error| error.to_string())) {
         observer.note(&format!("QEMU's migration settings could not be restored: {error}"));
     }
-}
-
-/// Returns a peer without a connection. Its next incarnation is later than any that the other side has seen, since seconds also grow across
-/// processes.
-fn unconnected_peer() -> Peer {
-    const YEAR_2020: u64 = 1_577_836_800_000;
-    Peer::unconnected((sterna_engine::record_file::now_ms().saturating_sub(YEAR_2020) / 1000) as u32)
 }

@@ -86,11 +86,11 @@ fn guest_memory(qmp: &Qmp, address: u64, size: usize) -> Vec<u8> {
 }
 
 /// Writes through `place` and makes QEMU read it back.
-fn prove(qmp: &Qmp, block: &RamBlock, way: PlacementMethod) {
+fn prove(qmp: &Qmp, block: &RamBlock, method: PlacementMethod) {
     let Placement::Direct { place, why } = choose(block) else {
         panic!("in-stream: {:?}", choose(block));
     };
-    assert_eq!(place.way(), way, "{why}");
+    assert_eq!(place.method(), method, "{why}");
     assert_eq!(place.size(), SIZE);
     let pattern: Vec<u8> = (0..300_000_u32).map(|i| (i % 253) as u8 + 1).collect();
     for address in [1 << 20, SIZE - 300_000] {
@@ -162,8 +162,8 @@ fn shared_memfd_is_written_as_a_file() {
         let Backing::Shared { kind: FileKind::Memfd { huge }, offset: 0, .. } = location.backing else {
             panic!("{location:?}");
         };
-        let way = if huge { PlacementMethod::Mapping } else { PlacementMethod::FileWrite };
-        prove(&qmp, ram, way);
+        let method = if huge { PlacementMethod::Mapping } else { PlacementMethod::FileWrite };
+        prove(&qmp, ram, method);
     }
 }
 
@@ -177,7 +177,7 @@ fn private_memfd_is_written_by_process() {
         let ram = block(&blocks, "ram0");
         assert!(matches!(ram.location.as_ref().unwrap().backing, Backing::PrivateFile));
         let Placement::Direct { place, .. } = choose(ram) else { panic!("{:?}", choose(ram)) };
-        assert_eq!(place.way(), PlacementMethod::ProcessWrite);
+        assert_eq!(place.method(), PlacementMethod::ProcessWrite);
         place.write(1 << 20, &[0x5a; 8192]).unwrap();
         assert_eq!(guest_memory(&qmp, 1 << 20, 8192), [0x5a; 8192]);
         assert!(matches!(ram.freshness(), Freshness::Touched(_)));

@@ -1,5 +1,6 @@
-//! The cells of `sterna-bench compression`: some fifty with names, chosen so that each question has its cells, and with `--long` the
-//! product of all methods, channels and networks. With `--quick` what the targets are about, and a cell of each other kind.
+//! The cells of `sterna-bench compression`: some fifty with names, chosen so that each question has its cells, and with
+//! `--long` the product of all methods, channels and networks. `--quick` measures the cells of the targets and one of
+//! each other kind.
 
 use std::path::Path;
 
@@ -10,7 +11,7 @@ use super::super::ram::writer::Pattern;
 const MIB: u64 = 1 << 20;
 const MB: u64 = 1_000_000;
 
-/// What joins the two hosts.
+/// The network between the two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Network {
     Unlimited,
@@ -41,13 +42,13 @@ impl Network {
         }
     }
 
-    /// Bytes that hold something: so much that it takes seconds.
+    /// Bytes of content: enough for the migration to take seconds.
     pub(super) fn memory(self, load: Load, quick: bool) -> u64 {
         let (usual, less) = match (self, load) {
-            // Next to nothing of it is left to be sent.
+            // Compression leaves almost nothing of it to send.
             (_, Load::Written(Pattern::Ones, _)) => (1024, 1024),
             (_, Load::Written(Pattern::Sequence, _)) => (512, 256),
-            // Rounds are short, so that several fit before it is given up.
+            // Rounds are short, so that several fit before the migration is abandoned.
             (_, Load::Written(..)) => (256, 128),
             (Self::Unlimited | Self::TenGigabit, _) => (1024, 384),
             (Self::Gigabit, _) => (384, 192),
@@ -57,16 +58,16 @@ impl Network {
     }
 }
 
-/// What is in memory, and what happens to it.
+/// The content of memory, and whether it is written during the migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Load {
-    /// Nobody writes it.
+    /// It is not written.
     Still(Corpus),
-    /// It is written, at so many MB/s.
+    /// It is written, at this rate in MB/s.
     Written(Pattern, u64),
 }
 
-/// More than the network carries as they are, and less than it carries compressed.
+/// Rates that are above the network's for uncompressed pages, and below it for compressed ones.
 const WRITTEN: [Load; 3] =
     [Load::Written(Pattern::Ones, 250), Load::Written(Pattern::Sequence, 200), Load::Written(Pattern::Memcached, 150)];
 
@@ -87,7 +88,7 @@ impl Load {
         }
     }
 
-    /// How it is written, in bytes per second, if it is.
+    /// Returns pattern and rate in bytes per second, if it is written.
     pub(super) fn writes(self) -> Option<(Pattern, u64)> {
         match self {
             Self::Still(_) => None,
@@ -116,15 +117,15 @@ impl Method {
     pub(super) const QATZIP: Self = Self::new("deflate by qat");
     pub(super) const AUTO: Self = Self::new("auto");
 
-    /// What `auto` is compared with.
+    /// The fixed methods with which `auto` is compared.
     pub(super) const FIXED: [Self; 5] = [Self::NONE, Self::LZ4, Self::FAST, Self::ZSTD, Self::ZLIB];
     const ALL: [Self; 7] = [Self::NONE, Self::LZ4, Self::FAST, Self::ZSTD, Self::ZLIB, Self::QATZIP, Self::AUTO];
 }
 
-/// By whom, and how.
+/// The mover and its settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// The library, with so many channels.
+    /// The library, with this number of channels.
     Sterna(Method, u16),
     /// QEMU, with this compression and the best number of channels.
     Qemu(&'static str),
@@ -183,7 +184,7 @@ fn quick_ones() -> Vec<Plan> {
     plans
 }
 
-/// Those with a question of their own.
+/// Returns the cells that each answer a question of their own.
 fn named() -> Vec<Plan> {
     use Network::{Gigabit, HundredMegabit, TenGigabit, Unlimited};
     let mut plans = quick_ones();
@@ -208,7 +209,7 @@ fn named() -> Vec<Plan> {
     without_doubles(plans)
 }
 
-/// All, with the product.
+/// Returns all cells, including the product of all settings.
 pub(super) fn all() -> Vec<Plan> {
     let mut plans = named();
     for network in Network::ALL {
@@ -230,11 +231,11 @@ fn without_doubles(plans: Vec<Plan>) -> Vec<Plan> {
     kept
 }
 
-/// Whether a driver of Intel QAT has a device here.
+/// Returns whether a driver of Intel QAT has a device on this machine.
 pub(super) fn has_qat() -> bool {
     ["4xxx", "420xx", "c4xxx", "c6xx", "c3xxx", "dh895xcc"].iter().any(|driver| {
         let devices = std::fs::read_dir(Path::new("/sys/bus/pci/drivers").join(driver));
-        // A device has its address for a name.
+        // The driver's directory names each device by its address.
         devices.is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().to_string_lossy().contains(':')))
     })
 }

@@ -1,8 +1,8 @@
 //! One side of `sterna-bench delta`, in the process that [`side`](super::super::ram::side) is.
 //!
-//! The guest at the source writes every page once in each round: when its log is collected, and in no other moment, so that every page
-//! is dirty in every round with just the change that is measured. That a guest may write at any time is what the cells with a microvm
-//! are for. Time in which it writes is not counted.
+//! The guest at the source writes every page exactly once in each round, while its log is collected, so that every page
+//! is dirty in every round with just the measured change. The time of these writes is not counted. Guests that write at
+//! any time are the subject of the cells with a microvm.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,17 +24,17 @@ use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use super::super::measured::check_method;
 use super::super::ram::clock::cpu_ns;
 use super::super::ram::guest::{Guest, Memory, Monitor};
-use super::super::ram::side::{Answer, pin, say};
+use super::super::ram::side::{Answer, pin, send_answer};
 
 /// Words of a page.
 const WORDS: u64 = (PAGE_BYTES / 8) as u64;
-/// Short enough that no round is the last while the guest writes, and long enough for the state of a guest that does not.
+/// Short enough that no round is the last while the guest writes, and long enough for an idle guest's state.
 const DOWNTIME: Duration = Duration::from_millis(50);
 
-/// What stands in the pages.
+/// The content of the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Content {
-    /// Nothing shrinks it.
+    /// Incompressible.
     Random,
     /// As in a guest's RAM: shrinks to a third.
     Corpus,
@@ -49,7 +49,7 @@ impl Content {
     }
 }
 
-/// What changes in a page from round to round.
+/// The change of a page from round to round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Change {
     /// One to four words next to each other: a counter, a list's links.
@@ -62,10 +62,10 @@ pub(crate) enum Change {
     Rewritten,
 }
 
-/// What a side is told to do.
+/// A command to a side.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Listen there, take one migration.
+    /// Listen at this address and receive one migration.
     Receive { at: String, bytes: u64, cpus: Vec<usize> },
     /// Send to that address.
     Send { to: String, job: Job, cpus: Vec<usize> },
@@ -79,29 +79,29 @@ pub(crate) struct Job {
     pub(crate) change: Change,
     pub(crate) method: String,
     pub(crate) deltas: bool,
-    /// How long the guest writes after the first round, without the time in which it does.
+    /// How long the guest goes on writing after the first round, without the time of the writes themselves.
     pub(crate) seconds: f64,
     pub(crate) channels: u16,
 }
 
-/// What a side found.
+/// The results of a side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Found {
-    /// Of guest RAM, once the guest stood still.
+    /// Checksum of guest RAM, once the guest was paused.
     pub(crate) checksum: u32,
-    /// Of the whole migration.
+    /// CPU time of the whole migration.
     pub(crate) cpu_seconds: f64,
     pub(crate) total_ms: f64,
-    /// Pages of all rounds, and how they went.
+    /// Pages of all rounds, and how they were sent.
     pub(crate) pages: u64,
     pub(crate) delta_pages: u64,
     pub(crate) same_pages: u64,
     pub(crate) wire_bytes: u64,
-    /// Of the rounds after the first.
+    /// The figures of the rounds after the first.
     pub(crate) counted: Counted,
 }
 
-/// What the guest's log saw between its first collection and the last before which it wrote.
+/// Counted between the log's first collection and the last one before which the guest wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Counted {
     pub(crate) pages: u64,
@@ -110,20 +110,21 @@ pub(crate) struct Counted {
     pub(crate) rounds: u64,
 }
 
-/// Does what it is told.
-pub(crate) fn obey(order: Order) -> Result<Answer, String> {
+/// Executes a command.
+pub(crate) fn execute(order: Order) -> Result<Answer, String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
     match order {
         Order::Receive { at, bytes, cpus } => {
             pin(&cpus)?;
             let guest = Guest::new(Memory::Anonymous, bytes).map_err(|error| text(&error))?;
-            // Fresh memory is no part of what is measured.
+            // Populated before, because fresh memory is not part of the measurement.
             let ram = guest.ram();
             ram.blocks()[0].populate(0..ram.blocks()[0].pages()).map_err(|error| text(&error))?;
-            let door = Destination::new(guest.ram()).listen(&at, &Security::Insecure).map_err(|error| text(&error))?;
-            say(&Answer::Listening { address: door.address().to_string() })?;
+            let destination =
+                Destination::new(guest.ram()).listen(&at, &Security::Insecure).map_err(|error| text(&error))?;
+            send_answer(&Answer::Listening { address: destination.address().to_string() })?;
             let before = cpu_ns();
-            door.run(&mut Monitor::default(), &Cancel::new(), &()).map_err(|error| text(&error))?;
+            destination.run(&mut Monitor::default(), &Cancel::new(), &()).map_err(|error| text(&error))?;
             let cpu_seconds = (cpu_ns() - before) as f64 / 1e9;
             Ok(Answer::Delta(Found { checksum: checksum(&guest), cpu_seconds, ..Found::default() }))
         }
@@ -158,7 +159,7 @@ pub(crate) fn obey(order: Order) -> Result<Answer, String> {
     }
 }
 
-/// Of all of its RAM.
+/// Returns the checksum of all RAM.
 fn checksum(guest: &Guest) -> u32 {
     let ram = guest.ram();
     let block = &ram.blocks()[0];
@@ -171,7 +172,7 @@ fn checksum(guest: &Guest) -> u32 {
     })
 }
 
-/// What writes the guest's memory.
+/// Writes the guest's memory.
 struct Writer {
     guest: Arc<Guest>,
     content: Content,
@@ -193,11 +194,11 @@ impl Writer {
         self.guest.ram().blocks()[0].write(page, &bytes);
     }
 
-    fn words(&self, page: u64, count: u64, seed: u64, apart: bool) {
+    fn change_words(&self, page: u64, count: u64, seed: u64, apart: bool) {
         let first = mix(seed) % (WORDS - 8);
         for number in 0..count {
             let at = if apart { mix(seed + number) % WORDS } else { first + number };
-            // Neighbours of values that guests write: small ones.
+            // Small values, as guests mostly write.
             self.guest.word(page * WORDS + at).store(mix(seed ^ number) >> 40, Ordering::Relaxed);
         }
     }
@@ -207,10 +208,10 @@ impl Writer {
         for page in 0..self.pages() {
             let seed = mix(round << 32 | page);
             match (self.change, seed % 10) {
-                (Change::Small, _) => self.words(page, 1 + seed % 4, seed, false),
-                (Change::Mixed, 0..=6) => self.words(page, 1 + seed / 10 % 8, seed, true),
-                (Change::Mixed, 7..=8) => self.words(page, 32, seed, true),
-                (Change::Scattered, _) => self.words(page, 300, seed, true),
+                (Change::Small, _) => self.change_words(page, 1 + seed % 4, seed, false),
+                (Change::Mixed, 0..=6) => self.change_words(page, 1 + seed / 10 % 8, seed, true),
+                (Change::Mixed, 7..=8) => self.change_words(page, 32, seed, true),
+                (Change::Scattered, _) => self.change_words(page, 300, seed, true),
                 (Change::Mixed | Change::Rewritten, _) => self.rewrite(page, 1 + round as u32),
             }
         }
@@ -223,10 +224,10 @@ struct WritingLog {
     writer: Writer,
     time: Duration,
     counted: Arc<Mutex<Counted>>,
-    /// The first collection, and what was used by then; and since then by the guest's writing.
+    /// The time of the first collection and the CPU time used by then; after it, the CPU time of the guest's writes.
     first: Option<(Instant, u64)>,
     writing: (Duration, u64),
-    /// Whether the guest writes no more.
+    /// Whether the guest has stopped writing.
     over: bool,
 }
 
@@ -251,7 +252,7 @@ impl DirtyLog for WritingLog {
         let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
         let (first, used_first) = *self.first.get_or_insert((now, used));
         let elapsed = (now - first).saturating_sub(self.writing.0);
-        // Of the pages written at each collection before this one.
+        // The pages that were written at each collection before this one.
         counted.pages = counted.rounds * dirty.pages();
         counted.seconds = elapsed.as_secs_f64();
         counted.cpu_seconds = (used - used_first).saturating_sub(self.writing.1) as f64 / 1e9;

@@ -1,6 +1,7 @@
-//! What arrives at the destination, and in which order: packets of 128 pages, by address, as a migration sends them.
+//! The pages that arrive at the destination, and their order: packets of 128 pages, by address, as a migration sends
+//! them.
 //!
-//! In the first round all pages come, in the later ones those of a working set, whose pages change between zero and normal.
+//! The first round has all pages, later rounds those of a working set, whose pages change between zero and normal.
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::RamBlock;
@@ -11,18 +12,18 @@ pub(super) const PACKET: usize = 128;
 pub(super) const ROUNDS: u64 = 4;
 /// Pages that are zero or normal together.
 const CLUSTER: u64 = 8;
-/// One of so many clusters is in the working set.
+/// One of this many clusters is in the working set.
 const WORKING_SET: u64 = 64;
-/// One of so many clusters of the working set is zero, in each later round another.
+/// One of this many clusters of the working set is zero, another one in each later round.
 const ZERO_LATER: u64 = 4;
-/// Different pages; a prime, so that neighbours and rounds do not meet the same one.
+/// Number of different contents; a prime, so that neighbours and rounds have different ones.
 pub(super) const CONTENTS: usize = 61;
 
 /// A page that arrives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Arrival {
     pub(super) page: u64,
-    /// Which content; none is a zero page.
+    /// The number of its content; none for a zero page.
     pub(super) content: Option<usize>,
 }
 
@@ -35,7 +36,7 @@ pub(super) struct Arrivals {
 }
 
 impl Arrivals {
-    /// What comes in round `round`, in order.
+    /// Returns the pages of round `round`, in order.
     pub(super) fn of(self, round: u64) -> Vec<Arrival> {
         let pages = (0..self.pages).filter(|page| round == 0 || in_working_set(*page));
         pages.map(|page| Arrival { page, content: self.content(page, round) }).collect()
@@ -43,7 +44,7 @@ impl Arrivals {
 
     fn content(self, page: u64, round: u64) -> Option<usize> {
         let cluster = page / CLUSTER;
-        // An odd factor: of 64 neighbouring clusters so many, mixed up, and otherwise in each huge page.
+        // The odd factor permutes each group of 64 neighbouring clusters, differently in each huge page.
         let zero = match round {
             0 => (cluster.wrapping_mul(37) + mixed(cluster / 64) % 64) % 64 >= self.normal_of_64,
             _ => mixed(cluster ^ round << 40).is_multiple_of(ZERO_LATER),
@@ -51,14 +52,15 @@ impl Arrivals {
         (!zero).then_some(((page + 17 * round) % CONTENTS as u64) as usize)
     }
 
-    /// Looks at every page of `block`, after all rounds.
+    /// Checks every page of `block` after all rounds.
     pub(super) fn check(self, block: &RamBlock, contents: &[Vec<u8>]) -> Result<(), String> {
         let zero = vec![0; PAGE_SIZE];
         for page in 0..self.pages {
             let last = if in_working_set(page) { ROUNDS - 1 } else { 0 };
             let expected = self.content(page, last).map_or(&zero, |number| &contents[number]);
             let at = block.start().expect("mapped here").as_ptr().wrapping_add(page as usize * PAGE_SIZE);
-            // SAFETY: the page is in the block, and the expected content is a page; nobody writes either of them now.
+            // SAFETY: the page is in the block, and the expected content is a page; no thread writes either of them
+            // now.
             let differs =
                 unsafe { sterna_memory::compare::first_difference_raw(at, expected.as_ptr(), expected.len()) };
             if let Some(byte) = differs {
@@ -73,14 +75,14 @@ fn in_working_set(page: u64) -> bool {
     mixed(page / CLUSTER).is_multiple_of(WORKING_SET)
 }
 
-/// Spreads neighbouring numbers over all (the finaliser of SplitMix64).
+/// Maps neighbouring numbers to distant ones (the finaliser of SplitMix64).
 fn mixed(number: u64) -> u64 {
     let number = (number ^ number >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let number = (number ^ number >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     number ^ number >> 31
 }
 
-/// Pages that deflate to about a third, none of them like another.
+/// Makes different pages that deflate to about a third.
 pub(super) fn contents() -> Vec<Vec<u8>> {
     let page = |number: usize| {
         let word = |at: usize| mixed((number * PAGE_SIZE + at / 8 % 180 * 8) as u64 | 1).to_le_bytes()[at % 8];

@@ -1,7 +1,7 @@
 //! Queues of a model whose descriptors wait for page requests.
 //!
-//! The product never asks a device to wait (*block on fault*): on a shared queue everyone would. So what it hands in is changed
-//! here on its way, in the one bit, and everything else stays the product's.
+//! The product never lets a descriptor block on a fault, because on a shared queue all submitters would wait. So this
+//! portal sets that one bit in the product's descriptors and changes nothing else.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use sterna_idxd::flags::flag::BLOCK_ON_FAULT;
 use sterna_idxd::{Descriptor, Operation, Portal, Submission, SubmitMethod, WorkQueue};
 use sterna_idxd_model::{Kind, Model, ModelQueue};
 
-/// Opens all queues of `model`; their descriptors block on fault if `block` says so.
+/// Opens all queues of `model`; their descriptors block on fault if `block` is true.
 pub(super) fn queues(model: &Arc<Model>, block: bool) -> Result<Vec<Arc<WorkQueue>>, String> {
     let opened = sterna_offload::model::queues(model)?;
     if !block {
@@ -35,8 +35,9 @@ impl Portal for Blocking {
             Kind::Dsa if descriptor.operation() == Some(Operation::Batch) => {
                 let list: *mut Descriptor = std::ptr::with_exposed_provenance_mut(descriptor.source() as usize);
                 for member in 0..descriptor.bytes() as usize {
-                    // SAFETY: a batch's list is so many descriptors, aligned, in the submitter's own memory, which by the
-                    // contract of this function is here until the batch is complete. No device has it before `enqcmd`.
+                    // SAFETY: a batch's list is this many aligned descriptors in the submitter's own memory, which by
+                    // the contract of this function lives until the batch is complete. No device reads it before
+                    // `enqcmd`.
                     unsafe { list.add(member).write(list.add(member).read().blocking_on_fault()) };
                 }
                 *descriptor
@@ -46,12 +47,12 @@ impl Portal for Blocking {
         if self.queue.enqcmd(descriptor.as_bytes()) { Submission::Accepted } else { Submission::Retry }
     }
 
-    fn way(&self) -> SubmitMethod {
+    fn submit_method(&self) -> SubmitMethod {
         SubmitMethod::Enqcmd
     }
 }
 
-/// The same, if it is an operation on data: those of IAA have codes from 0x40 on.
+/// Sets the bit in a descriptor of an IAA operation on data, which have codes from 0x40 on.
 fn on_iaa(descriptor: &Descriptor) -> Descriptor {
     let mut bytes = *descriptor.as_bytes();
     if descriptor.operation_code() >= 0x40 {

@@ -1,4 +1,4 @@
-//! A destination whose normal pages a device writes, and what it counts.
+//! A destination whose normal pages are written by a device, and its counters.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,7 +36,8 @@ impl Way {
         }
     }
 
-    /// Batches under way together. IAA takes no batches: each has several descriptors in the queue, which is to hold them.
+    /// Batches in flight together. IAA has no batch operation: the descriptors of a batch are in the queue one by one,
+    /// and the queue must hold them.
     fn in_flight(self) -> usize {
         match self {
             Self::Place => 16,
@@ -45,21 +46,21 @@ impl Way {
     }
 }
 
-/// A way to receive.
+/// The settings of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Setting {
     pub(super) way: Way,
-    /// Zero pages for fresh memory are left alone.
+    /// Zero pages for fresh memory are not touched.
     pub(super) bitmap: bool,
-    /// Page faults are taken ahead of placing.
+    /// Pages are populated before placing.
     pub(super) populate: bool,
-    /// The device asks for missing pages and waits; else the CPU finishes.
+    /// The device requests missing pages and waits; else the CPU finishes the work.
     pub(super) block: bool,
-    /// The memory is made of huge pages where the system has them, as QEMU asks for; else of 4 KiB pages.
+    /// The memory is advised to have huge pages, as by QEMU; else it has 4 KiB pages.
     pub(super) huge: bool,
 }
 
-/// Pages as they are sent: themselves, or deflated.
+/// Pages as they are sent: plain or deflated.
 pub(super) struct Contents {
     pub(super) pages: Vec<Vec<u8>>,
     deflated: Vec<Vec<u8>>,
@@ -68,7 +69,7 @@ pub(super) struct Contents {
 impl Contents {
     pub(super) fn new(pages: Vec<Vec<u8>>) -> Result<Self, HostsError> {
         // Without a device: the product's encoder of the same format.
-        let offload = Offload::over(Vec::new(), &settings()).map_err(doing("deflating pages"))?;
+        let offload = Offload::with_queues(Vec::new(), &settings()).map_err(doing("deflating pages"))?;
         let channel = offload.channel();
         let deflate = |page: &Vec<u8>| {
             let memory = Arc::new(page.clone());
@@ -78,7 +79,7 @@ impl Contents {
             let mut batch = channel.batch(Operation::Deflate);
             let range = region.range(0, PAGE_SIZE).map_err(doing("a page"))?;
             batch.push(&range).map_err(doing("a page"))?;
-            let done = hand_in(&channel, batch).map(|()| channel.wait(NEVER))?;
+            let done = submit(&channel, batch).map(|()| channel.wait(NEVER))?;
             let deflated = done.and_then(|done| done.batch.deflated(0).map(<[u8]>::to_vec));
             deflated.ok_or_else(|| HostsError("a page of the benchmark does not deflate".into()))
         };
@@ -94,39 +95,39 @@ impl Contents {
     }
 }
 
-/// What receiving counted.
+/// The counters of a run.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
-    /// Pages that the device found missing or not writable: what ended its descriptor, and what it asked for.
+    /// Pages that the device found missing or not writable: faults that ended a descriptor, and page requests.
     pub(super) device_faults: u64,
-    /// What the IOMMU was told to forget.
+    /// Translations that the IOMMU had to invalidate.
     pub(super) flushes: u64,
-    /// Those of them that the device had translated, and met again.
-    pub(super) met_flushes: u64,
+    /// Those of them that the device had cached and used again.
+    pub(super) used_flushes: u64,
     pub(super) page_requests: u64,
     pub(super) page_request_ns: u64,
     pub(super) longest_request_ns: u64,
-    /// Of the thread that places; those of the model's threads are the device's.
+    /// Page faults of the placing thread; those of the model's threads are the device's.
     pub(super) cpu_faults: u64,
-    /// Of the thread that places.
+    /// CPU time of the placing thread.
     pub(super) cpu_ns: f64,
-    /// Items that a device was to do and the CPU did.
+    /// Items that were meant for a device and done by the CPU.
     pub(super) cpu_finished: u64,
-    /// Pages that came, in all rounds.
+    /// Pages that arrived, in all rounds.
     pub(super) arrived: u64,
-    /// Those that the device was to write.
+    /// Normal pages, which the device was to write.
     pub(super) normal: u64,
 }
 
-/// Receives all of it into fresh memory, and looks whether the memory is right.
+/// Receives all rounds into fresh memory, and verifies the memory.
 pub(super) fn receive(setting: Setting, arrivals: Arrivals, contents: &Contents) -> Result<Counts, HostsError> {
-    // Before everything that works on it, so that it is unmapped last.
+    // Declared before its users, so that it is unmapped last.
     let memory = if setting.huge { Memory::Anonymous } else { Memory::SmallPages };
     let guest = Guest::new(memory, arrivals.pages * PAGE_SIZE as u64).map_err(doing("guest memory"))?;
     let ram = guest.ram();
     let model = Model::start(device(setting)).map_err(doing("the model"))?;
     let queues = blocking::queues(&model, setting.block).map_err(HostsError)?;
-    let offload = Offload::over(queues, &settings()).map_err(doing("offload"))?;
+    let offload = Offload::with_queues(queues, &settings()).map_err(doing("offload"))?;
     let mut receiver = Receiver::new(setting, &ram, &offload, contents)?;
     let mut counts = Counts::default();
     let before = model.counters();
@@ -139,7 +140,7 @@ pub(super) fn receive(setting: Setting, arrivals: Arrivals, contents: &Contents)
         receiver.finish()?;
         counts.cpu_ns += cpu_ns() - cpu - std::mem::take(&mut receiver.watching_ns);
         counts.cpu_faults += cpu_faults()? - faults;
-        receiver.changed += receiver.watch.look().map_err(doing("the page tables"))?;
+        receiver.changed += receiver.watch.count_changes().map_err(doing("the page tables"))?;
         counts.arrived += pages.len() as u64;
         counts.normal += pages.iter().filter(|arrival| arrival.content.is_some()).count() as u64;
     }
@@ -147,7 +148,7 @@ pub(super) fn receive(setting: Setting, arrivals: Arrivals, contents: &Contents)
     counts.flushes = receiver.changed / if setting.huge { HUGE } else { 1 };
     counts.page_requests = after.page_requests - before.page_requests;
     counts.device_faults = after.faults - before.faults + counts.page_requests;
-    counts.met_flushes = after.translation_flushes - before.translation_flushes;
+    counts.used_flushes = after.translation_flushes - before.translation_flushes;
     counts.page_request_ns = after.page_request_ns - before.page_request_ns;
     counts.longest_request_ns = after.longest_page_request_ns;
     let report = offload.report();
@@ -190,7 +191,7 @@ fn device(setting: Setting) -> ModelConfig {
     ModelConfig { devices: vec![device], ..ModelConfig::default() }
 }
 
-fn hand_in(channel: &Channel, batch: sterna_offload::Batch) -> Result<(), HostsError> {
+fn submit(channel: &Channel, batch: sterna_offload::Batch) -> Result<(), HostsError> {
     channel.submit(batch).map(Ticket::into_id).map(drop).map_err(|(reason, _)| HostsError(reason.to_string()))
 }
 
@@ -202,9 +203,9 @@ struct Receiver<'a> {
     region: Arc<Region>,
     channel: Channel,
     watch: Watch,
-    /// Pages that were mapped and came to be mapped otherwise.
+    /// Mapped pages whose mapping changed.
     changed: u64,
-    /// CPU time of looking for these, which is no part of receiving.
+    /// CPU time of counting these, which is not part of receiving.
     watching_ns: f64,
 }
 
@@ -212,7 +213,7 @@ impl<'a> Receiver<'a> {
     fn new(setting: Setting, ram: &'a GuestRam, offload: &Offload, contents: &'a Contents) -> Result<Self, HostsError> {
         let block = block(ram);
         let received = setting.bitmap.then(|| ReceivedBitmap::new(block.pages()));
-        // SAFETY: the guest's memory is unmapped after offload has shut down, which waits for devices; nobody has a
+        // SAFETY: the guest's memory is unmapped after offload has shut down, which waits for devices; there is no
         // reference to it.
         let region = unsafe { Region::new(block.start().expect("mapped here"), block.bytes() as usize, None) };
         let channel = offload.channel();
@@ -224,7 +225,7 @@ impl<'a> Receiver<'a> {
         Ok(Self { setting, ram, contents, received, region, channel, watch, changed: 0, watching_ns: 0.0 })
     }
 
-    /// As the library's destination does with a packet: runs of one kind, in order.
+    /// Places a packet as the library's destination does: runs of one kind, in order.
     fn packet(&mut self, packet: &[Arrival]) -> Result<(), HostsError> {
         let block = block(self.ram);
         let mut batch = self.channel.batch(self.setting.way.operation());
@@ -234,7 +235,7 @@ impl<'a> Receiver<'a> {
             if run[0].content.is_none() {
                 match &self.received {
                     Some(received) => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
-                    // Looking at it maps the zero page.
+                    // Reading it maps the zero page.
                     None => pages.filter(|page| !block.is_zero(*page)).for_each(|page| block.zero(page..page + 1)),
                 }
                 continue;
@@ -244,7 +245,7 @@ impl<'a> Receiver<'a> {
             }
             if self.setting.populate {
                 if self.setting.huge {
-                    self.look_before_writing(packet)?;
+                    self.count_changes_before_writing(packet)?;
                 }
                 block.populate(pages).map_err(doing("populating"))?;
             }
@@ -258,30 +259,30 @@ impl<'a> Receiver<'a> {
             return Ok(());
         }
         if self.setting.huge {
-            self.look_before_writing(packet)?;
+            self.count_changes_before_writing(packet)?;
         }
-        if self.channel.under_way() >= self.setting.way.in_flight()
+        if self.channel.in_flight() >= self.setting.way.in_flight()
             && let Some(done) = self.channel.wait(NEVER)
         {
             placed(&done)?;
         }
-        hand_in(&self.channel, batch)
+        submit(&self.channel, batch)
     }
 
-    /// In huge pages what was looked at and what is written next may be one page: its change is seen only if it was seen
-    /// before the write.
-    fn look_before_writing(&mut self, packet: &[Arrival]) -> Result<(), HostsError> {
+    /// In huge pages, a page that was read and one that is written next may be one huge page: its change is counted
+    /// only if its mapping was read before the write.
+    fn count_changes_before_writing(&mut self, packet: &[Arrival]) -> Result<(), HostsError> {
         let began = cpu_ns();
         let [first, last] = [0, packet.len() - 1].map(|at| packet[at].page / HUGE);
         for huge in first..=last {
             let pages = (huge * HUGE) as usize..((huge + 1) * HUGE) as usize;
-            self.changed += self.watch.look_at(pages).map_err(doing("the page tables"))?;
+            self.changed += self.watch.count_changes_in(pages).map_err(doing("the page tables"))?;
         }
         self.watching_ns += cpu_ns() - began;
         Ok(())
     }
 
-    /// Waits for everything: a round ends before pages come again.
+    /// Waits for all batches: a round must end before its pages can arrive again.
     fn finish(&mut self) -> Result<(), HostsError> {
         while let Some(done) = self.channel.wait(NEVER) {
             placed(&done)?;
@@ -307,7 +308,7 @@ fn cpu_ns() -> f64 {
 /// Minor page faults of this thread (proc_pid_stat(5), field 10).
 fn cpu_faults() -> Result<u64, HostsError> {
     let stat = std::fs::read_to_string("/proc/thread-self/stat").map_err(doing("/proc/thread-self/stat"))?;
-    // The name, field 2, stands in brackets and may have brackets and blanks.
+    // The name, field 2, is in brackets and may itself contain brackets and blanks.
     let minor = stat.rsplit_once(") ").and_then(|(_, fields)| fields.split(' ').nth(7)?.parse().ok());
     minor.ok_or_else(|| HostsError(format!("/proc/thread-self/stat says {stat:?}")))
 }
@@ -331,7 +332,7 @@ mod tests {
             assert_eq!((without.page_requests, without.cpu_finished), (without.device_faults, 0), "{without:?}");
             assert!(without.page_request_ns / without.page_requests > 1000, "{without:?}");
             let with = counted(Setting { bitmap: true, ..setting });
-            assert_eq!((with.flushes, with.met_flushes), (0, 0), "{with:?}");
+            assert_eq!((with.flushes, with.used_flushes), (0, 0), "{with:?}");
             assert_eq!(with.device_faults, without.device_faults, "a page's first write is a fault either way");
             assert!(with.cpu_faults < without.cpu_faults, "{with:?} {without:?}");
         }

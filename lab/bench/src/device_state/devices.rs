@@ -1,4 +1,5 @@
-//! Devices that give and take state at a rate, or as fast as memory can be copied; and a monitor whose guest does nothing.
+//! Devices that save and load state at a rate, or as fast as memory can be copied; and a monitor whose guest does
+//! nothing.
 
 use std::io::{BufRead, Read, Write};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 use sterna_engine::device_state::{DeviceId, LoadDevice, SaveDevice};
 use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 
-/// What a device gives or takes at once.
+/// Bytes that a device saves or loads in one call.
 const AT_ONCE: usize = 256 << 10;
 
 /// Bytes per second; none: no limit.
@@ -29,7 +30,7 @@ pub(super) fn id(number: usize) -> DeviceId {
 
 /// The memory of all devices, on both sides.
 pub(super) struct Memories {
-    /// All have the same: it is only read.
+    /// The same for all devices, because it is only read.
     source: Arc<Vec<u8>>,
     destinations: Vec<Arc<Mutex<Vec<u8>>>>,
 }

@@ -14,19 +14,19 @@ use crate::hosts::{Ended, Hosts, HostsError, Side, Sterna, doing, program};
 
 /// Bytes of a page.
 pub(in super::super) const PAGE: f64 = 4096.0;
-/// A guest that is slower than this part of its set rate is not what was to be measured.
+/// The least part of its set rate that a guest must reach for an attempt to count.
 const MIN_ACHIEVED: f64 = 0.95;
-/// A guest that stands for longer than this many times the downtime aimed at was not moved as it was to be.
+/// The largest downtime of a success, as a multiple of the target downtime.
 pub(in super::super) const MAX_DOWNTIME: f64 = 1.1;
-/// No step takes longer on a machine that is only slow, beside the migration itself.
+/// Time limit of each step beside the migration itself, enough for a slow machine.
 const SLACK: Duration = Duration::from_secs(60);
 
-/// What writes the memory.
+/// How the guest's memory is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum Guest {
     /// A vCPU, its writes in KVM's dirty log; a thread where there is no KVM.
     Kvm,
-    /// A thread of the monitor, its writes noted by write protection.
+    /// A thread of the monitor, its writes recorded by write protection.
     Thread,
 }
 
@@ -48,12 +48,12 @@ impl Guest {
     }
 }
 
-/// What is moved, and how.
+/// The guest and the settings of its migration.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) struct Setting {
-    /// Bytes per second that the source is told to keep to.
+    /// The source's bandwidth limit, in bytes per second.
     pub(in super::super) bandwidth: Option<u64>,
-    /// MiB of guest RAM, all of which is written again and again.
+    /// MiB of guest RAM, all of which is written repeatedly.
     pub(in super::super) memory: u64,
     pub(in super::super) fill: &'static str,
     pub(in super::super) guest: Guest,
@@ -61,25 +61,25 @@ pub(in super::super) struct Setting {
     pub(in super::super) method: &'static str,
     /// More options of the source, separated by spaces.
     pub(in super::super) how: &'static str,
-    /// Whether the guest is slowed down on purpose.
+    /// Whether the guest is throttled.
     pub(in super::super) throttles: bool,
     pub(in super::super) downtime: Duration,
     pub(in super::super) give_up_after: Duration,
 }
 
-/// What came of it.
+/// The result of an attempt.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in super::super) struct Attempt {
-    /// Whether the guest was moved, and stood no longer than it may.
+    /// Whether the guest was moved within the permitted downtime.
     pub(in super::super) moved: bool,
-    /// What the guest has achieved of its set rate; 1: all.
+    /// The part of its set rate that the guest reached; 1: all.
     pub(in super::super) achieved: f64,
     pub(in super::super) total_ms: f64,
     pub(in super::super) downtime_ms: f64,
     pub(in super::super) rounds: f64,
     pub(in super::super) content_bytes: f64,
     pub(in super::super) ratio: f64,
-    /// From the guest's start at the destination to all of its memory being there, where it went that way.
+    /// From the guest's start at the destination until its memory was complete, if by post-copy.
     pub(in super::super) post_copy_ms: Option<f64>,
     pub(in super::super) latency_p50_ms: f64,
     pub(in super::super) latency_p99_ms: f64,
@@ -90,7 +90,7 @@ pub(in super::super) struct Attempt {
 }
 
 impl Attempt {
-    /// Whether the guest was fast enough for this to say anything.
+    /// Returns whether the guest was fast enough for the attempt to count.
     pub(in super::super) fn counts(&self) -> bool {
         self.achieved >= MIN_ACHIEVED
     }
@@ -104,15 +104,15 @@ pub(in super::super) struct Site<'a> {
 }
 
 impl<'a> Site<'a> {
-    /// With so many CPUs for each side.
+    /// Makes a site with this many CPUs for each side.
     ///
     /// # Errors
-    /// There is no microvm, in words that say how to get one.
+    /// There is no microvm; the text says how to build it.
     pub(in super::super) fn new(cpus: u16, cancel: &'a Cancel) -> Result<Self, HostsError> {
         Self::on(Hosts::loopback().pinned(cpus), cancel)
     }
 
-    /// On these hosts.
+    /// Makes a site on these hosts.
     ///
     /// # Errors
     /// As [`Site::new`].
@@ -121,12 +121,12 @@ impl<'a> Site<'a> {
         Ok(Self { program, hosts, cancel })
     }
 
-    /// The CPUs of both sides, for the notes.
+    /// Returns the CPUs of both sides, for the notes.
     pub(in super::super) fn cpus(&self) -> [String; 2] {
         [Side::A, Side::B].map(|side| self.hosts.cpus(side).unwrap_or_default())
     }
 
-    /// Moves a guest that writes so many pages per second.
+    /// Moves a guest that writes this many pages per second.
     pub(in super::super) fn attempt(&self, setting: &Setting, pages: f64) -> Result<Attempt, HostsError> {
         let Setting { bandwidth, memory, fill, guest, method, how, throttles, downtime, give_up_after } = *setting;
         let warm = WarmMemory::new(Some(memory << 20));
@@ -157,7 +157,7 @@ impl<'a> Site<'a> {
         let limit = SLACK + 2 * give_up_after;
         let sent = Sterna::start("the source", command, false)?.finish(limit, self.cancel)?;
         let report = read(&sent, &sent_json)?;
-        // Exit code 3: it was not moved, and the guest is well.
+        // Exit code 3: the guest was not moved, and no fault was found in it.
         let moved = match sent.status.code() {
             Some(0) => true,
             Some(3) if report["error"]["guest"] == "RunsAtSource" && !report["migration"].is_null() => false,
@@ -169,7 +169,7 @@ impl<'a> Site<'a> {
         }
         let number = |value: &Value| value.as_f64().unwrap_or(0.0);
         let rate = |part: &Value| number(&part["written"]) / number(&part["seconds"]).max(1e-9);
-        // A guest that is slowed down on purpose was to be fast enough before.
+        // A throttled guest must have been fast enough before the migration.
         let mut least = rate(&report["before"]);
         if !throttles {
             least = least.min(rate(&report["during"]));
@@ -204,7 +204,7 @@ impl<'a> Site<'a> {
 }
 
 fn read(ended: &Ended, path: &std::path::Path) -> Result<Value, HostsError> {
-    let said = || format!("the source left no report: {}", ended.errors.join("; "));
-    let text = std::fs::read(path).map_err(doing(said()))?;
-    serde_json::from_slice(&text).map_err(doing(said()))
+    let failed = || format!("the source left no report: {}", ended.errors.join("; "));
+    let text = std::fs::read(path).map_err(doing(failed()))?;
+    serde_json::from_slice(&text).map_err(doing(failed()))
 }

@@ -1,6 +1,6 @@
-//! The largest dirty rate at which a guest of QEMU can be moved: by QEMU in each of its ways, and by Sterna directly.
+//! The largest dirty rate at which a guest of QEMU can be moved: by each method of QEMU, and by Sterna directly.
 //!
-//! Each pattern has a source of its own, whose guest is set to the rates that are tried and goes on after each attempt.
+//! Each pattern has its own source, whose guest is set to each rate that is tried and resumes after each attempt.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -18,23 +18,23 @@ use super::search::{Outcome, Search};
 use super::{DOWNTIME, TOO_SLOW};
 use crate::hosts::{Hosts, HostsError};
 
-/// MiB a second that may be sent. An emulated guest writes hardly faster than the first; with the second there is room above what is sent.
+/// MiB per second that may be sent. An emulated guest can barely exceed the first, and clearly exceeds the second.
 const BANDWIDTHS: [u64; 2] = [128, 32];
-/// How long all that the guest writes takes to be sent once.
+/// How long sending the written memory once takes.
 const TIME_OF_ALL: Duration = Duration::from_secs(4);
 const CHANNELS: u16 = 2;
 const MIN_ACHIEVED: f64 = 0.95;
-/// QEMU's ways.
+/// QEMU's methods.
 const PEER: [&str; 3] = ["none", "zstd", "xbzrle"];
 const DIRECT: &[&str] = &["--method", "auto", "--delta-cache", "1GiB"];
-/// With `--quick`, no new rate is tried for a cell that has taken so long.
+/// With `--quick`, no further rate is tried for a cell after this time.
 const QUICK_CELL: Duration = Duration::from_secs(12);
-/// And only these are measured: the bandwidth, and what is written.
+/// With `--quick`, only these are measured: bandwidth and pattern.
 const QUICK: [(u64, &str); 2] = [(128, "ones"), (32, "hot tenth")];
-/// How many times QEMU's best dirty rate Sterna's is to be.
+/// The target: Sterna's dirty rate as a multiple of QEMU's best.
 const FACTOR: f64 = 1.5;
 
-/// What the guest writes: the content, how much of a page, and in which order.
+/// The guest's writes: content, part of a page, order.
 #[derive(Clone, Copy, Debug)]
 struct Writing {
     name: &'static str,
@@ -53,7 +53,7 @@ const WRITINGS: [Writing; 4] = [
 /// A guest, and the network's bandwidth while it is moved.
 #[derive(Clone, Copy, Debug)]
 struct Case {
-    /// In MiB a second.
+    /// MiB per second.
     bandwidth: u64,
     writing: Writing,
 }
@@ -65,7 +65,7 @@ impl Case {
             .flat_map(|bandwidth| WRITINGS.into_iter().map(move |writing| Case { bandwidth, writing }))
     }
 
-    /// For people.
+    /// Returns its title in the table.
     fn title(&self) -> String {
         format!("{} MiB/s, QEMU guest, {}", self.bandwidth, self.writing.name)
     }
@@ -87,33 +87,33 @@ impl Case {
         cells
     }
 
-    /// Bytes a second that may be sent.
+    /// Returns the bytes per second that may be sent.
     fn bytes_per_second(&self) -> u64 {
         self.bandwidth << 20
     }
 
-    /// Bytes of memory that the guest fills and writes.
+    /// Returns the bytes of memory that the guest fills and writes.
     fn span(&self) -> u64 {
         TIME_OF_ALL.as_secs() * self.bytes_per_second()
     }
 
-    /// Bytes of the guest's memory in all.
+    /// Returns the bytes of the guest's memory.
     fn ram(&self) -> u64 {
         self.span() + self.span() / 16 + (256 << 20)
     }
 }
 
-/// The names of all cells.
+/// Returns the names of all cells.
 pub(super) fn cells() -> impl Iterator<Item = String> {
     Case::all().flat_map(|case| case.cells()).map(|(name, _)| name)
 }
 
-/// Measures the cells that are wanted.
+/// Measures the selected cells.
 pub(super) fn measure(
     args: &BenchArgs,
     runs: usize,
     cancel: &Cancel,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
 ) -> Result<Vec<Row>, HostsError> {
     let mut rows = Vec::new();
     let certificates = certificates()?;
@@ -124,11 +124,11 @@ pub(super) fn measure(
         if cells.is_empty() {
             continue;
         }
-        tell(&format!("{}: booting", case.title()));
+        progress(&format!("{}: booting", case.title()));
         let mut bench = start(args, &case, certificates.path(), cancel)?;
         for (name, way) in cells {
             let mut row = Row { name, detail: String::new(), runs: Vec::new(), void: None };
-            match search(&mut bench, &case, &row.name, &way, (args.quick, runs), cancel, tell) {
+            match search(&mut bench, &case, &row.name, &way, (args.quick, runs), cancel, progress) {
                 Ok((lines, detail)) => (row.runs, row.detail) = (lines, detail),
                 Err(_) if cancel.is_cancelled() => return Err(HostsError("cancelled".into())),
                 Err(error) => row.void = Some(error.to_string()),
@@ -147,7 +147,7 @@ fn start(args: &BenchArgs, case: &Case, certificates: &Path, cancel: &Cancel) ->
     Bench::start(Hosts::loopback().pinned(args.cpus), options, args.warmed(case.ram()), certificates, cancel)
 }
 
-/// The largest rate at which `way` moves the guest, a line of figures for each run of it, and what else the table says.
+/// Searches the largest rate at which `way` moves the guest. Returns a line of figures for each run, and the remark.
 fn search(
     bench: &mut Bench,
     case: &Case,
@@ -155,7 +155,7 @@ fn search(
     way: &Way,
     (quick, runs): (bool, usize),
     cancel: &Cancel,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
 ) -> Result<(Vec<Vec<f64>>, String), HostsError> {
     let (since, mut late) = (Instant::now(), "");
     let mut search = Search::new(0.9 * case.bytes_per_second() as f64 / PAGE);
@@ -169,7 +169,7 @@ fn search(
         let (outcome, attempts) = all_of(bench, case, way, bytes, (quick, runs), cancel)?;
         tried += 1;
         let last = attempts.last().cloned().unwrap_or_default();
-        tell(&format!(
+        progress(&format!(
             "{name}: {:.0} MB/s: {outcome:?} ({:.1} s, downtime {:.0} ms, {:.0} rounds, achieved {:.0} %)",
             bytes / 1e6,
             last.total_ms / 1e3,
@@ -195,7 +195,7 @@ fn search(
     }
 }
 
-/// Tries one rate until it fails, or has worked so often as it must.
+/// Tries one rate until it fails or has worked `runs` times.
 fn all_of(
     bench: &mut Bench,
     case: &Case,
@@ -227,21 +227,21 @@ fn all_of(
     Ok((Outcome::Works, worked))
 }
 
-/// In the order of [`super::COLUMNS`].
+/// Returns the figures in the order of [`super::COLUMNS`].
 fn figures(bytes_per_second: f64, measured: &Measured) -> Vec<f64> {
     vec![
         bytes_per_second,
         measured.total_ms,
         measured.downtime_ms,
         measured.rounds,
-        // QEMU does not tell.
+        // QEMU does not report it.
         0.0,
         measured.achieved.unwrap_or(1.0),
         measured.total_ms / (TIME_OF_ALL.as_secs_f64() * 1e3),
     ]
 }
 
-/// The targets: the ratio of QEMU's best rate to Sterna's, which is small where Sterna's is large.
+/// Adds the targets: the ratio of QEMU's best rate to Sterna's.
 pub(super) fn judge(findings: &mut Findings) {
     for case in Case::all() {
         let rate = |way: &&str| findings.spread(&case.name(way), "dirty_rate").map_or(0.0, |rate| rate.median);

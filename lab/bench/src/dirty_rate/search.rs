@@ -1,21 +1,21 @@
 //! The search for a boundary: the largest rate at which something still works, by bisection.
 //!
-//! Arithmetic only: whoever searches asks which rate is next and says what came of it.
+//! Arithmetic only: the caller asks for the next rate and reports the outcome.
 
-/// How much wider than its lower end a bracket may be at the end: ±5 % around its middle.
+/// The largest ratio of the final bracket's ends: ±5 % around its middle.
 pub(super) const WIDTH: f64 = 1.1;
-/// How far the search goes up or down at first until it has a bracket; then further with each step.
+/// The first step up or down until the rate is bracketed; later steps are larger.
 const STRIDE: f64 = 1.3;
 const MAX_STRIDE: f64 = 3.0;
 
-/// What came of a rate.
+/// The outcome of a rate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// It works.
     Works,
     /// It does not.
     Fails,
-    /// It could not be tried: the guest does not reach that rate.
+    /// The guest does not reach that rate.
     OutOfReach,
 }
 
@@ -26,17 +26,17 @@ pub(super) struct Search {
     works: Option<f64>,
     above: Option<(f64, Outcome)>,
     stride: f64,
-    /// Smaller rates are of no interest.
+    /// The smallest rate that is tried.
     least: f64,
 }
 
 impl Search {
-    /// Begins at `first`.
+    /// Makes a search that begins at `first`.
     pub(super) fn new(first: f64) -> Self {
         Self { first, works: None, above: None, stride: STRIDE, least: first / 100.0 }
     }
 
-    /// The rate to be tried next; none when the boundary is known, or there is none.
+    /// Returns the next rate to try; none once the boundary is found, or if there is none.
     pub(super) fn next(&self) -> Option<f64> {
         match (self.works, self.above) {
             (None, None) => Some(self.first),
@@ -46,7 +46,7 @@ impl Search {
         }
     }
 
-    /// What came of that rate.
+    /// Records the outcome of a rate.
     pub(super) fn tried(&mut self, rate: f64, outcome: Outcome) {
         if self.works.is_some() || self.above.is_some() {
             self.stride = self.stride.powi(2).min(MAX_STRIDE);
@@ -57,12 +57,12 @@ impl Search {
         }
     }
 
-    /// The largest rate that works.
+    /// Returns the largest rate that works.
     pub(super) fn works(&self) -> Option<f64> {
         self.works
     }
 
-    /// The least rate that does not, and why.
+    /// Returns the smallest rate that does not work, and why.
     pub(super) fn above(&self) -> Option<(f64, Outcome)> {
         self.above
     }

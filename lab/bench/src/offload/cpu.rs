@@ -1,8 +1,8 @@
-//! What the CPU itself needs for a page: to find out whether it is zero, and to take a snapshot of it.
+//! The CPU's own cost per page: of the zero test and of a snapshot.
 //!
-//! Both have a floor, which is measured beside them: a loop that only reads the same memory, and a plain copy of it into
-//! the same buffer. *Hot* is memory that stays in the cache, *cold* is walked once from start to end, as a migration walks
-//! a guest, in batches of 128 pages.
+//! Both have a lower bound, which is measured beside them: a loop that only reads the same memory, and a plain copy of
+//! it into the same buffer. *Hot* is memory that stays in the cache, *cold* is walked once from start to end, as a
+//! migration walks a guest, in batches of 128 pages.
 
 use std::cell::RefCell;
 use std::hint::black_box;
@@ -20,16 +20,16 @@ use crate::hosts::HostsError;
 
 const BATCH: usize = 128 * PAGE_SIZE;
 const HUGE: usize = 2 << 20;
-/// Short runs that one run of a cell is the median of, so that what else the machine does meanwhile falls out.
+/// The number of short runs whose median is one run of a cell: this excludes interruptions by other work.
 const SHORT_RUNS: usize = 9;
 
-/// Memory that is worked on.
+/// The memory of a cell.
 #[derive(Clone, Copy)]
 struct Place {
     name: &'static str,
     bytes: usize,
     huge_pages: bool,
-    /// How often a short run goes through it.
+    /// How many times a short run walks it.
     walks: usize,
 }
 
@@ -42,7 +42,7 @@ const PLACES: [Place; 3] = [
 /// How many of eight pages are zero.
 pub(super) const CONTENTS: [(&str, usize); 3] = [("all zero", 8), ("mixed", 4), ("all normal", 0)];
 
-/// Does something with a batch of pages, a buffer with room for it, and a zero map.
+/// Work on a batch of pages, with a buffer of the same size and a zero map.
 type Work = fn(&[u8], &mut [u8], &mut [u64]);
 
 const READ: &str = "read loop";
@@ -51,7 +51,7 @@ const COPY: &str = "plain copy";
 const SNAPSHOT: &str = "snapshot";
 const WAYS: [(&str, Work); 4] = [(READ, read), (SCAN, scan), (COPY, copy), (SNAPSHOT, snapshot)];
 
-/// The cell of the scan that a device is compared with: from memory, as a migration finds it.
+/// Returns the cell of the CPU's scan with which a device is compared: memory that is in no cache, as in a migration.
 pub(super) fn scan_cell(content: &str) -> String {
     name("cold", content, SCAN)
 }
@@ -60,17 +60,17 @@ fn name(place: &str, content: &str, way: &str) -> String {
     format!("cpu, {place}, {content}: {way}")
 }
 
-/// The names of the cells.
+/// Returns the names of the cells.
 pub(super) fn cells() -> Vec<String> {
     let parts = PLACES.iter().flat_map(|place| CONTENTS.map(|(content, _)| (place.name, content)));
     parts.flat_map(|(place, content)| WAYS.map(|(way, _)| name(place, content, way))).collect()
 }
 
-/// Measures the cells that are wanted.
+/// Measures the selected cells.
 pub(super) fn measure(
     args: &BenchArgs,
     cancel: &Cancel,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
     findings: &mut Findings,
 ) -> Result<(), HostsError> {
     let buffer = RefCell::new(Pages::new(BATCH, true)?);
@@ -94,13 +94,13 @@ pub(super) fn measure(
                     }),
                 })
                 .collect();
-            findings.rows.extend(interleaved(&mut cells, args.rounds(), cancel, tell)?);
+            findings.rows.extend(interleaved(&mut cells, args.rounds(), cancel, progress)?);
         }
     }
     Ok(())
 }
 
-/// Adds the targets: how near the floor.
+/// Adds the targets: the ratio to the lower bound.
 pub(super) fn judge(findings: &mut Findings) {
     for place in PLACES {
         for (what, limit, content, way, floor) in [
@@ -118,7 +118,7 @@ pub(super) fn judge(findings: &mut Findings) {
     }
 }
 
-/// What a reader must know.
+/// Returns the notes for the reader.
 pub(super) fn notes() -> Vec<String> {
     vec![
         format!(
@@ -132,7 +132,7 @@ pub(super) fn notes() -> Vec<String> {
     ]
 }
 
-/// The median of several short runs of `work` over all of `memory`, in CPU time for each page.
+/// Returns the median of several short runs of `work` over all of `memory`, in CPU time per page.
 fn ns_per_page(work: Work, memory: &[u8], buffer: &mut [u8], walks: usize) -> f64 {
     let mut map = [0; BATCH / PAGE_SIZE / 64];
     let pages = (walks * memory.len() / PAGE_SIZE) as f64;
@@ -148,7 +148,7 @@ fn ns_per_page(work: Work, memory: &[u8], buffer: &mut [u8], walks: usize) -> f6
     Spread::of(&runs).expect("there are runs").median
 }
 
-/// CPU time of this thread.
+/// Returns the CPU time of this thread.
 pub(super) fn cpu_ns() -> f64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
@@ -170,11 +170,11 @@ fn snapshot(batch: &[u8], buffer: &mut [u8], map: &mut [u64]) {
     black_box(taking.finish());
 }
 
-/// Reads all of it and looks at nothing.
+/// Only reads the batch.
 fn read(batch: &[u8], _: &mut [u8], _: &mut [u64]) {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
-        // SAFETY: the CPU has it.
+        // SAFETY: the CPU has AVX2.
         return unsafe { read_avx2(batch) };
     }
     black_box(batch.as_chunks::<8>().0.iter().fold(0, |any, word| any | u64::from_ne_bytes(*word)));
@@ -195,7 +195,7 @@ fn read_avx2(batch: &[u8]) {
     black_box(any);
 }
 
-/// Memory that begins at the border of a huge page.
+/// Memory that begins at a huge page.
 pub(super) struct Pages {
     room: Vec<u8>,
     start: usize,
@@ -226,7 +226,7 @@ impl Pages {
 
     pub(super) fn fill(&mut self, zero_of_8: usize) {
         for (number, page) in self.bytes_mut().chunks_mut(PAGE_SIZE).enumerate() {
-            // Mixed up, so that the branch predictor learns nothing.
+            // In an irregular order, so that the branch predictor learns nothing.
             let zero = (number.wrapping_mul(0x9e37_79b9) >> 13) % 8 < zero_of_8;
             page.fill(if zero { 0 } else { number as u8 | 1 });
         }

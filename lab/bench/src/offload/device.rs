@@ -1,10 +1,11 @@
-//! What the search for zero pages leaves to the CPU when a device does it: handing batches in and taking answers.
+//! The CPU's cost of the search for zero pages when a device does it: submitting batches and collecting results.
 //!
-//! The product's own way, down to the 64 bytes; behind them a [`StandIn`] on another core, which knows the answers and gives them
-//! at the pace of the model's calibration (the model itself reads memory through the page tables, which takes it a hundred
-//! times as long as hardware). So descriptors and records really pass between two cores. Three accounts, never added silently:
-//! *measured* is CPU time of the submitting thread and of offload's own threads; *charged* is what the hardware would make the
-//! CPU wait for besides; *device* is the device's time by its calibration.
+//! The product's own code runs down to the 64-byte descriptors. In the place of the device there is a [`StandIn`] on
+//! another core, which knows the results in advance and returns them at the pace of the model's calibration (the model
+//! itself reads memory through the page tables, a hundred times slower than hardware). So descriptors and records
+//! really pass between two cores. There are three accounts, which are never added silently: *measured* is CPU time of
+//! the submitting thread and of offload's own threads; *charged* is the further time for which hardware would stall the
+//! CPU; *device* is the device's time by its calibration.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -28,34 +29,35 @@ use crate::hosts::HostsError;
 
 /// Pages in a batch.
 const BATCHES: [usize; 6] = [1, 8, 32, 128, 512, 1024];
-/// Batches that are under way together.
+/// Batches in flight together.
 const IN_FLIGHT: usize = 16;
-/// Memory that is searched again and again: more than the caches have.
+/// Memory that is searched repeatedly: larger than the caches.
 const BYTES: usize = 128 << 20;
-/// How often it is gone through, and before that until offload has its batches and knows the device's pace.
+/// How many times it is searched, and how many times before that until offload has made its batches and measured the
+/// device's pace.
 const WALKS: usize = 30;
 const FIRST_WALKS: usize = 5;
-/// From this size on the targets are meant.
+/// The smallest batch to which the targets apply.
 const LARGE: usize = 128;
 
-/// What the hardware makes a CPU wait for, in nanoseconds.
+/// Stalls of the CPU caused by hardware, in nanoseconds.
 struct Charges {
     /// `ENQCMD`: 140 to 610 are what dsa-perf-micros' documentation allows (one core cannot keep a device busy with 4 KiB, four
     /// can). The upper end.
     submission: f64,
-    /// A cache line that a device has written comes from another core here and from memory at worst there: so much more. No
-    /// source gives it for these machines; a line from DRAM takes about 100 on servers of this kind.
+    /// A cache line that a device wrote comes from another core here, and at worst from memory there: the difference.
+    /// No source gives it for these machines; a line from DRAM takes about 100 on servers of this kind.
     line_from_device: f64,
 }
 
 const CHARGES: Charges = Charges { submission: 610.0, line_from_device: 100.0 };
 
 impl Charges {
-    /// For one batch of so many pages. Where pages of both kinds are mixed, what a batch finds is not what was predicted, and
-    /// every member's record is read, two to a line.
+    /// Returns the charge for one batch of this many pages. If zero and normal pages are mixed, the results differ from
+    /// the prediction, and every member's record is read, two per line.
     fn of(&self, pages: usize, mixed: bool) -> f64 {
         let records = 1 + if mixed && pages > 1 { pages.div_ceil(2) } else { 0 };
-        // Lines one after another come by prefetching, several at once.
+        // Consecutive lines are prefetched, several at once.
         let records = self.line_from_device * (1.0 + (records - 1) as f64 / 10.0);
         self.submission + records
     }
@@ -65,16 +67,16 @@ fn name(content: &str, batch: usize) -> String {
     format!("device, {content}: batches of {batch}")
 }
 
-/// The names of the cells.
+/// Returns the names of the cells.
 pub(super) fn cells() -> Vec<String> {
     CONTENTS.iter().flat_map(|(content, _)| BATCHES.map(|batch| name(content, batch))).collect()
 }
 
-/// Measures the cells that are wanted.
+/// Measures the selected cells.
 pub(super) fn measure(
     args: &BenchArgs,
     cancel: &Cancel,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
     findings: &mut Findings,
 ) -> Result<(), HostsError> {
     for (content, zero_of_8) in CONTENTS {
@@ -85,7 +87,7 @@ pub(super) fn measure(
         let mut memory = Pages::new(BYTES, true)?;
         memory.fill(zero_of_8);
         let memory = Arc::new(memory);
-        // Made for each run: a stand-in that waits for work keeps a CPU busy.
+        // Made anew for each run, because a waiting stand-in keeps a CPU busy.
         let mut cells: Vec<Cell<'_>> = wanted
             .into_iter()
             .map(|batch| {
@@ -94,7 +96,7 @@ pub(super) fn measure(
                 Cell { name: name(content, batch), run: Box::new(run) }
             })
             .collect();
-        findings.rows.extend(interleaved(&mut cells, args.rounds(), cancel, tell)?);
+        findings.rows.extend(interleaved(&mut cells, args.rounds(), cancel, progress)?);
     }
     Ok(())
 }
@@ -104,7 +106,7 @@ pub(super) fn judge(findings: &mut Findings) {
     for (content, _) in CONTENTS {
         for batch in BATCHES.into_iter().filter(|batch| *batch >= LARGE) {
             let (row, scan) = (name(content, batch), scan_cell(content));
-            // What of the scan's CPU is still spent, by measured and charged time.
+            // The part of the scan's CPU time that remains, measured and charged.
             findings.at_most(&format!("{row}: measured and charged to the scan's CPU"), 0.25, &row, &scan, "all_ns");
             let value = findings.spread(&row, "completion_core");
             let name = format!("{row}: completion at 25 GB/s");
@@ -113,7 +115,7 @@ pub(super) fn judge(findings: &mut Findings) {
     }
 }
 
-/// What a reader must know.
+/// Returns the notes for the reader.
 pub(super) fn notes() -> Vec<String> {
     vec![
         format!(
@@ -158,15 +160,16 @@ impl Search {
         let queue = WorkQueue::with_portal(info, portal).map_err(|error| failed(&error))?;
         let mut settings = Settings::default();
         settings.batch_pages = batch.max(LARGE);
-        let offload = Offload::over(vec![queue], &settings).map_err(|error| failed(&error))?;
+        let offload = Offload::with_queues(vec![queue], &settings).map_err(|error| failed(&error))?;
         let start = NonNull::from(memory.bytes()).cast::<u8>();
-        // SAFETY: the region keeps the memory; nobody writes it while it is searched.
+        // SAFETY: the region keeps the memory; no thread writes it while it is searched.
         let region = unsafe { Region::new(start, memory.bytes().len(), Some(Arc::<Pages>::clone(memory))) };
         region.set_racing(false);
         Ok(Self { offload, region, memory: Arc::clone(memory), batch, zero_of_8 })
     }
 
-    /// Measured, charged, both, device, completion: nanoseconds per page; then the share of a core for completion.
+    /// Returns nanoseconds per page: measured, charged, both, device, completion; then the share of a core for
+    /// completion.
     fn run(&self) -> Result<Vec<f64>, HostsError> {
         let channel = self.offload.channel();
         for _ in 0..FIRST_WALKS {
@@ -200,7 +203,7 @@ impl Search {
         channel.submit(batch).map(Ticket::into_id).map(drop).map_err(|(reason, _)| HostsError(reason.to_string()))
     }
 
-    /// Goes through all of memory once, and counts the zero pages.
+    /// Searches all of memory once, and returns the number of zero pages.
     fn walk(&self, channel: &Channel) -> Result<usize, HostsError> {
         let mut zero = 0;
         let mut next = || {
@@ -209,7 +212,7 @@ impl Search {
             })
         };
         for first in (0..self.memory.bytes().len() / PAGE_SIZE).step_by(self.batch) {
-            if channel.under_way() >= IN_FLIGHT {
+            if channel.in_flight() >= IN_FLIGHT {
                 next();
             }
             self.submit(channel, first)?;
@@ -218,7 +221,7 @@ impl Search {
         Ok(zero)
     }
 
-    /// What taking answers takes, per page.
+    /// Returns the cost of collecting results, per page.
     fn completion(&self, channel: &Channel) -> Result<f64, HostsError> {
         let (mut spent, mut batches) = (0.0, 0);
         let all = self.memory.bytes().len() / PAGE_SIZE / self.batch;
@@ -226,7 +229,7 @@ impl Search {
             for batch in 0..IN_FLIGHT {
                 self.submit(channel, (round * IN_FLIGHT + batch) * self.batch)?;
             }
-            while channel.under_way() > 0 {
+            while channel.in_flight() > 0 {
                 let began = cpu_ns();
                 let found = channel.poll().is_some();
                 let took = cpu_ns() - began - clock_ns();
@@ -240,7 +243,7 @@ impl Search {
     }
 }
 
-/// A device that knows which pages are zero, on a thread of its own.
+/// A thread that acts as a device and knows in advance which pages are zero.
 #[derive(Debug)]
 struct StandIn {
     /// None once the queue is being closed.
@@ -287,14 +290,14 @@ impl Portal for StandIn {
         }
     }
 
-    fn way(&self) -> SubmitMethod {
+    fn submit_method(&self) -> SubmitMethod {
         SubmitMethod::Enqcmd
     }
 }
 
 impl Drop for StandIn {
-    /// As closing a queue does: nothing is under way afterwards. On a machine so busy that a request was given up, its records are
-    /// unmapped next.
+    /// Waits, like closing a queue, until nothing is in flight. After a request that timed out on a busy machine, its
+    /// records are unmapped next.
     fn drop(&mut self) {
         drop(self.submitted.take());
         if let Some(thread) = self.thread.take() {
@@ -304,7 +307,7 @@ impl Drop for StandIn {
     }
 }
 
-/// How long the device needs for it.
+/// Returns how long the device needs for a descriptor.
 fn takes(descriptor: &Descriptor) -> f64 {
     match descriptor.operation() {
         Some(sterna_idxd::Operation::Batch) => device_ns(descriptor.bytes() as usize),
@@ -328,7 +331,7 @@ fn answer(descriptor: &Descriptor, base: usize, zero: &[bool]) {
             for member in 0..u64::from(descriptor.bytes()) {
                 let list = descriptor.source() + 64 * member;
                 let field = |offset| word(list + offset).load(Ordering::Relaxed);
-                // What proves a queue are no-ops, which have nothing to say.
+                // The no-ops that test a queue have no result.
                 if field(0) >> 56 != u64::from(sterna_idxd::Operation::ComparePattern as u8) {
                     continue;
                 }
@@ -353,7 +356,7 @@ fn answer(descriptor: &Descriptor, base: usize, zero: &[bool]) {
     }
 }
 
-/// The time of one batch on the device.
+/// Returns the time of one batch on the device.
 fn device_ns(pages: usize) -> f64 {
     let timing = Timing::dsa();
     let bytes = (pages * PAGE_SIZE) as f64 * timing.read_byte_ps as f64 / 1e3;
@@ -362,7 +365,7 @@ fn device_ns(pages: usize) -> f64 {
     list + bytes.max(pages as f64 * timing.descriptor_ns as f64 / 4.0)
 }
 
-/// What looking at the clock takes itself.
+/// Returns the cost of reading the clock.
 fn clock_ns() -> f64 {
     static TAKES: std::sync::LazyLock<f64> = std::sync::LazyLock::new(|| {
         let looks: Vec<f64> = (0..1001).map(|_| cpu_ns()).collect();
@@ -373,7 +376,8 @@ fn clock_ns() -> f64 {
     *TAKES
 }
 
-/// CPU time of offload's own threads: /proc/self/task/*/schedstat begins with it, in nanoseconds (sched-stats.rst).
+/// Returns the CPU time of offload's own threads, the first field of /proc/self/task/*/schedstat, in nanoseconds
+/// (sched-stats.rst).
 fn threads_ns() -> f64 {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return 0.0 };
     let of = |task: std::path::PathBuf| {
@@ -397,7 +401,7 @@ mod tests {
             assert!(CHARGES.of(pair[1], true) > CHARGES.of(pair[0], true));
         }
         assert!(CHARGES.of(128, true) > CHARGES.of(128, false));
-        // 64 lines of records are behind the batch's own.
+        // The members' records take 64 lines more than the batch's own.
         assert_eq!(CHARGES.of(128, true) - CHARGES.of(128, false), 64.0 * CHARGES.line_from_device / 10.0);
     }
 }

@@ -7,12 +7,12 @@ fn read_ns(clock: ClockId) -> u64 {
     time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
 }
 
-/// Nanoseconds on the clock that all processes of the machine share.
+/// Returns nanoseconds on the clock that all processes of the machine share.
 pub(crate) fn now_ns() -> u64 {
     read_ns(ClockId::Monotonic)
 }
 
-/// Nanoseconds of CPU time that this process has used, all threads, ended ones included.
+/// Returns the CPU time of this process in nanoseconds, all threads, ended ones included.
 pub(crate) fn cpu_ns() -> u64 {
     read_ns(ClockId::ProcessCPUTime)
 }

@@ -1,5 +1,5 @@
-//! The idle guest that the benchmarks of the library move: memory with known content in this process, and a monitor that
-//! notes when its guest began to run.
+//! The idle guest that the benchmarks of the library move: memory with known content in this process, and a monitor
+//! that records when its guest began to run.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -30,15 +30,15 @@ use super::writer::Writer;
 const HUGE_PAGE: usize = 2 << 20;
 /// Device state of a small machine.
 const STATE_BYTES: usize = 64 << 10;
-/// Every page was written once.
+/// The generation of pages that were written once.
 const GENERATION: u32 = 1;
-/// Odd, as a sum's factor must be so that nothing is lost.
+/// Odd, so that multiplication modulo 2^64 loses no bit of a sum.
 const FACTOR: u64 = 0x517c_c1b7_2722_0a95;
 
-/// What guest RAM is made of.
+/// The kind of guest RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Memory {
-    /// Private, with huge pages wherever the system has them: as QEMU asks for.
+    /// Private, advised to have huge pages, as by QEMU.
     Anonymous,
     /// Private, of 4 KiB pages.
     SmallPages,
@@ -50,10 +50,10 @@ pub(crate) enum Memory {
 const CORPUS_AT: u64 = 64 << 20;
 /// The part of a corpus that is used.
 pub(crate) const SEED: u64 = 1;
-/// Read from a corpus at once.
+/// Bytes that are read from a corpus at once.
 const CHUNK: usize = 1 << 20;
 
-/// Corpora by their names, as sides tell each other of them.
+/// Serialises corpora by their names.
 mod by_name {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
@@ -69,7 +69,7 @@ mod by_name {
     }
 }
 
-/// What stands in it.
+/// The content of guest RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Content {
     /// Nothing was ever touched.
@@ -80,9 +80,9 @@ pub(crate) enum Content {
     TouchedZero,
     /// 2 MiB of each GiB hold data, the rest was never touched.
     Sparse,
-    /// So many bytes at the start hold data; the rest was touched and is zero.
+    /// This many bytes at the start hold data; the rest was touched and is zero.
     Used(u64),
-    /// So many bytes hold a corpus; the rest, before and behind, was never touched.
+    /// A corpus; the rest, before and behind it, was never touched.
     Corpus {
         #[serde(with = "by_name")]
         corpus: Corpus,
@@ -91,7 +91,7 @@ pub(crate) enum Content {
 }
 
 impl Content {
-    /// The parts that hold data, in bytes, and the one that is zero but was touched.
+    /// Returns the parts that hold data, in bytes, and the part that is zero but was touched.
     fn parts(self, bytes: u64) -> (Vec<Range<u64>>, Range<u64>) {
         const GIB: usize = 1 << 30;
         let one = |part: Range<u64>| std::iter::once(part).collect();
@@ -106,17 +106,17 @@ impl Content {
         }
     }
 
-    /// Where its corpus lies, in bytes.
+    /// Returns where a corpus lies, in bytes.
     pub(crate) fn corpus_at() -> u64 {
         CORPUS_AT
     }
 
-    /// Bytes of RAM with a corpus of so many bytes.
+    /// Returns the bytes of RAM for a corpus of this many bytes.
     pub(crate) fn around_corpus(bytes: u64) -> u64 {
         (bytes + 2 * CORPUS_AT).next_multiple_of(HUGE_PAGE as u64)
     }
 
-    /// The parts that hold data, in bytes.
+    /// Returns the parts that hold data, in bytes.
     pub(crate) fn filled(self, bytes: u64) -> Vec<Range<u64>> {
         self.parts(bytes).0
     }
@@ -137,14 +137,14 @@ unsafe impl Sync for Guest {}
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // SAFETY: the mapping made in `Guest::new`, whole; who moves its pages has ended, as it borrows the guest or was
-        // joined before.
+        // SAFETY: the whole mapping made in `Guest::new`; the threads that move its pages have ended, because they
+        // borrow the guest or were joined before.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
 
 impl Guest {
-    /// RAM of so many bytes (whole huge pages) that was never touched.
+    /// Makes RAM of this many bytes (whole huge pages) that was never touched.
     pub(crate) fn new(memory: Memory, bytes: u64) -> std::io::Result<Self> {
         let bytes = bytes as usize;
         assert!(bytes > 0 && bytes.is_multiple_of(HUGE_PAGE), "guest RAM of {bytes} bytes");
@@ -156,7 +156,7 @@ impl Guest {
         let reserved = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, access, flags) }?;
         let start = reserved.wrapping_byte_add(reserved.addr().wrapping_neg() % HUGE_PAGE);
         let before = start.addr() - reserved.addr();
-        // SAFETY: parts of the mapping made above, which nobody knows of yet: what lies before and behind the block.
+        // SAFETY: the parts of the mapping above before and behind the block, to which there is no reference yet.
         unsafe {
             if before > 0 {
                 rustix::mm::munmap(reserved, before)?;
@@ -177,29 +177,30 @@ impl Guest {
                 let file = File::from(file);
                 file.set_len(bytes as u64)?;
                 let flags = MapFlags::SHARED | MapFlags::FIXED;
-                // SAFETY: replaces the block, which nobody knows of yet.
+                // SAFETY: replaces the block, to which there is no reference yet.
                 unsafe { rustix::mm::mmap(start, bytes, access, flags, &file, 0) }?;
                 Backing::Shared(Arc::new(file), 0)
             }
         };
         let start = NonNull::new(start.cast()).expect("a mapping is not at address zero");
-        // SAFETY: the mapping lives as long as the guest, which outlives the users of its RAM; nobody else knows of it.
+        // SAFETY: the mapping lives as long as the guest, which outlives the users of its RAM; there is no other
+        // reference to it.
         let block = unsafe { RamBlock::new("ram", start, bytes, backing) };
         let ram = GuestRam::new(vec![block]).map_err(std::io::Error::other)?;
         Ok(Self { start, bytes, ram })
     }
 
-    /// Its RAM.
+    /// Returns its RAM.
     pub(crate) fn ram(&self) -> GuestRam {
         self.ram.clone()
     }
 
-    /// A word of it, which a migration may be reading.
+    /// Returns a word of RAM, which a migration may be reading.
     pub(crate) fn word(&self, number: u64) -> &AtomicU64 {
         let at = number as usize * size_of::<u64>();
         assert!(at < self.bytes, "word {number} of {} bytes", self.bytes);
-        // SAFETY: within the mapping, which lives as long as the guest, and aligned as it is; whoever moves its pages reads them by
-        // volatile loads.
+        // SAFETY: within the mapping, which lives as long as the guest, and aligned; the threads that move its pages
+        // read them by volatile loads.
         unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
     }
 
@@ -207,7 +208,7 @@ impl Guest {
         &self.ram.blocks()[0]
     }
 
-    /// A number that all of the parts decide that hold data.
+    /// Returns a sum over all parts that hold data.
     pub(crate) fn sum(&self, content: Content) -> u64 {
         let mut page: Page = [0; PAGE_BYTES];
         pages_of(&content.filled(self.bytes as u64)).into_iter().flatten().fold(0, |sum, number| {
@@ -217,23 +218,23 @@ impl Guest {
         })
     }
 
-    /// A dirty log of what this process writes.
+    /// Returns a dirty log of this process's writes.
     pub(crate) fn write_log(&self) -> Result<Box<WriteProtectLog>, String> {
         let log = WriteProtectLog::new(vec![self.block().addresses()]);
         log.map(Box::new).map_err(|error| error.to_string())
     }
 
-    /// A dirty log that nobody writes to: the guest is idle.
+    /// Returns a dirty log that stays empty, because the guest is idle.
     pub(crate) fn log(&self) -> Box<ReportedLog> {
         Box::new(ReportedLog::new(&[self.block().pages()]))
     }
 
-    /// A dirty log after which all of the memory is written again and again, until so long after it was started.
+    /// Returns a dirty log that reports all memory as written, until `time` after it was started.
     pub(crate) fn all_dirty_for(&self, time: Duration) -> Box<AllDirtyLog> {
         Box::new(AllDirtyLog { idle: ReportedLog::new(&[self.block().pages()]), time, until: None })
     }
 
-    /// Writes what `content` says, by two threads.
+    /// Fills the memory with `content`, by two threads.
     pub(crate) fn fill(&self, content: Content) -> Result<(), String> {
         let (filled, zero) = content.parts(self.bytes as u64);
         let block = self.block();
@@ -286,7 +287,7 @@ impl Guest {
         self.nothing_outside(&filled)
     }
 
-    /// Checks that there is nothing but zeros elsewhere.
+    /// Checks that all other memory is zero.
     fn nothing_outside(&self, filled: &[Range<u64>]) -> Result<(), String> {
         let block = self.block();
         let inside: Vec<_> = filled.iter().map(pages).collect();
@@ -301,7 +302,7 @@ impl Guest {
         wrong.map_or(Ok(()), |page| Err(format!("page {page} holds something and should be zero")))
     }
 
-    /// Bytes of it that are in memory of this machine.
+    /// Returns the bytes of RAM that are populated.
     pub(crate) fn populated_bytes(&self) -> Result<u64, String> {
         let mut map = PageMap::own().map_err(|error| error.to_string())?;
         let mut populated = 0;
@@ -310,8 +311,8 @@ impl Guest {
         Ok(populated * PAGE_BYTES as u64)
     }
 
-    /// Whether all of it is zero, found out by two threads that read all of it: nobody who looks at memory can be faster
-    /// than about that.
+    /// Returns whether all of it is zero, as two threads find that read all of it: about the lower bound for any
+    /// reader.
     pub(crate) fn read_by_two(&self) -> bool {
         let (block, half) = (self.block(), self.block().pages() / 2);
         let zero = |part: Range<u64>| part.into_iter().all(|page| block.is_zero(page));
@@ -322,7 +323,7 @@ impl Guest {
     }
 }
 
-/// The content of a page by its number, here and in a QEMU: as in programs' memory, none zero.
+/// Returns the generator of page contents, here and in a QEMU: like programs' memory, no page zero.
 pub(crate) fn data() -> Pages {
     Pages::new(Fill::Corpus)
 }
@@ -369,7 +370,7 @@ fn in_two(parts: &[Range<u64>], work: impl Fn(u64) -> Result<(), String> + Sync)
     })
 }
 
-/// A guest that writes all of its memory, as its dirty log has it; in truth nobody writes, which takes no CPU.
+/// The dirty log of a guest that writes all of its memory. The log only pretends this, so it takes no CPU.
 #[derive(Debug)]
 pub(crate) struct AllDirtyLog {
     idle: ReportedLog,
@@ -396,12 +397,12 @@ impl DirtyLog for AllDirtyLog {
     }
 }
 
-/// A monitor around it, at either side.
+/// The monitor of a guest, at either side.
 #[derive(Debug, Default)]
 pub(crate) struct Monitor {
     /// When its guest began to run.
     pub(crate) resumed_ns: Option<u64>,
-    /// What writes the guest's memory while it runs.
+    /// The thread that writes the guest's memory while the guest runs.
     pub(crate) writer: Option<Writer>,
 }
 
@@ -485,8 +486,8 @@ mod tests {
     fn sides_tell_each_other_of_every_corpus() {
         for corpus in Corpus::ALL {
             let content = Content::Corpus { corpus, bytes: 4096 };
-            let told = serde_json::to_string(&content).unwrap();
-            assert_eq!(serde_json::from_str::<Content>(&told).unwrap(), content);
+            let json = serde_json::to_string(&content).unwrap();
+            assert_eq!(serde_json::from_str::<Content>(&json).unwrap(), content);
         }
         assert!(serde_json::from_str::<Content>(r#"{"Corpus":{"corpus":"zeros","bytes":1}}"#).is_err());
     }

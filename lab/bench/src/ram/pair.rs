@@ -15,12 +15,12 @@ use super::side::{Answer, Mover, Order, Took};
 use super::warm::Warmth;
 use crate::hosts::{Hosts, HostsError, Side, doing};
 
-/// No step takes longer on a machine that is only slow.
+/// Time limit of each step, enough for a slow machine.
 const LONG: Duration = Duration::from_secs(180);
-/// How often a wait looks whether it was cancelled.
+/// How often a wait checks for cancellation.
 const SLICE: Duration = Duration::from_millis(200);
 
-/// What the sides have in common, and where they run.
+/// Settings of both sides.
 pub(crate) struct Rig<'a> {
     pub(crate) hosts: Hosts,
     /// CPUs for each side.
@@ -36,15 +36,15 @@ pub(crate) struct Shape {
     pub(crate) content: Content,
 }
 
-/// The CPUs that this thread may run on, at least one.
+/// Returns the CPUs that this thread may run on, at least one.
 fn allowed_cpus() -> Vec<usize> {
     let allowed = |set: CpuSet| (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect::<Vec<_>>();
     sched_getaffinity(None).map(allowed).ok().filter(|cpus| !cpus.is_empty()).unwrap_or_else(|| vec![0])
 }
 
 impl Rig<'_> {
-    /// The CPUs of a side: neighbours are often two threads of one core, so the destination's are of the machine's second
-    /// half.
+    /// Returns the CPUs of a side. Neighbours are often two threads of one core, so the destination's are of the
+    /// machine's second half.
     pub(crate) fn cpus(&self, side: Side) -> Vec<usize> {
         let own = usize::from(self.cpus);
         let all = allowed_cpus();
@@ -52,11 +52,12 @@ impl Rig<'_> {
             Side::A => 0,
             Side::B => (all.len() / 2).max(own),
         };
-        // On a machine with too few CPUs, both sides share what there is.
+        // On a machine with too few CPUs, both sides share them.
         (first..first + own).map(|cpu| all[cpu % all.len()]).collect()
     }
 
-    /// The CPUs of what writes the guest's memory: those that neither side has, as a guest's own would be; all where there are no others.
+    /// Returns the CPUs of the thread that writes the guest's memory: those of neither side, like a guest's own; all if
+    /// there are no others.
     pub(crate) fn guest_cpus(&self) -> Vec<usize> {
         let taken = [self.cpus(Side::A), self.cpus(Side::B)].concat();
         let all = allowed_cpus();
@@ -64,18 +65,18 @@ impl Rig<'_> {
         if free.is_empty() { all } else { free }
     }
 
-    /// A process with guest RAM.
+    /// Starts a side with guest RAM.
     pub(crate) fn side<'a>(&'a self, side: Side, shape: Shape) -> Result<SideProcess<'a>, HostsError> {
         let mut process = SideProcess::start(&self.hosts, side, self.cancel)?;
         let Shape { memory, bytes, content } = shape;
-        match process.ask(&Order::Prepare { memory, bytes, content, cpus: self.cpus(side) })? {
+        match process.request(&Order::Prepare { memory, bytes, content, cpus: self.cpus(side) })? {
             Answer::Done => Ok(process),
             other => Err(unexpected(&other)),
         }
     }
 
-    /// Moves the memory of `source` once, to a fresh destination with RAM of the same size; with `verify` it is checked that
-    /// it arrived whole. `expected` is how many bytes of memory the destination will need.
+    /// Moves the memory of `source` once, to a fresh destination with RAM of the same size; with `verify` the arrived
+    /// memory is checked. `expected` is how many bytes of memory the destination will need.
     pub(crate) fn migrate(
         &self,
         source: &RefCell<SideProcess<'_>>,
@@ -87,22 +88,22 @@ impl Rig<'_> {
     ) -> Result<Measured, HostsError> {
         let Shape { memory, bytes, content } = shape;
         let mut destination = self.side(Side::B, Shape { memory, bytes, content: Content::Untouched })?;
-        destination.tell(&Order::Receive { by: by.clone(), channels, at: self.hosts.address_b() })?;
-        let to = match destination.hear()? {
+        destination.send(&Order::Receive { by: by.clone(), channels, at: self.hosts.address_b() })?;
+        let to = match destination.receive_answer()? {
             Answer::Listening { address } => address,
             other => return Err(unexpected(&other)),
         };
         let mut source = source.borrow_mut();
         let _warmth = Warmth::hold(expected, &self.cpus(Side::B))?;
         let wire_before = self.hosts.wire_bytes()?;
-        source.tell(&Order::Send { by: by.clone(), to, channels })?;
-        let sent = took(source.hear()?)?;
-        let received = took(destination.hear()?)?;
+        source.send(&Order::Send { by: by.clone(), to, channels })?;
+        let sent = took(source.receive_answer()?)?;
+        let received = took(destination.receive_answer()?)?;
         let wire = self.hosts.wire_bytes()?.zip(wire_before).map(|(after, before)| after - before);
         if verify && sent.given_up.is_none() {
             verify_arrived(&mut source, &mut destination, content, by)?;
         }
-        // What the destination notes before the source begins is before its second zero.
+        // Samples that the destination records before the source begins have negative times.
         let since = |ns: u64| (ns as f64 - sent.begun_ns as f64) / 1e9;
         Ok(Measured {
             total_ms: (received.ended_ns.saturating_sub(sent.begun_ns)) as f64 / 1e6,
@@ -122,7 +123,7 @@ impl Rig<'_> {
     }
 }
 
-/// Looks whether memory arrived whole: against the content, or where a guest has written, against the source's.
+/// Checks the arrived memory: against the content, or if a guest has written, against the source's memory.
 fn verify_arrived(
     source: &mut SideProcess<'_>,
     destination: &mut SideProcess<'_>,
@@ -130,19 +131,19 @@ fn verify_arrived(
     by: &Mover,
 ) -> Result<(), HostsError> {
     if !by.writes() {
-        return match destination.ask(&Order::Check { content })? {
+        return match destination.request(&Order::Check { content })? {
             Answer::Done => Ok(()),
             other => Err(unexpected(&other)),
         };
     }
-    match (source.ask(&Order::Sum { content })?, destination.ask(&Order::Sum { content })?) {
+    match (source.request(&Order::Sum { content })?, destination.request(&Order::Sum { content })?) {
         (Answer::Sum(here), Answer::Sum(there)) if here == there => Ok(()),
         (Answer::Sum(_), Answer::Sum(_)) => Err(HostsError("the guest arrived with other memory than it had".into())),
         (other, _) => Err(unexpected(&other)),
     }
 }
 
-/// What a side answered when it was to measure something.
+/// Returns the measurement in a side's answer.
 pub(crate) fn took(answer: Answer) -> Result<Took, HostsError> {
     match answer {
         Answer::Took(took) => Ok(took),
@@ -150,7 +151,7 @@ pub(crate) fn took(answer: Answer) -> Result<Took, HostsError> {
     }
 }
 
-/// What a side answered is not what it was asked for.
+/// Makes the error for an unexpected answer of a side.
 pub(crate) fn unexpected(answer: &Answer) -> HostsError {
     match answer {
         Answer::Failed { reason } => HostsError(reason.clone()),
@@ -158,7 +159,7 @@ pub(crate) fn unexpected(answer: &Answer) -> HostsError {
     }
 }
 
-/// A side; ended when dropped.
+/// The process of a side; it ends when this is dropped.
 pub(crate) struct SideProcess<'a> {
     name: &'static str,
     child: Child,
@@ -168,7 +169,7 @@ pub(crate) struct SideProcess<'a> {
 }
 
 impl<'a> SideProcess<'a> {
-    /// Starts it on a host.
+    /// Starts a side on a host.
     pub(crate) fn start(hosts: &Hosts, side: Side, cancel: &'a Cancel) -> Result<Self, HostsError> {
         let name = if side == Side::A { "the source" } else { "the destination" };
         let mut command = hosts.bench(side)?;
@@ -188,20 +189,20 @@ impl<'a> SideProcess<'a> {
         Ok(Self { name, child, orders, answers, cancel })
     }
 
-    /// Gives an order.
-    pub(crate) fn tell(&mut self, order: &Order) -> Result<(), HostsError> {
+    /// Sends an order.
+    pub(crate) fn send(&mut self, order: &Order) -> Result<(), HostsError> {
         let mut line = serde_json::to_string(order).map_err(doing("writing an order"))?;
         line.push('\n');
         self.orders.write_all(line.as_bytes()).map_err(doing(format_args!("giving an order to {}", self.name)))
     }
 
     /// Waits for an answer.
-    pub(crate) fn hear(&mut self) -> Result<Answer, HostsError> {
+    pub(crate) fn receive_answer(&mut self) -> Result<Answer, HostsError> {
         let deadline = Instant::now() + LONG;
         loop {
             match self.answers.recv_timeout(SLICE) {
                 Ok(line) => {
-                    return serde_json::from_str(&line).map_err(doing(format_args!("{} said {line}", self.name)));
+                    return serde_json::from_str(&line).map_err(doing(format_args!("{} answered {line}", self.name)));
                 }
                 Err(RecvTimeoutError::Timeout) if self.cancel.is_cancelled() => {
                     return Err(HostsError("cancelled".into()));
@@ -215,10 +216,10 @@ impl<'a> SideProcess<'a> {
         }
     }
 
-    /// Gives an order and waits for the answer.
-    pub(crate) fn ask(&mut self, order: &Order) -> Result<Answer, HostsError> {
-        self.tell(order)?;
-        self.hear()
+    /// Sends an order and waits for the answer.
+    pub(crate) fn request(&mut self, order: &Order) -> Result<Answer, HostsError> {
+        self.send(order)?;
+        self.receive_answer()
     }
 }
 

@@ -1,6 +1,6 @@
-//! The library's channels alone, both ends: pages are searched, read, sent, received and placed as in a migration, but there
-//! is no handshake, no dirty log and no switchover. For what has to be measured with and without a part of the destination
-//! that [`sterna_engine::destination::Destination`] cannot do without.
+//! The library's channels alone, both ends: pages are searched, read, sent, received and placed as in a migration, but
+//! there is no handshake, no dirty log and no switchover. Measures with and without a part that
+//! [`sterna_engine::destination::Destination`] always has.
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -78,13 +78,13 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
 }
 
 /// A destination that channels can connect to.
-pub(crate) struct Door {
+pub(crate) struct Listening {
     address: Address,
     incoming: Incoming,
 }
 
-impl Door {
-    /// Opens it at `address`.
+impl Listening {
+    /// Listens at `address`.
     pub(crate) fn open(address: &str) -> Result<Self, String> {
         let listener = Listener::bind(address).map_err(text)?;
         let address = listener.local_address().clone();
@@ -92,12 +92,12 @@ impl Door {
         Ok(Self { address, incoming })
     }
 
-    /// Where it listens.
+    /// Returns the address at which it listens.
     pub(crate) fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Receives into `ram`, never touched before, by so many channels.
+    /// Receives into `ram`, which must be untouched, by this many channels.
     pub(crate) fn receive(&self, ram: &GuestRam, channels: u16, received_bitmap: bool) -> Result<(), String> {
         let shape = |block: &RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
         let shapes: Arc<[BlockShape]> = ram.blocks().iter().map(shape).collect();
@@ -120,8 +120,8 @@ impl Door {
     }
 }
 
-/// Places pages as [`sterna_engine::destination::Destination`] does. Without a received bitmap a zero page is looked at and cleared
-/// if it holds anything, which is what QEMU did before it had one: it populates memory that nobody used.
+/// Places pages as [`sterna_engine::destination::Destination`] does. Without a received bitmap each zero page is read,
+/// and cleared if it is not zero, as in QEMU before it had the bitmap: this populates memory that is not used.
 struct PlacingSink {
     ram: GuestRam,
     shapes: Arc<[BlockShape]>,
@@ -129,7 +129,7 @@ struct PlacingSink {
 }
 
 impl PlacingSink {
-    /// Calls `place` with the pages of each normal run, once they can be written; deals with the zero runs.
+    /// Calls `place` with the pages of each normal run, once they can be written, and places the zero runs.
     fn runs<'a>(
         &'a self,
         block: u16,
@@ -187,21 +187,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_arrives_the_same_and_only_with_the_bitmap_are_zero_pages_left_alone() {
+    fn memory_arrives_the_same_and_only_with_the_bitmap_are_zero_pages_left_unpopulated() {
         for received_bitmap in [true, false] {
             let (bytes, content) = (8 << 20, Content::Used(1 << 20));
             let source = Guest::new(Memory::SmallPages, bytes).unwrap();
             let destination = Guest::new(Memory::SmallPages, bytes).unwrap();
             source.fill(content).unwrap();
-            let door = Door::open("127.0.0.1:0").unwrap();
-            let to = door.address().to_string();
+            let listening = Listening::open("127.0.0.1:0").unwrap();
+            let to = listening.address().to_string();
             std::thread::scope(|scope| {
                 let ram = destination.ram();
-                let receiving = scope.spawn(move || door.receive(&ram, 2, received_bitmap));
+                let receiving = scope.spawn(move || listening.receive(&ram, 2, received_bitmap));
                 send(&source.ram(), &to, 2).unwrap();
                 receiving.join().unwrap().unwrap();
             });
-            // Looked at but not written, a page is the system's one zero page, which does not count as populated.
+            // A page that was only read maps the kernel's shared zero page, which does not count as populated.
             assert_eq!(destination.populated_bytes(), Ok(1 << 20));
             assert_eq!(destination.check(content), Ok(()));
         }

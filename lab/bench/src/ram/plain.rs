@@ -1,9 +1,9 @@
-//! The plain mover: what the library is measured against. The same hole search, the same sockets, the same placement, and
-//! nothing else: no rounds, no snapshot, no checksum, no window, no acknowledgements but one at the end.
+//! The plain mover, with which the library is compared. It has the same hole search, sockets and placement, and nothing
+//! else: no rounds, no snapshot, no checksum, no window, and one acknowledgement at the end.
 //!
-//! Pages go from the source's memory to the kernel and from the kernel to the destination's memory; no copy is made in
-//! between. That is only possible because nobody writes this memory: what a running guest would change under way could
-//! neither be checksummed nor looked at.
+//! Pages go from the source's memory to the kernel and from the kernel to the destination's memory; without a copy in
+//! between. That is only possible because no guest writes this memory: pages that change in transit could be neither
+//! checksummed nor searched for zeros.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -15,16 +15,16 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::holes::PageMap;
 use sterna_memory::ram::{GuestRam, RamBlock};
 
-/// Bytes that follow one header at most, all from one region of this size: of 512 KiB to 4 MiB none was faster by more than
-/// noise, and channels that share a huge page would wait for each other's page fault.
+/// The most bytes behind one header, all from one region of this size. Of 512 KiB to 4 MiB no size was faster by more
+/// than noise, and channels that share a huge page would wait for each other's page fault.
 const PIECE: u64 = 2 << 20;
 /// Offset and length, little-endian; a length of zero is the end.
 const HEADER: usize = 16;
-/// What the destination answers when it has everything.
+/// The destination's answer once everything is in place.
 const DONE: u8 = 1;
 
-/// Sends all populated memory of the one block of `ram` by so many connections; returns the bytes written. When it returns
-/// all of it is at its place at the destination.
+/// Sends all populated memory of the one block of `ram` by this many connections, and waits until all of it is in place
+/// at the destination. Returns the bytes written.
 pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> io::Result<u64> {
     let block = the_block(ram)?;
     let streams = (0..channels).map(|_| TcpStream::connect(to)).collect::<io::Result<Vec<_>>>()?;
@@ -53,7 +53,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> io::Result<u64> {
     })
 }
 
-/// Receives into the one block of `ram` by so many connections. When it returns all of it is at its place.
+/// Receives into the one block of `ram` by this many connections, until all of it is in place.
 pub(crate) fn receive(ram: &GuestRam, listener: &TcpListener, channels: u16) -> io::Result<()> {
     let block = the_block(ram)?;
     std::thread::scope(|scope| {
@@ -92,7 +92,7 @@ fn the_block(ram: &GuestRam) -> io::Result<&RamBlock> {
     }
 }
 
-/// The populated memory of `block`, in bytes.
+/// Returns the populated ranges of `block`, in bytes.
 fn pieces(block: &RamBlock) -> io::Result<Vec<Range<u64>>> {
     let mut map = PageMap::own().map_err(io::Error::other)?;
     let mut pieces = Vec::new();
@@ -108,7 +108,7 @@ fn pieces(block: &RamBlock) -> io::Result<Vec<Range<u64>>> {
     Ok(pieces)
 }
 
-/// Writes a header and the memory of `piece` behind it, straight from where it is.
+/// Writes a header and the memory of `piece` behind it, directly from guest memory.
 fn write_piece(stream: &TcpStream, block: &RamBlock, piece: &Range<u64>) -> io::Result<()> {
     let mut header = [0; HEADER];
     header[..8].copy_from_slice(&piece.start.to_le_bytes());
@@ -129,14 +129,14 @@ fn write_piece(stream: &TcpStream, block: &RamBlock, piece: &Range<u64>) -> io::
     Ok(())
 }
 
-/// Reads the memory of `piece`, straight to where it belongs.
+/// Reads the memory of `piece`, directly into guest memory.
 fn read_piece(stream: &TcpStream, block: &RamBlock, piece: &Range<u64>) -> io::Result<()> {
     let (start, length) = (at(block, piece), (piece.end - piece.start) as usize);
     let mut done = 0;
     while done < length {
         let place = start.wrapping_add(done).cast_mut().cast();
-        // SAFETY: the rest of the piece lies inside the block (`at` checks), which is writable as long as `block` exists;
-        // nobody has a reference to it.
+        // SAFETY: the rest of the piece lies inside the block (`at` checks), which is writable as long as `block`
+        // exists; there is no reference to it.
         let read = unsafe { libc::recv(stream.as_raw_fd(), place, length - done, libc::MSG_WAITALL) };
         done += match transferred(read)? {
             0 if read == 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -146,13 +146,13 @@ fn read_piece(stream: &TcpStream, block: &RamBlock, piece: &Range<u64>) -> io::R
     Ok(())
 }
 
-/// The address of `piece`, which is checked to lie inside the block.
+/// Returns the address of `piece`, after checking that it lies inside the block.
 fn at(block: &RamBlock, piece: &Range<u64>) -> *const u8 {
     assert!(piece.start <= piece.end && piece.end <= block.bytes(), "{piece:?} is not in the block");
     block.start().expect("mapped here").as_ptr().wrapping_add(piece.start as usize)
 }
 
-/// What a system call has moved; nothing where it was interrupted.
+/// Returns the bytes that a system call has moved; 0 if it was interrupted.
 fn transferred(result: isize) -> io::Result<usize> {
     usize::try_from(result).or_else(|_| match io::Error::last_os_error() {
         error if error.kind() == io::ErrorKind::Interrupted => Ok(0),

@@ -1,5 +1,5 @@
-//! QEMU's own multifd with the same memory: an idle machine without a guest program, whose RAM is given the content from
-//! outside, so that what is moved and what backs it are the same as for the library.
+//! QEMU's own multifd with the same memory: an idle machine without a guest program, whose RAM is filled from outside,
+//! so that content and backing are the same as for the library.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -21,17 +21,17 @@ use crate::hosts::{HostsError, Side, doing};
 
 const LONG: Duration = Duration::from_secs(180);
 const SLICE: Duration = Duration::from_millis(200);
-/// As the library has it unless told otherwise.
+/// The library's default.
 const DOWNTIME_MS: u64 = 300;
 /// The name in the destination's certificate.
 const HOST: &str = "localhost";
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Pages written to QEMU's memory at once.
 const CHUNK: u64 = 1 << 20;
-/// QEMU's name for them.
+/// QEMU's name for the certificates.
 const CREDENTIALS: &str = "tls0";
 
-/// A source whose machine runs.
+/// A source with a running machine.
 pub(crate) struct Source<'a> {
     options: QemuOptions,
     shape: Shape,
@@ -41,7 +41,7 @@ pub(crate) struct Source<'a> {
     tls: Option<PathBuf>,
 }
 
-/// How QEMU moves it.
+/// The settings of QEMU's migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Multifd {
     pub(crate) channels: u8,
@@ -64,7 +64,7 @@ fn machine(version: QemuVersion, shape: Shape) -> Result<QemuOptions, HostsError
 
 fn credentials(dir: Option<&Path>, endpoint: &str) -> Vec<String> {
     let Some(dir) = dir else { return Vec::new() };
-    // QEMU 10.0 wants certificates to be made for RSA's way of exchanging keys, which TLS 1.3 does not have.
+    // QEMU 10.0 checks certificates for RSA key exchange, which TLS 1.3 does not have.
     let object = format!(
         "tls-creds-x509,id={CREDENTIALS},dir={},endpoint={endpoint},verify-peer=on,sanity-check=off",
         dir.display().to_string().replace(',', ",,")
@@ -73,7 +73,7 @@ fn credentials(dir: Option<&Path>, endpoint: &str) -> Vec<String> {
 }
 
 impl<'a> Source<'a> {
-    /// Starts it and gives its RAM the content. With a directory of certificates migrations are encrypted if wanted.
+    /// Starts it and fills its RAM. With a directory of certificates migrations can be encrypted.
     pub(crate) fn start(
         rig: &'a Rig<'a>,
         version: QemuVersion,
@@ -90,7 +90,7 @@ impl<'a> Source<'a> {
         Ok(Self { options, shape, qemu, monitor, rig, tls })
     }
 
-    /// Moves it once to a fresh destination, and has it go on here.
+    /// Moves it once to a fresh destination, and resumes it here.
     pub(crate) fn migrate(&self, how: Multifd, expected: u64, verify: bool) -> Result<Measured, HostsError> {
         let options = QemuOptions {
             role: Role::Incoming,
@@ -149,13 +149,13 @@ impl<'a> Source<'a> {
         let stopped = self.monitor.wait_event("STOP", |_| true, Instant::now() + LONG)?;
         let stopped_us = stopped.and_then(|event| event.time_us).unwrap_or(resumed_us);
         self.at("completed")?;
-        let told = self.monitor.execute("query-migrate", json!({}))?;
+        let status = self.monitor.execute("query-migrate", json!({}))?;
         let (source, received) = (after.0.since(&before.0), after.1.since(&before.1));
         Ok(Measured {
             total_ms: resumed_us.saturating_sub(begun_us) as f64 / 1e3,
             downtime_ms: resumed_us.saturating_sub(stopped_us) as f64 / 1e3,
-            wire_bytes: wire.or_else(|| told["ram"]["transferred"].as_f64()).unwrap_or(0.0),
-            pages: told["ram"]["normal"].as_f64().unwrap_or(0.0),
+            wire_bytes: wire.or_else(|| status["ram"]["transferred"].as_f64()).unwrap_or(0.0),
+            pages: status["ram"]["normal"].as_f64().unwrap_or(0.0),
             ..Measured::using(&source, &received)
         })
     }
@@ -181,7 +181,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// When the source said that its migration has this status.
+    /// Returns when the source reported this status of its migration.
     fn at(&self, status: &str) -> Result<u64, HostsError> {
         let event = self.monitor.wait_event("MIGRATION", |data| data["status"] == status, Instant::now() + LONG)?;
         let time = event.and_then(|event| event.time_us);
@@ -189,18 +189,18 @@ impl<'a> Source<'a> {
     }
 }
 
-/// CPUs as `taskset -c` reads them.
+/// Returns CPUs as `taskset -c` reads them.
 fn list(cpus: &[usize]) -> String {
     cpus.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// The chunks of the parts that hold data, in bytes.
+/// Returns the chunks of the parts that hold data, in bytes.
 fn chunks(shape: Shape) -> impl Iterator<Item = std::ops::Range<u64>> {
     let parts = shape.content.filled(shape.bytes).into_iter();
     parts.flat_map(|part| part.clone().step_by(CHUNK as usize).map(move |at| at..(at + CHUNK).min(part.end)))
 }
 
-/// Writes the content to the RAM of a QEMU that runs: to parts that its firmware has no use for.
+/// Writes the content to the RAM of a running QEMU, to parts that its firmware does not use.
 fn fill(pid: u32, shape: Shape) -> Result<(), HostsError> {
     if !matches!(shape.content, Content::Untouched | Content::HalfFilled | Content::Corpus { .. }) {
         return Err(HostsError(format!("content {:?} would overwrite the firmware", shape.content)));

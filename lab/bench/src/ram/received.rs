@@ -1,5 +1,5 @@
-//! What the kernel has taken from the network for this process, over time: told by TCP itself, so it depends on no counter of
-//! the pipeline that is measured, and holds what TLS adds but no headers of TCP and IP.
+//! The bytes that the kernel has received for this process, over time. They are TCP's own counters, independent of
+//! those of the measured pipeline; they include what TLS adds, and no headers of TCP and IP.
 
 use std::collections::HashMap;
 use std::mem::MaybeUninit;
@@ -9,22 +9,22 @@ use std::time::Duration;
 
 use super::clock::now_ns;
 
-/// How often it is looked at.
+/// The interval of sampling.
 const INTERVAL: Duration = Duration::from_millis(5);
 /// Where `tcpi_bytes_received` lies in `struct tcp_info` (linux/tcp.h); libc's own declaration ends before it.
 const BYTES_RECEIVED: usize = 128;
-/// Descriptors that can be sockets of this small process.
+/// The descriptors among which this small process has its sockets.
 const DESCRIPTORS: RawFd = 128;
 
-/// Runs `work` and notes meanwhile, again and again, the time ([`now_ns`]) and the bytes that all TCP sockets of this process
-/// have received since it began.
+/// Runs `work` and meanwhile samples the time ([`now_ns`]) and the bytes that all TCP sockets of this process have
+/// received since its start.
 pub(crate) fn while_running<T>(work: impl FnOnce() -> T) -> (T, Vec<(u64, u64)>) {
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let noting = scope.spawn(|| {
             let (mut sockets, mut samples) = (Sockets::default(), Vec::new());
             while !stop.load(Ordering::Relaxed) {
-                let bytes = sockets.look(bytes_received);
+                let bytes = sockets.total(bytes_received);
                 samples.push((now_ns(), bytes));
                 std::thread::sleep(INTERVAL);
             }
@@ -45,8 +45,8 @@ struct Sockets {
 }
 
 impl Sockets {
-    /// The bytes received by all so far; `received` says it of a descriptor that is a TCP socket.
-    fn look(&mut self, received: impl Fn(RawFd) -> Option<u64>) -> u64 {
+    /// Returns the bytes received by all sockets so far. `received` returns those of a descriptor that is a TCP socket.
+    fn total(&mut self, received: impl Fn(RawFd) -> Option<u64>) -> u64 {
         for descriptor in 0..DESCRIPTORS {
             let now = received(descriptor);
             let before = match now {
@@ -59,12 +59,12 @@ impl Sockets {
     }
 }
 
-/// Bytes that came in by a connection; `None` for what is none.
+/// Returns the bytes received by a connection; `None` if the descriptor is not a connection.
 fn bytes_received(descriptor: RawFd) -> Option<u64> {
     let mut info = MaybeUninit::<[u64; 64]>::zeroed();
     let mut length = size_of_val(&info) as libc::socklen_t;
-    // SAFETY: the kernel writes at most `length` bytes to `info`, which are so many; any content is a valid array. Asking
-    // changes nothing about a descriptor, whosever it is.
+    // SAFETY: the kernel writes at most `length` bytes to `info`, which has that many; any content is a valid array.
+    // The call changes nothing about a descriptor, whatever it is.
     let failed = unsafe {
         libc::getsockopt(descriptor, libc::IPPROTO_TCP, libc::TCP_INFO, info.as_mut_ptr().cast(), &raw mut length)
     };
@@ -99,10 +99,10 @@ mod tests {
         let seen = |list: &'static [(RawFd, u64)]| {
             move |descriptor| list.iter().find(|(fd, _)| *fd == descriptor).map(|(_, bytes)| *bytes)
         };
-        assert_eq!(sockets.look(seen(&[(3, 10), (4, 100)])), 110);
-        assert_eq!(sockets.look(seen(&[(3, 20)])), 120);
-        assert_eq!(sockets.look(seen(&[(3, 5), (4, 1)])), 126);
-        assert_eq!(sockets.look(seen(&[])), 126);
+        assert_eq!(sockets.total(seen(&[(3, 10), (4, 100)])), 110);
+        assert_eq!(sockets.total(seen(&[(3, 20)])), 120);
+        assert_eq!(sockets.total(seen(&[(3, 5), (4, 1)])), 126);
+        assert_eq!(sockets.total(seen(&[])), 126);
     }
 
     #[test]

@@ -1,8 +1,8 @@
-//! One side of a benchmark of the library, as a process of its own: `sterna-bench side`, which the benchmarks start and no
-//! person does. It takes orders as lines of JSON on its input, one after another, and answers each on its output.
+//! One side of a benchmark of the library, as a process of its own: `sterna-bench side`, which only the benchmarks
+//! start. It takes orders as lines of JSON on its input, one after another, and answers each on its output.
 //!
-//! CPU time and page faults are this process's own, between the moment that a migration begins and the moment that it has
-//! ended here; so the source, which is used again and again, has filled its memory before.
+//! CPU time and page faults are this process's own, from the beginning of a migration to its end here. The source,
+//! which is reused, has filled its memory before.
 
 use std::io::{BufRead, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener};
@@ -30,49 +30,49 @@ use super::{pipeline, plain, received};
 /// The name in the certificate of the source.
 pub(crate) const CLIENT: &str = "sterna-bench";
 
-/// Who moves the memory.
+/// The mover of the memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Mover {
-    /// `Source` and `Destination`, with TLS where there is a directory of certificates.
+    /// `Source` and `Destination`, with TLS if there is a directory of certificates.
     Sterna {
         checksums: bool,
         tls: Option<PathBuf>,
     },
-    /// The same at a bandwidth limit, with a compression method and a guest that writes all of its memory for so long; the
-    /// destination notes what comes in when.
+    /// The same at a bandwidth limit, with a compression method and a guest that writes all of its memory for a time;
+    /// the destination records the received bytes over time.
     Limited {
         bytes_per_second: u64,
         method: String,
         seconds: u64,
         tls: Option<PathBuf>,
     },
-    /// `Source` and `Destination` with a compression method, and a guest that writes where there is one.
+    /// `Source` and `Destination` with a compression method, and optionally a guest that writes.
     Method {
         method: String,
         level: Option<String>,
         writes: Option<Writes>,
     },
     Plain,
-    /// Sterna's channels without rounds and switchover; the destination asks its received bitmap about zero pages, or looks
-    /// at each.
+    /// Sterna's channels without rounds and switchover; the destination looks up zero pages in its received bitmap, or
+    /// reads each.
     Channels {
         received_bitmap: bool,
     },
 }
 
 impl Mover {
-    /// Whether the guest writes meanwhile.
+    /// Returns whether the guest writes during the migration.
     pub(crate) fn writes(&self) -> bool {
         matches!(self, Self::Method { writes: Some(_), .. })
     }
 }
 
-/// What a side is told to do.
+/// A command to a side.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Have guest RAM with this content; from then on run on these CPUs only.
+    /// Make guest RAM with this content, and run on these CPUs from then on.
     Prepare { memory: Memory, bytes: u64, content: Content, cpus: Vec<usize> },
-    /// Listen at this address, say where, take one migration, and say what it took.
+    /// Listen at this address, report the port, receive one migration, and report the measurements.
     Receive { by: Mover, channels: u16, at: IpAddr },
     /// Send to that address.
     Send { by: Mover, to: String, channels: u16 },
@@ -80,13 +80,13 @@ pub(crate) enum Order {
     ReadByTwo,
     /// Check that RAM holds this.
     Check { content: Content },
-    /// Say in a number what the parts of RAM hold that this fills.
+    /// Return the sum over the parts of RAM that this content fills.
     Sum { content: Content },
-    /// For `sterna-bench delta`, with guest RAM of its own.
+    /// A command of `sterna-bench delta`, with its own guest RAM.
     Delta(delta::side::Order),
 }
 
-/// What it answers.
+/// An answer of a side.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Answer {
     Done,
@@ -97,11 +97,11 @@ pub(crate) enum Answer {
     Failed { reason: String },
 }
 
-/// What something took, at this side.
+/// The measurements of one operation at this side.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Took {
     pub(crate) begun_ns: u64,
-    /// When the guest ran (the destination's monitor), or everything had arrived.
+    /// When the guest began to run (by the destination's monitor), or everything had arrived.
     pub(crate) ended_ns: u64,
     pub(crate) cpu_seconds: f64,
     pub(crate) faults: u64,
@@ -109,36 +109,36 @@ pub(crate) struct Took {
     /// Normal pages sent, in all rounds.
     pub(crate) pages: u64,
     pub(crate) downtime_ms: f64,
-    /// What the guest has achieved of its set rate, where it writes.
+    /// The part of its set rate that the guest reached, if it writes.
     pub(crate) achieved: Option<f64>,
-    /// Why the migration was given up, where that is a result.
+    /// Why the migration was abandoned, if that is a result.
     pub(crate) given_up: Option<String>,
-    /// The most that was resident at once in this process's life, without guest RAM as it is at the end.
+    /// The process's peak of resident memory, minus guest RAM at the end.
     pub(crate) own_memory_bytes: u64,
-    /// Times and the bytes that had come in by then, where they were noted.
+    /// Pairs of times and bytes received by then, where recorded.
     pub(crate) received: Vec<(u64, u64)>,
 }
 
-/// Does what is ordered until there are no more orders.
+/// Executes orders until the input ends.
 pub(crate) fn run() -> Result<(), String> {
     let mut guest = None;
     for line in std::io::stdin().lock().lines() {
         let line = line.map_err(|error| error.to_string())?;
         let order = serde_json::from_str(&line).map_err(|error| format!("no order: {line}: {error}"))?;
-        let answer = obey(order, &mut guest).unwrap_or_else(|reason| Answer::Failed { reason });
-        say(&answer)?;
+        let answer = execute(order, &mut guest).unwrap_or_else(|reason| Answer::Failed { reason });
+        send_answer(&answer)?;
     }
     Ok(())
 }
 
-pub(crate) fn say(answer: &Answer) -> Result<(), String> {
+pub(crate) fn send_answer(answer: &Answer) -> Result<(), String> {
     let mut line = serde_json::to_string(answer).map_err(|error| error.to_string())?;
     line.push('\n');
     let mut out = std::io::stdout().lock();
     out.write_all(line.as_bytes()).and_then(|()| out.flush()).map_err(|error| error.to_string())
 }
 
-fn obey(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
+fn execute(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
     if let Order::Prepare { memory, bytes, content, cpus } = order {
         let new = Guest::new(memory, bytes).map_err(|error| format!("no memory of {bytes} bytes: {error}"))?;
         new.fill(content)?;
@@ -147,7 +147,7 @@ fn obey(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
         return Ok(Answer::Done);
     }
     if let Order::Delta(order) = order {
-        return delta::side::obey(order);
+        return delta::side::execute(order);
     }
     let guest = guest.as_ref().ok_or("nothing was prepared")?;
     match order {
@@ -164,15 +164,15 @@ fn obey(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
     }
 }
 
-/// This thread, and all that it starts from here on.
+/// Pins this thread, and the threads that it starts later, to these CPUs.
 pub(crate) fn pin(cpus: &[usize]) -> Result<(), String> {
     let mut set = CpuSet::new();
     cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU).for_each(|cpu| set.set(*cpu));
     sched_setaffinity(None, &set).map_err(|error| format!("cannot run on CPUs {cpus:?} only: {error}"))
 }
 
-/// Measures `work`, which gives the bytes that it wrote to the network, and when it had ended if that is not when it
-/// returns.
+/// Measures `work`, which returns the bytes that it wrote to the network, and its end if that is not the time of its
+/// return.
 fn measured(guest: &Guest, work: impl FnOnce() -> Result<(u64, Option<u64>), String>) -> Result<Took, String> {
     let usage = || Usage::of(std::process::id()).map_err(|error| error.to_string());
     let (before, cpu_before) = (usage()?, cpu_ns());
@@ -246,7 +246,8 @@ fn send_whole(
     Ok(Took { pages, downtime_ms, ..took })
 }
 
-/// With a guest that writes. That rounds do not converge is a result; what the writing itself takes of the CPU is left out.
+/// Sends while the guest writes. Rounds that do not converge are a result. The CPU time of the writing itself is
+/// excluded.
 fn send_written(guest: &Guest, method: MethodChoice, writes: &Writes, to: &str, channels: u16) -> Result<Took, String> {
     let mut source = Source::new(guest.ram(), guest.write_log()?)
         .method(method)
@@ -284,7 +285,7 @@ fn send_written(guest: &Guest, method: MethodChoice, writes: &Writes, to: &str, 
 
 fn receive(guest: &Guest, by: &Mover, channels: u16, at: IpAddr) -> Result<Took, String> {
     let any_port = SocketAddr::from((at, 0));
-    let listening = |address: &dyn std::fmt::Display| say(&Answer::Listening { address: address.to_string() });
+    let listening = |address: &dyn std::fmt::Display| send_answer(&Answer::Listening { address: address.to_string() });
     match by {
         Mover::Sterna { .. } | Mover::Limited { .. } | Mover::Method { .. } => {
             let tls = match by {
@@ -292,16 +293,16 @@ fn receive(guest: &Guest, by: &Mover, channels: u16, at: IpAddr) -> Result<Took,
                 _ => &None,
             };
             let security = security(tls.as_deref(), |dir| TlsSettings::server(dir, &[CLIENT.to_owned()]))?;
-            let door = Destination::new(guest.ram())
+            let destination = Destination::new(guest.ram())
                 .listen(any_port.to_string(), &security)
                 .map_err(|error| error.to_string())?;
-            // By name, so that the certificate fits.
-            listening(&door.address().to_string().replace("127.0.0.1", "localhost"))?;
+            // By name, to match the certificate.
+            listening(&destination.address().to_string().replace("127.0.0.1", "localhost"))?;
             let receive = || {
                 let mut monitor = Monitor::default();
-                match door.run(&mut monitor, &Cancel::new(), &()) {
+                match destination.run(&mut monitor, &Cancel::new(), &()) {
                     Ok(_) => Ok((0, monitor.resumed_ns)),
-                    // What came of it is for the source to say.
+                    // The source reports the outcome.
                     Err(_) if by.writes() => Ok((0, None)),
                     Err(error) => Err(error.to_string()),
                 }
@@ -319,9 +320,9 @@ fn receive(guest: &Guest, by: &Mover, channels: u16, at: IpAddr) -> Result<Took,
             measured(guest, || receive().map(|()| (0, None)).map_err(|error| error.to_string()))
         }
         Mover::Channels { received_bitmap } => {
-            let door = pipeline::Door::open(&any_port.to_string())?;
-            listening(&door.address())?;
-            measured(guest, || door.receive(&guest.ram(), channels, *received_bitmap).map(|()| (0, None)))
+            let destination = pipeline::Listening::open(&any_port.to_string())?;
+            listening(&destination.address())?;
+            measured(guest, || destination.receive(&guest.ram(), channels, *received_bitmap).map(|()| (0, None)))
         }
     }
 }
@@ -344,7 +345,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_is_written_meanwhile_arrives_as_it_was_when_the_guest_stood() {
+    fn memory_that_is_written_meanwhile_arrives_as_it_was_when_the_guest_was_paused() {
         let content = Content::Used(4 << 20);
         let [source, destination] = [(); 2].map(|()| Guest::new(Memory::SmallPages, 8 << 20).unwrap());
         if let Err(error) = source.write_log().unwrap().start() {
@@ -354,10 +355,10 @@ mod tests {
         source.fill(content).unwrap();
         for pattern in [Pattern::Sequence, Pattern::Memcached] {
             let writes = Writes { pattern, rate: 4 << 20, from: 0, bytes: 4 << 20, cpus: vec![0], give_up_after: 60 };
-            let door = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
-            let to = door.address().to_string();
+            let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+            let to = listening.address().to_string();
             let took = std::thread::scope(|scope| {
-                let arriving = scope.spawn(|| door.run(&mut Monitor::default(), &Cancel::new(), &()).map(drop));
+                let arriving = scope.spawn(|| listening.run(&mut Monitor::default(), &Cancel::new(), &()).map(drop));
                 let took = send_written(&source, choice("none", None).unwrap(), &writes, &to, 2).unwrap();
                 arriving.join().unwrap().unwrap();
                 took

@@ -1,12 +1,12 @@
-//! Memory for a destination that is warm when it is taken, however long the migration lasts.
+//! Keeps the host's memory warm for a destination, however long the migration lasts.
 //!
-//! A virtual machine's host takes back what is free, on the test machines within two seconds, and a page that it has to give
-//! again costs up to twenty times as much to clear. So memory that was warmed and let go before a destination began would be
-//! warm for those who are fast and cold for the others. Here it is held, and let go by small steps as the system's free
-//! memory gets less. What is followed is the system and not the destination, so it makes no difference whether that takes
-//! anonymous memory, a mapping's or a file's, nor what else the machine does meanwhile: what others take of it is made up
-//! for. The kernel gives first what was let go last, and keeps some of that for the CPU that let it go, without counting it as
-//! free; so it is let go on the destination's own CPUs.
+//! A virtual machine's hypervisor reclaims free memory, on the test machines within two seconds, and clearing a page
+//! that it must provide again costs up to twenty times as much. Memory that was warmed and freed before a destination
+//! begins would be warm for a fast mover and cold for a slow one. So this module holds memory and frees it in small
+//! steps as the system's free memory shrinks. It follows the system and not the destination, so the kind of the
+//! destination's memory does not matter, and memory that other programs take is replaced. The kernel allocates first
+//! what was freed last, and keeps some of it on the CPU that freed it without counting it as free; so the memory is
+//! freed on the destination's own CPUs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,35 +22,36 @@ use super::guest::{Guest, Memory};
 use super::side::pin;
 use crate::hosts::{HostsError, doing};
 
-/// Free beyond what was free before: more than is taken between two looks on a busy machine. What is let go later is taken
-/// earlier, so most of this is only taken where the next comes late.
+/// Warm memory that is kept free in advance: more than is allocated between two steps on a busy machine. Memory freed
+/// later is allocated first, so most of this is used only if the next step is late.
 const AHEAD: u64 = 256 << 20;
 const INTERVAL: Duration = Duration::from_millis(1);
-/// Let go at once.
+/// Bytes freed in one step.
 const STEP: u64 = 8 << 20;
-/// Held beyond what the destination needs, for others who take memory meanwhile.
+/// Held beyond what the destination needs, for other programs that allocate memory meanwhile.
 const SPARE: u64 = 1 << 30;
 
-/// Memory that is let go as memory is taken; all of it at the end.
+/// Memory that is freed as the system's memory is allocated, and completely at the end.
 pub(crate) struct Warmth {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Warmth {
-    /// Touches so many bytes and some more, and begins to let them go, on `cpus`.
+    /// Touches this many bytes and some more, and begins to free them, on `cpus`.
     pub(crate) fn hold(bytes: u64, cpus: &[usize]) -> Result<Self, HostsError> {
         let stop = Arc::new(AtomicBool::new(false));
         let (stopped, cpus) = (Arc::clone(&stop), cpus.to_vec());
         let ready = touch(bytes + AHEAD + SPARE).map_err(doing::<String>("warming memory"))?;
         let (begun, beginning) = channel();
         let thread = std::thread::spawn(move || {
-            // Where that is refused it is only less exact.
+            // If pinning is refused, the measurement is only less exact.
             let _ = pin(&cpus);
             let ram = ready.ram();
             let block = &ram.blocks()[0];
             let Ok(Some(memory)) = block.discardable() else { return };
-            // The most that was free: what others let go meanwhile is less warm, and does not count.
+            // The largest amount of free memory: memory that other programs free meanwhile is less warm, and does not
+            // count.
             let mut most = free() + AHEAD;
             let mut released = 0;
             while released < block.bytes() && !stopped.load(Ordering::Relaxed) {
@@ -62,7 +63,7 @@ impl Warmth {
                 std::thread::sleep(INTERVAL);
             }
         });
-        // The first of it is free before anybody takes; where nothing can be let go, there is nothing to wait for.
+        // Waits until the first part is free; an error means that nothing can be freed.
         let _ = beginning.recv();
         Ok(Self { stop, thread: Some(thread) })
     }
@@ -77,7 +78,7 @@ impl Drop for Warmth {
     }
 }
 
-/// Memory of which every page was touched, by two threads.
+/// Makes memory and touches every page of it, by two threads.
 fn touch(bytes: u64) -> Result<Guest, String> {
     let guest = Guest::new(Memory::Anonymous, bytes.next_multiple_of(STEP)).map_err(|error| error.to_string())?;
     let ram = guest.ram();
@@ -92,16 +93,16 @@ fn touch(bytes: u64) -> Result<Guest, String> {
     Ok(guest)
 }
 
-/// Lets the next step go; gives where the one after it begins.
+/// Frees the next step. Returns where the step after it begins.
 fn release(memory: &Discardable, block: &RamBlock, from: u64) -> u64 {
     let end = (from + STEP).min(block.bytes());
     let page = |offset: u64| offset / PAGE_SIZE as u64;
-    // What is not let go now is let go at the end.
+    // Memory that cannot be freed now is freed at the end.
     let _ = memory.discard(page(from)..page(end));
     end
 }
 
-/// Bytes of the machine's memory that nobody uses, not even for files (sysinfo(2)).
+/// Returns the machine's unused memory in bytes, without the page cache (sysinfo(2)).
 fn free() -> u64 {
     let info = rustix::system::sysinfo();
     info.freeram * u64::from(info.mem_unit)

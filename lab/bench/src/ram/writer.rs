@@ -1,5 +1,5 @@
-//! What a guest does to its memory: a thread that writes it at a set rate, in one of the patterns of published measurements, and
-//! says afterwards what it has achieved.
+//! A guest's writes: a thread that writes memory at a set rate, in one of the patterns of published measurements, and
+//! reports the rate that it reached.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -14,12 +14,12 @@ use sterna_qemu_lab::corpus::Slabs;
 
 use super::side::pin;
 
-/// How often it looks what is due.
+/// How often it checks which writes are due.
 const INTERVAL: Duration = Duration::from_millis(1);
-/// Writings between two looks at whether it is to stop.
+/// Writes between two checks for a command.
 const AT_ONCE: u64 = 64;
 
-/// Which pattern.
+/// A pattern of writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Pattern {
     /// Whole pages of equal bytes, one page after another.
@@ -31,7 +31,7 @@ pub(crate) enum Pattern {
     Memcached,
 }
 
-/// What is written how fast.
+/// Pattern and rate of the writes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Writes {
     pub(crate) pattern: Pattern,
@@ -46,10 +46,10 @@ pub(crate) struct Writes {
     pub(crate) give_up_after: u64,
 }
 
-/// What was done while the guest ran.
+/// The results of the writer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Wrote {
-    /// Of what was to be written; 1: all.
+    /// The part of the due writes that was done; 1: all.
     pub(crate) achieved: f64,
     pub(crate) cpu_seconds: f64,
 }
@@ -60,7 +60,7 @@ enum Command {
     End,
 }
 
-/// The thread.
+/// The writing thread.
 #[derive(Debug)]
 pub(crate) struct Writer {
     commands: Sender<Command>,
@@ -72,43 +72,43 @@ impl Writer {
     /// Begins to write.
     pub(crate) fn start(ram: GuestRam, writes: &Writes) -> Self {
         let (commands, to_do) = channel();
-        let (stands, paused) = channel();
+        let (has_paused, paused) = channel();
         let writes = writes.clone();
         let thread = std::thread::spawn(move || {
-            // Where that is refused it is only less exact.
+            // If pinning is refused, the measurement is only less exact.
             let _ = pin(&writes.cpus);
-            run(&ram.blocks()[0], &writes, &to_do, &stands)
+            run(&ram.blocks()[0], &writes, &to_do, &has_paused)
         });
         Self { commands, paused, thread }
     }
 
-    /// When this returns nothing is written any more.
+    /// Pauses the guest: nothing is written after this returns.
     pub(crate) fn pause(&mut self) -> Result<(), String> {
-        self.tell(Command::Pause)?;
+        self.send(Command::Pause)?;
         self.paused.recv().map_err(|_| "the guest's thread has ended".into())
     }
 
-    /// Goes on.
+    /// Resumes the guest.
     pub(crate) fn resume(&mut self) -> Result<(), String> {
-        self.tell(Command::Resume)
+        self.send(Command::Resume)
     }
 
-    fn tell(&self, command: Command) -> Result<(), String> {
+    fn send(&self, command: Command) -> Result<(), String> {
         self.commands.send(command).map_err(|_| "the guest's thread has ended".into())
     }
 
-    /// Ends it.
+    /// Ends the thread and returns its results.
     pub(crate) fn finish(self) -> Wrote {
         let _ = self.commands.send(Command::End);
         self.thread.join().unwrap_or_default()
     }
 }
 
-fn run(block: &RamBlock, writes: &Writes, commands: &Receiver<Command>, stands: &Sender<()>) -> Wrote {
+fn run(block: &RamBlock, writes: &Writes, commands: &Receiver<Command>, has_paused: &Sender<()>) -> Wrote {
     let mut memory = Memory::new(block, writes);
     let mut pace = Pace::new(writes.rate as f64 / PAGE_BYTES as f64 / memory.pages_each());
     let mut ran = Duration::ZERO;
-    // Since when it runs, where it does.
+    // Since when the guest runs, if it does.
     let mut since = Some(Instant::now());
     loop {
         let command = match since {
@@ -126,7 +126,7 @@ fn run(block: &RamBlock, writes: &Writes, commands: &Receiver<Command>, stands: 
             Ok(Command::Resume) => since = since.or_else(|| Some(Instant::now())),
             Ok(Command::Pause) => {
                 ran += since.take().map_or(Duration::ZERO, |from| from.elapsed());
-                let _ = stands.send(());
+                let _ = has_paused.send(());
             }
             Ok(Command::End) | Err(RecvTimeoutError::Disconnected) => {
                 ran += since.map_or(Duration::ZERO, |from| from.elapsed());
@@ -138,7 +138,7 @@ fn run(block: &RamBlock, writes: &Writes, commands: &Receiver<Command>, stands: 
     }
 }
 
-/// How much is due, and was done.
+/// The writes that were due and done.
 #[derive(Debug)]
 struct Pace {
     per_second: f64,
@@ -150,7 +150,7 @@ impl Pace {
         Self { per_second, done: 0 }
     }
 
-    /// Writings that are late after it ran so long.
+    /// Returns the writes that are due after this running time.
     fn due(&self, ran: Duration) -> u64 {
         ((self.per_second * ran.as_secs_f64()) as u64).saturating_sub(self.done)
     }
@@ -170,7 +170,7 @@ struct Memory<'a> {
     first_page: u64,
     page_count: u64,
     bytes: u64,
-    /// Writings so far.
+    /// Writes so far.
     count: u64,
     random: Random,
 }
@@ -191,7 +191,7 @@ impl<'a> Memory<'a> {
         }
     }
 
-    /// Pages that a writing makes dirty, on average: an item of so many bytes begins anywhere in a page.
+    /// Returns the pages that a write makes dirty, on average: an item begins anywhere in a page.
     fn pages_each(&self) -> f64 {
         match self.pattern {
             Pattern::Ones | Pattern::Sequence => 1.0,
@@ -218,7 +218,7 @@ impl<'a> Memory<'a> {
         let (page, within) = (self.first_page + offset / PAGE_BYTES as u64, (offset % PAGE_BYTES as u64) as usize);
         let mut around = [0; 2 * PAGE_BYTES];
         let touched = (within + Slabs::CHUNK).div_ceil(PAGE_BYTES);
-        // Nobody else writes these pages.
+        // No other thread writes these pages.
         for (number, copy) in around.as_chunks_mut::<PAGE_BYTES>().0.iter_mut().take(touched).enumerate() {
             self.block.read_page(page + number as u64, copy).expect("its own memory is read");
         }
@@ -256,7 +256,7 @@ mod tests {
             let ram = guest.ram();
             let mut memory = Memory::new(&ram.blocks()[0], &writes(pattern));
             let sum = guest.sum(ALL);
-            // So often that each page or item was written more than once.
+            // Enough writes for each page or item to be written more than once.
             (0..2000).for_each(|_| memory.write_next());
             let after = guest.sum(ALL);
             memory.write_next();

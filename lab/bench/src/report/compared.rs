@@ -1,16 +1,16 @@
-//! A figure of two cells that were run in turns, and what may be said of it.
+//! The comparison of a figure of two cells that were run in turns.
 
 use super::results::Results;
 use crate::harness::Spread;
 
-/// Which figure is compared, and how it is shown.
+/// A figure that is compared, and its form.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Metric {
     /// The column of the JSON.
     pub(super) column: &'static str,
     pub(super) title: &'static str,
     pub(super) unit: &'static str,
-    /// What the JSON's figure is divided by.
+    /// The divisor of the JSON's figure.
     pub(super) scale: f64,
     pub(super) places: usize,
 }
@@ -18,7 +18,7 @@ pub(super) struct Metric {
 /// Two cells of one benchmark.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pair {
-    /// What the two have in common.
+    /// The label of the pair.
     pub(super) label: &'static str,
     pub(super) theirs: &'static str,
     pub(super) ours: &'static str,
@@ -60,7 +60,7 @@ pub(super) fn verdict(compared: &[Compared], less: &str, more: &str) -> String {
     let parts = [
         (less, cases(|ratio| ratio.max < 1.0)),
         (more, cases(|ratio| ratio.min > 1.0)),
-        ("The runs do not tell the two apart", cases(|ratio| ratio.min <= 1.0 && ratio.max >= 1.0)),
+        ("The runs show no clear difference", cases(|ratio| ratio.min <= 1.0 && ratio.max >= 1.0)),
     ];
     let sentences = parts.into_iter().filter_map(|(words, cases)| cases.map(|cases| format!("{words}: {cases}.")));
     sentences.collect::<Vec<_>>().join(" ")
@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn only_what_holds_in_every_round_is_called_less_or_more() {
         let pairs = [pair("a", &[0.5, 0.9]), pair("b", &[0.9, 1.1]), pair("c", &[1.2, 3.0]), pair("d", &[0.1])];
-        assert_eq!(verdict(&pairs, "Less", "More"), "Less: a, d. More: c. The runs do not tell the two apart: b.");
+        assert_eq!(verdict(&pairs, "Less", "More"), "Less: a, d. More: c. The runs show no clear difference: b.");
         assert_eq!(verdict(&pairs[2..3], "Less", "More"), "More: c.");
     }
 }

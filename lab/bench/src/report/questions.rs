@@ -21,9 +21,9 @@ pub(super) struct Answer {
     pub(super) beside: Option<Metric>,
     /// The titles of the two sides.
     pub(super) names: [&'static str; 2],
-    /// What is said of the cases with a ratio below 1, and of those above; the cases follow.
+    /// The sentences about the cases with a ratio below 1, and about those above; the cases follow.
     pub(super) sentence: [&'static str; 2],
-    /// What a reader must know before the sentence.
+    /// The conditions of the measurement, before the sentence.
     pub(super) conditions: &'static str,
     pub(super) pairs: &'static [Pair],
 }
@@ -66,7 +66,7 @@ pub(super) const QUESTIONS: &[Question] = &[
                 beside: None,
                 names: QEMU_AND_DIRECT,
                 sentence: ["Direct mode takes **less time** than QEMU alone", "It takes **more time**"],
-                conditions: "A guest at rest with 1.9 GiB of memory that is not zero (the sparse one: 360 MiB of 16 GiB), a network \
+                conditions: "An idle guest with 1.9 GiB of memory that is not zero (the sparse one: 360 MiB of 16 GiB), a network \
                              without a limit, no compression.",
                 pairs: &[ANONYMOUS, MEMFD, HUGE, TLS, SPARSE],
             },
@@ -80,7 +80,7 @@ pub(super) const QUESTIONS: &[Question] = &[
                     "A program that embeds the library takes **less time** than QEMU alone",
                     "It takes **more time**",
                 ],
-                conditions: "The library in a process of its own, from process to process.",
+                conditions: "The library moves memory from process to process.",
                 pairs: &[
                     pair("anonymous memory", "half filled, anonymous, QEMU", "half filled, anonymous, Sterna"),
                     pair("memfd", "half filled, memfd, QEMU", "half filled, memfd, Sterna"),
@@ -90,13 +90,13 @@ pub(super) const QUESTIONS: &[Question] = &[
             },
         ],
         causes: &[
-            "Uncompressed, anonymous memory is copied once more at each side: QEMU sends from guest RAM and receives into it, direct \
+            "Uncompressed anonymous memory is copied once more at each side: QEMU sends from guest RAM and receives into it, direct \
              mode reads and writes the memory of another process (`process_vm_readv`, `/proc/PID/mem`). Each copy costs about 0.3 \
              CPU-seconds for each GB.",
             "A memfd and shared huge pages are mapped by both sides, and nothing is copied twice.",
-            "QEMU looks at every page of a sparse guest, direct mode only at those that the guest has touched.",
-            "Stream mode carries every byte through two more sockets, and takes longer than QEMU alone. It remains for what direct \
-             mode refuses.",
+            "QEMU reads every page of a sparse guest, direct mode only those that the guest has touched.",
+            "Stream mode carries every byte through two more sockets, and takes longer than QEMU alone. It remains for guests that \
+             direct mode refuses.",
         ],
     },
     Question {
@@ -107,13 +107,13 @@ pub(super) const QUESTIONS: &[Question] = &[
             metric: DOWNTIME,
             beside: None,
             names: QEMU_AND_DIRECT,
-            sentence: ["Of a guest at rest, direct mode's downtime is **shorter** than QEMU's", "It is **longer**"],
+            sentence: ["For an idle guest, direct mode's downtime is **shorter** than QEMU's", "It is **longer**"],
             conditions: "The same runs; the target downtime is 300 ms for both.",
             pairs: &[ANONYMOUS, MEMFD, HUGE, TLS, ONE_GBIT],
         }],
         causes: &[
-            "Direct mode goes on sending until what is left is small, if the guest dirties pages slower than they leave; QEMU stops \
-             as soon as the rest fits into the target downtime.",
+            "If the guest dirties pages slower than they are sent, direct mode goes on sending until the rest is small; QEMU pauses \
+             the guest as soon as the rest fits into the target downtime.",
             "Some ten milliseconds remain in every case: saving and loading the devices, and the commit.",
         ],
     },
@@ -127,11 +127,11 @@ pub(super) const QUESTIONS: &[Question] = &[
                 beside: Some(GUEST_SPEED),
                 names: QEMU_AND_DIRECT,
                 sentence: [
-                    "Of a guest that writes, direct mode's downtime is **shorter** than QEMU's",
+                    "For a guest that writes, direct mode's downtime is **shorter** than QEMU's",
                     "It is **longer**",
                 ],
-                conditions: "The guest writes 50 MB/s of whole pages at random. Its speed during the migration is what it has written \
-                             of that.",
+                conditions: "The guest writes 50 MB/s of whole pages at random. Its speed during the migration is the part of that \
+                             rate that it reached.",
                 pairs: &[
                     pair(
                         "anonymous memory",
@@ -152,7 +152,7 @@ pub(super) const QUESTIONS: &[Question] = &[
                 benchmark: "dirty-rate",
                 metric: DIRTY_RATE,
                 beside: Some(GUEST_SPEED),
-                names: ["QEMU alone, its best way", "Sterna, direct mode"],
+                names: ["QEMU alone, its best method", "Sterna, direct mode"],
                 sentence: [
                     "The largest rate at which a guest may write and still be moved is **lower** with direct mode",
                     "With direct mode the largest rate at which a guest may write and still be moved is **higher**",
@@ -179,7 +179,7 @@ pub(super) const QUESTIONS: &[Question] = &[
         ],
         causes: &[
             "Direct mode's write protection costs the guest a page fault for each page that it writes in a round. An emulated guest, as \
-             here, does not pay that with QEMU's own dirty log. Under KVM QEMU write-protects pages, too; that was not measured.",
+             here, does not have that cost with QEMU's own dirty log. Under KVM QEMU write-protects pages, too; that was not measured.",
         ],
     },
     Question {
@@ -209,7 +209,7 @@ pub(super) const QUESTIONS: &[Question] = &[
                 beside: None,
                 names: ["zstd alone", "auto"],
                 sentence: ["On 1 Gbit/s, `auto` takes **less time** than zstd at level 1", "It takes **more time**"],
-                conditions: "The library, two channels, content that machines really have.",
+                conditions: "The library, two channels, real content.",
                 pairs: &[
                     pair("mixed", "1 Gbit/s, mixed, zstd × 2", "1 Gbit/s, mixed, auto × 2"),
                     pair("text", "1 Gbit/s, text, zstd × 2", "1 Gbit/s, text, auto × 2"),
@@ -220,8 +220,8 @@ pub(super) const QUESTIONS: &[Question] = &[
             },
         ],
         causes: &[
-            "Where the CPU limits, `auto` leaves uncompressed what the network can carry meanwhile. With one CPU for each side, zstd at \
-             level 1 fills 1 Gbit/s with about two thirds of it.",
+            "Where the CPU is the bottleneck, `auto` sends some pages uncompressed to keep the network busy. With one CPU for each \
+             side, zstd at level 1 needs about two thirds of it to fill 1 Gbit/s.",
         ],
     },
     Question {
@@ -254,12 +254,11 @@ pub(super) const QUESTIONS: &[Question] = &[
             beside: None,
             names: ["CPU alone", "with one DSA"],
             sentence: [
-                "**No accelerator was there to measure.** Over a stand-in, looking for zero pages takes **less** of the CPU with a device",
-                "It takes **more** of it",
+                "**No accelerator was available for measurements.** With a stand-in, the search for zero pages takes **less CPU** with a device",
+                "It takes **more CPU**",
             ],
-            conditions: "The product's own code over a stand-in that answers from a table; what a real device would cost the CPU beside \
-                         that (`ENQCMD`, reading records) is added from published figures. Memory that is not in the cache, batches of \
-                         512 pages.",
+            conditions: "The product's own code over a stand-in that answers from a table; the CPU's further cost of a real device \
+                         (`ENQCMD`, reading records) is added from published figures. Uncached memory, batches of 512 pages.",
             pairs: &[
                 pair("all pages zero", "cpu, cold, all zero: scan", "device, all zero: batches of 512"),
                 pair("every second page", "cpu, cold, mixed: scan", "device, mixed: batches of 512"),
@@ -267,8 +266,8 @@ pub(super) const QUESTIONS: &[Question] = &[
             ],
         }],
         causes: &[
-            "The CPU's scan stops at the first word that is not zero: no device can take that over at a gain.",
-            "What whole migrations, and a hundred at once, would gain is simulated: [benchmarks-simulated.md](benchmarks-simulated.md).",
+            "The CPU's scan stops at the first word that is not zero: for normal pages a device saves nothing.",
+            "The gain of whole migrations, also of a hundred at once, is simulated: [benchmarks-simulated.md](benchmarks-simulated.md).",
         ],
     },
 ];

@@ -28,7 +28,7 @@ pub(super) struct Row {
     pub(super) name: String,
     /// Why the cell does not count, if it does not.
     pub(super) void: Option<String>,
-    /// The figures of each column, as `{"values": […]}`, and what else the row has.
+    /// The figures of each column, as `{"values": […]}`, and the row's other fields.
     #[serde(flatten)]
     columns: BTreeMap<String, Value>,
 }
@@ -67,7 +67,7 @@ impl Results {
         self.rows.iter().find(|row| row.name == name)
     }
 
-    /// Returns a line that says what was run, where and when.
+    /// Returns a line with the command, the machine and the date.
     pub(super) fn origin(&self) -> String {
         let Provenance { command, date, commit } = &self.provenance;
         format!("`{command}` · {} · commit {commit}, {date}", self.machine.line())

@@ -1,4 +1,4 @@
-//! `docs/benchmarks-simulated.md`: what no hardware has shown.
+//! `docs/benchmarks-simulated.md`: results of the simulator, not of hardware.
 
 use std::fmt::Write as _;
 
@@ -10,18 +10,18 @@ use crate::harness::Spread;
 use crate::zero_page::{published_figure, published_name};
 
 const INTRODUCTION: &str = "\
-**Nothing on this page ran on an accelerator.** There is none on the machines that Sterna was made on. Migrations, cores, memory, network and
-devices are worked out event by event in virtual time (`lab/simulator`). What decides who may use a device is the product's own code, linked
-and not imitated; the devices are the software model's own state machine (`sterna-idxd-model`), with the timing of published figures.
-Simulated figures have no targets. They have an error, and it stands beside them.
+**Nothing on this page ran on an accelerator.** The machines on which Sterna was made have none. Migrations, cores, memory, network and
+devices are simulated event by event in virtual time (`lab/simulator`). The product's own code, linked and not imitated, decides about
+admission to a device; the devices are the software model's own state machine (`sterna-idxd-model`), with the timing of published figures.
+Simulated figures have no targets. They have an error, which is given beside them.
 
 Three accounts are kept apart: **measured CPU**, by figures that were measured here or in a published run; **charged CPU**, for what was not
-measured here (`ENQCMD`, lines that a device wrote, blocking and waking, system calls), at published prices; **device time**. A simulated run
-is the same every time, so each cell is run once.
+measured here (`ENQCMD`, lines that a device wrote, blocking and waking, system calls), at published prices; **device time**. A simulation
+is deterministic, so each cell is run once.
 
 ";
 
-/// The figures of a published run that the simulator does not know.
+/// The figures of published runs to which the simulator is not fitted.
 const HELD_OUT: [(&str, &str, f64); 4] = [
     ("total_ms", "time, ms", 1.0),
     ("main_ns_per_page", "CPU of the main thread, ns/page", 1.0),
@@ -37,8 +37,8 @@ struct Table {
     /// Column of the JSON, title, divisor, decimal places.
     columns: &'static [(&'static str, &'static str, f64, usize)],
     cells: &'static [&'static str],
-    /// What the cells show.
-    says: &'static [&'static str],
+    /// Sentences about the cells.
+    findings: &'static [&'static str],
 }
 
 const TABLES: &[Table] = &[
@@ -59,17 +59,17 @@ const TABLES: &[Table] = &[
             "all zero, Sterna, 1 device",
             "all zero, Sterna, 4 devices",
         ],
-        says: &[
-            "Where half of the pages are sent, sending is what takes the time, and a device shortens it by a few per cent: less than the \
-             error above.",
-            "Where all pages are zero, looking at them is all the work, and the CPU and the devices share it.",
+        findings: &[
+            "Where half of the pages are sent, sending takes most of the time, and a device shortens the total by a few per cent: less than \
+             the error above.",
+            "Where all pages are zero, the search is all the work, and the CPU and the devices share it.",
         ],
     },
     Table {
         title: "A hundred VMs at once",
         benchmark: "many-vms",
-        text: "Each VM has 1 GiB and one sender; every second page is zero; migrations have four cores of the host. Against published figures \
-               of many VMs on shared devices nothing could be compared: there are none. The error above is the only one that is known.",
+        text: "Each VM has 1 GiB and one sender; every second page is zero; migrations have four cores of the host. There are no published \
+               figures of many VMs on shared devices to compare with. The error above is the only known one.",
         columns: &[
             ("total_ms", "time, ms", 1.0, 0),
             ("measured_cpu_s", "measured CPU, s", 1.0, 1),
@@ -84,16 +84,16 @@ const TABLES: &[Table] = &[
             "100 VMs, half zero, 4 cores, 4 devices, FIFO",
             "100 VMs, half zero, 4 cores, 8 devices, ledger",
         ],
-        says: &[
+        findings: &[
             "Devices free CPU time; with few cores that is also time.",
-            "A queue without shares (FIFO) gives most to whoever submits most; what finds the queue full goes to the CPU.",
+            "A queue without shares (FIFO) gives most to the VM that submits most; batches that find the queue full go to the CPU.",
         ],
     },
     Table {
         title: "`auto`, in virtual time",
         benchmark: "selection",
-        text: "What each method takes of real content is measured, and the product's own selection then drives a migration over networks, CPUs \
-               and accelerators that the machine does not have. *Best fixed* is the fastest single method of the same cell. IAA and QAT are \
+        text: "The costs of each method on real content are measured, and the product's own selection then drives a migration over \
+               networks, CPUs and accelerators that the machine does not have. *Best fixed* is the fastest single method of the same cell. IAA and QAT are \
                modelled; no published run has these cells, so their error is unknown.",
         columns: &[
             ("auto_ms", "auto, ms", 1.0, 0),
@@ -108,7 +108,7 @@ const TABLES: &[Table] = &[
             "virtual: mixed, 25 Gbit/s × 4, IAA",
             "virtual: mixed, 10 Gbit/s × 4, QAT",
         ],
-        says: &[
+        findings: &[
             "Where accelerators deflate, `auto` can be far behind the best fixed choice: it prices the time of the source, and not that \
                  of the destination's CPU, which inflates at 0.5 to 0.7 GB/s for each channel.",
         ],
@@ -130,7 +130,7 @@ const TABLES: &[Table] = &[
             "idle, IAA inflates, CPU finishes, fresh, bitmap",
             "idle, IAA inflates, CPU finishes, populated ahead, bitmap",
         ],
-        says: &[
+        findings: &[
             "The bitmap avoids flushes, populating ahead avoids faults. No destination of this version has a device write guest RAM: its CPU \
                  inflates and places.",
         ],
@@ -151,14 +151,14 @@ pub(super) fn page(set: &Set) -> String {
         let _ = writeln!(page, "Not in this set: {}.\n", missing.join(", "));
     }
     page.push_str(
-        "## What the simulator is checked with\n\n`cargo test -p sterna-simulator`: a single server waits as long as M/D/1 says, within 2 % at \
-         loads of 0.3 to 0.9; Little's law holds within 0.5 % with one engine and with four; nothing is ever busier than it can be; every \
-         page is looked at once; a run repeats exactly.\n",
+        "## How the simulator is checked\n\n`cargo test -p sterna-simulator`: the wait for a single server is that of M/D/1, within 2 % at loads \
+         of 0.3 to 0.9; Little's law holds within 0.5 % with one engine and with four; no resource is ever busier than possible; every \
+         page is searched once; a run repeats exactly.\n",
     );
     page
 }
 
-/// Writes how far the simulator is off where there is something to compare with.
+/// Writes the simulator's error in the held-out figures.
 fn write_held_out(page: &mut String, set: &Set) {
     let Some(results) = set.of("zero-page") else { return };
     page.push_str(
@@ -210,7 +210,7 @@ fn write_table(page: &mut String, table: &Table, set: &Set) -> bool {
         page.push('\n');
     }
     let _ = writeln!(page, "\n{}\n", results.origin());
-    for point in table.says {
+    for point in table.findings {
         let _ = writeln!(page, "* {point}");
     }
     page.push('\n');

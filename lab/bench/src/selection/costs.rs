@@ -1,8 +1,9 @@
-//! What the ways of `auto` take of real content on this machine, and what everything else takes that a migration does with a byte.
+//! Measures the costs of `auto`'s encodings on real content on this machine, and the other costs of a migration per
+//! byte.
 //!
-//! By the CPU time of one thread that stays on its CPU, the least of several rounds: what neighbours take away does not count, and what
-//! they slow down by sharing a core counts as little as can be. Encoding by an accelerator is charged: the bytes are those of the
-//! format's encoder on the CPU, the time is published or the model's.
+//! Costs are CPU time of one pinned thread, the least of several rounds, which excludes time that other programs take
+//! and mostly excludes their slowing of a shared core. Encoding by an accelerator is charged: the bytes are those of
+//! the format's encoder on the CPU, the time is published or the model's.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -23,29 +24,29 @@ use crate::hosts::{HostsError, doing};
 
 /// A packet of the engine.
 const BATCH: usize = 512 << 10;
-/// Sent once through a socket, for what writing and reading take.
+/// Bytes that are sent through a socket to measure writing and reading.
 const THROUGH_SOCKET: usize = 256 << 20;
 /// QAT: 3.5 GB/s of content from end to end, 60 GB with 8 threads over 50 Gbit/s (QEMU's patches for QATzip).
 const QAT_BYTE: f64 = 1.0 / 3.5;
-/// What handing a job to a device and taking it back costs beside copies.
+/// The cost of submitting a job to a device and collecting it, beside copies.
 const SUBMISSION: f64 = 2000.0;
 
 /// Nanoseconds for each byte, beside encoding.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Bytes {
-    /// Copied out of guest memory, and summed up.
+    /// Copying out of guest memory, with the checksum.
     pub(super) read: f64,
-    /// Copied, for an accelerator.
+    /// Copying for an accelerator.
     pub(super) copied: f64,
-    /// To a connection, and from it.
+    /// Writing to a connection; `received`: reading from it.
     pub(super) written: f64,
     pub(super) received: f64,
-    /// Summed up at the destination.
+    /// The checksum at the destination.
     pub(super) placed: f64,
 }
 
 impl Bytes {
-    /// A path with these costs, and nothing else set.
+    /// Returns a path with these costs and no other limits.
     pub(super) fn path(&self) -> Path {
         Path {
             read: self.read,
@@ -60,7 +61,7 @@ impl Bytes {
     pub(super) fn measure(cpus: [usize; 2]) -> Result<Self, HostsError> {
         let (written, received) = through_socket(cpus)?;
         on_cpu(cpus[0], || {
-            // More than caches hold, so that it comes from memory as a guest's does.
+            // Larger than the caches, so that it comes from memory as a guest's does.
             let memory = vec![1u8; 64 << 20];
             let mut batch = vec![0u8; BATCH];
             let copied = each(&memory, |piece| batch.copy_from_slice(piece));
@@ -76,7 +77,7 @@ impl Bytes {
     }
 }
 
-/// Nanoseconds for each byte of what is done with each batch of `memory`: the least of several passes.
+/// Returns nanoseconds per byte of `what` on each batch of `memory`: the least of several passes.
 fn each(memory: &[u8], mut what: impl FnMut(&[u8])) -> f64 {
     let mut pass = || {
         let begun = thread_cpu();
@@ -97,7 +98,7 @@ fn on_cpu<T: Send>(cpu: usize, work: impl FnOnce() -> Result<T, HostsError> + Se
     })
 }
 
-/// What a byte takes to be written to a loopback connection, and to be read from it into memory that is not in a cache.
+/// Returns nanoseconds per byte of writing to a loopback connection, and of reading from it into uncached memory.
 fn through_socket(cpus: [usize; 2]) -> Result<(f64, f64), HostsError> {
     let listener = TcpListener::bind("127.0.0.1:0").map_err(doing("listening"))?;
     let to = listener.local_addr().map_err(doing("listening"))?;
@@ -128,7 +129,7 @@ fn through_socket(cpus: [usize; 2]) -> Result<(f64, f64), HostsError> {
     })
 }
 
-/// An accelerator that is there by name only, so that the product says what `auto` would choose from.
+/// An accelerator without function, so that the product lists what `auto` would choose from.
 #[derive(Debug)]
 struct Named;
 
@@ -142,13 +143,13 @@ impl EncoderSource for Named {
     }
 }
 
-/// What `auto` chooses from where all accelerators are present.
-pub(super) fn ways() -> Vec<Encoding> {
+/// Returns the encodings from which `auto` chooses if all accelerators are present.
+pub(super) fn encodings() -> Vec<Encoding> {
     let engines = Engines::default().with_iaa(Arc::new(Named)).with_qat(Arc::new(Named));
     Encoding::auto_candidates(&engines)
 }
 
-/// What each way makes of `bytes` of a corpus.
+/// Measures each encoding on `bytes` bytes of a corpus. Also returns where the content comes from.
 pub(super) fn trace(
     corpus: Corpus,
     bytes: u64,
@@ -160,34 +161,34 @@ pub(super) fn trace(
     let origin = content.origin().to_owned();
     let mut memory = vec![0; bytes as usize];
     content.read(0, &mut memory)?;
-    let ways = ways();
+    let encodings = encodings();
     let trace = on_cpu(cpu, || {
         let broken = doing("measuring the ways of auto");
-        measure(&memory, &ways, rounds, beside).map_err(broken)
+        measure(&memory, &encodings, rounds, beside).map_err(broken)
     })?;
     Ok((trace, origin))
 }
 
-fn measure(memory: &[u8], ways: &[Encoding], rounds: usize, beside: &Bytes) -> Result<Trace, CodecError> {
+fn measure(memory: &[u8], encodings: &[Encoding], rounds: usize, beside: &Bytes) -> Result<Trace, CodecError> {
     let mut sampler = Sampler::new()?;
     let mut coders = Vec::new();
-    for way in ways {
-        // By the CPU, also where an accelerator is charged for it.
-        let encoder = (way.format().row().encoder)(way.level().unwrap_or(0))?;
-        coders.push((encoder, way.format().decoder()?));
+    for encoding in encodings {
+        // Encoded by the CPU, also if an accelerator is charged for it.
+        let encoder = (encoding.format().row().encoder)(encoding.level().unwrap_or(0))?;
+        coders.push((encoder, encoding.format().decoder()?));
     }
     let mut batch = vec![0; BATCH];
     let (mut encoded, mut decoded) = (vec![0; BATCH], vec![0; BATCH]);
     let mut batches = Vec::new();
     let mut sampling = Vec::new();
     for piece in memory.chunks_exact(BATCH) {
-        // As the engine has it: just copied, so in a cache.
+        // Just copied and so in a cache, as in the engine.
         batch.copy_from_slice(piece);
         let begun = thread_cpu();
         let class = sampler.class(&batch)?;
         sampling.push(thread_cpu() - begun);
-        let mut made = vec![path::Encoded { size: BATCH, bytes: BATCH, ..path::Encoded::default() }; ways.len()];
-        for ((way, (encoder, decoder)), made) in ways.iter().zip(&mut coders).zip(&mut made).skip(1) {
+        let mut made = vec![path::Encoded { size: BATCH, bytes: BATCH, ..path::Encoded::default() }; encodings.len()];
+        for ((encoding, (encoder, decoder)), made) in encodings.iter().zip(&mut coders).zip(&mut made).skip(1) {
             (made.thread, made.decoding) = (f64::INFINITY, f64::INFINITY);
             for _ in 0..rounds {
                 let begun = thread_cpu();
@@ -201,19 +202,19 @@ fn measure(memory: &[u8], ways: &[Encoding], rounds: usize, beside: &Bytes) -> R
                 let begun = thread_cpu();
                 decoder.decode(&encoded[..length], &mut decoded)?;
                 made.decoding = made.decoding.min(thread_cpu() - begun);
-                debug_assert!(decoded == batch, "{way} is no encoding");
+                debug_assert!(decoded == batch, "{encoding} is no encoding");
             }
-            charge(*way, made, beside);
+            charge(*encoding, made, beside);
         }
-        batches.push(Batch { class, ways: made });
+        batches.push(Batch { class, encoded: made });
     }
     sampling.sort_by(f64::total_cmp);
-    Ok(Trace { ways: ways.to_vec(), batches, sampling: sampling[sampling.len() / 2] })
+    Ok(Trace { encodings: encodings.to_vec(), batches, sampling: sampling[sampling.len() / 2] })
 }
 
-/// Puts an accelerator's time in the place of the CPU's, where the way has one.
-fn charge(way: Encoding, made: &mut path::Encoded, beside: &Bytes) {
-    let engine = match way.engine() {
+/// Replaces the CPU's time by an accelerator's, if the encoding is by one.
+fn charge(encoding: Encoding, made: &mut path::Encoded, beside: &Bytes) {
+    let engine = match encoding.engine() {
         Engine::Iaa => {
             let timing = Timing::iaa();
             timing.descriptor_ns as f64 + made.size as f64 * timing.engine_byte_ps as f64 / 1e3
@@ -221,7 +222,7 @@ fn charge(way: Encoding, made: &mut path::Encoded, beside: &Bytes) {
         Engine::Qat => made.size as f64 * QAT_BYTE,
         Engine::Cpu => return,
     };
-    // In, and out again.
+    // Content in, encoded bytes out.
     let copies = (made.size + made.bytes) as f64 * beside.copied;
     (made.thread, made.engine) = (copies + SUBMISSION, engine);
 }
@@ -244,19 +245,19 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             (state >> 56) as u8
         });
-        let ways = ways();
-        let trace = measure(&memory, &ways, 1, &BESIDE).unwrap();
-        assert_eq!((trace.ways.len(), trace.batches.len()), (ways.len(), 2));
+        let encodings = encodings();
+        let trace = measure(&memory, &encodings, 1, &BESIDE).unwrap();
+        assert_eq!((trace.encodings.len(), trace.batches.len()), (encodings.len(), 2));
         assert!(trace.sampling > 0.0);
         let [text, noise] = [0, 1].map(|batch: usize| &trace.batches[batch]);
         assert_ne!(text.class, noise.class);
         let raw = path::Encoded { size: BATCH, bytes: BATCH, ..path::Encoded::default() };
-        assert_eq!((text.ways[0].bytes, text.ways[0].thread, text.ways[0].decoding), (BATCH, 0.0, 0.0));
-        for (way, made) in ways.iter().zip(&text.ways).skip(1) {
-            assert!(made.bytes < BATCH / 10 && made.thread > 0.0 && made.decoding > 0.0, "{way}: {made:?}");
+        assert_eq!((text.encoded[0].bytes, text.encoded[0].thread, text.encoded[0].decoding), (BATCH, 0.0, 0.0));
+        for (encoding, made) in encodings.iter().zip(&text.encoded).skip(1) {
+            assert!(made.bytes < BATCH / 10 && made.thread > 0.0 && made.decoding > 0.0, "{encoding}: {made:?}");
         }
-        for (way, made) in ways.iter().zip(&noise.ways).skip(1) {
-            assert_eq!((made.bytes, made.decoding), (raw.bytes, 0.0), "{way}");
+        for (encoding, made) in encodings.iter().zip(&noise.encoded).skip(1) {
+            assert_eq!((made.bytes, made.decoding), (raw.bytes, 0.0), "{encoding}");
         }
     }
 
@@ -276,6 +277,6 @@ mod tests {
             assert_eq!(made.bytes, cpu.bytes);
         }
         assert_eq!((charged("zstd").thread, charged("zstd").engine), (5e6, 0.0));
-        assert_eq!(ways().iter().filter(|way| way.engine() != Engine::Cpu).count(), 2);
+        assert_eq!(encodings().iter().filter(|encoding| encoding.engine() != Engine::Cpu).count(), 2);
     }
 }

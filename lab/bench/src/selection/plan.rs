@@ -1,5 +1,5 @@
-//! The cells of `sterna-bench selection` that are computed: each a content, a network, the CPUs that may be used, and the accelerator
-//! that is there. Some forty have names; `--long` has the product.
+//! The cells of `sterna-bench selection` that are computed: each has a content, a network, the CPUs that may be used,
+//! and an accelerator. Some forty are selected; `--long` computes the product.
 
 use sterna_codec::{Encoding, Engine};
 use sterna_qemu_lab::corpus::Corpus;
@@ -7,7 +7,7 @@ use sterna_simulator::path::Path;
 
 use super::costs::Bytes;
 
-/// A network, in bits per second; 0 is none but memory.
+/// A network, in bits per second; 0 is unlimited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Network(pub(super) u64);
 
@@ -34,26 +34,26 @@ impl Network {
         }
     }
 
-    /// Bytes per nanosecond, and what headers leave of them.
+    /// Returns bytes per nanosecond, without headers.
     pub(super) fn rate(self) -> f64 {
         const PAYLOAD: f64 = 1448.0 / 1538.0;
         if self.0 == 0 { f64::INFINITY } else { self.0 as f64 / 8e9 * PAYLOAD }
     }
 
-    /// Batches of 512 KiB that a cell moves: 1 GiB, or what takes seconds.
+    /// Returns the batches of 512 KiB that a cell moves: 1 GiB or 4 GiB.
     fn batches(self) -> usize {
         if (1..=GIGABIT).contains(&self.0) { 2048 } else { 8192 }
     }
 }
 
-/// What the sending threads have.
+/// The CPUs of the sending threads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Cpu {
-    /// Each a core.
+    /// A core for each thread.
     Enough,
-    /// Each a core, and together so many CPUs that they may use (`--max-cpus`).
+    /// A core for each thread, and a limit of this many CPUs for all together (`--max-cpus`).
     Allowed(f64),
-    /// One core, and the receivers another: so is the machine on which the real cells are measured.
+    /// One core for all senders and one for all receivers, like the machine on which the real cells are measured.
     OneCore,
 }
 
@@ -74,11 +74,11 @@ impl Cpu {
     }
 }
 
-/// What helps to encode.
+/// The accelerator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Accelerator {
     None,
-    /// A device with its eight engines, or the one that others leave.
+    /// An IAA device with this many engines: eight, or one that others leave.
     Iaa(usize),
     Qat,
 }
@@ -93,9 +93,9 @@ impl Accelerator {
         }
     }
 
-    /// Whether a way is possible with it.
-    pub(super) fn has(self, way: Encoding) -> bool {
-        match way.engine() {
+    /// Returns whether an encoding is possible with it.
+    pub(super) fn has(self, encoding: Encoding) -> bool {
+        match encoding.engine() {
             Engine::Iaa => matches!(self, Self::Iaa(_)),
             Engine::Qat => self == Self::Qat,
             Engine::Cpu => true,
@@ -108,7 +108,7 @@ impl Accelerator {
 pub(super) struct Plan {
     pub(super) corpus: Corpus,
     pub(super) network: Network,
-    /// What it becomes half way.
+    /// The network from half way on.
     pub(super) then: Option<Network>,
     pub(super) channels: usize,
     pub(super) cpu: Cpu,
@@ -145,7 +145,7 @@ impl Plan {
     }
 }
 
-/// Those with a question of their own.
+/// Returns the cells that each answer a question of their own.
 pub(super) fn named() -> Vec<Plan> {
     use Accelerator::{Iaa, Qat};
     use Corpus::{Binaries, Compressed, GuestRam, Images, Memcached, Mixed, Ones, Sequence, Text};
@@ -189,7 +189,7 @@ pub(super) fn named() -> Vec<Plan> {
     plans
 }
 
-/// The product, with those that have a name.
+/// Returns the product of all settings, including the selected cells.
 pub(super) fn all() -> Vec<Plan> {
     let mut plans = named();
     for corpus in Corpus::ALL {
@@ -255,9 +255,9 @@ mod tests {
 
     #[test]
     fn ways_of_accelerators_need_them() {
-        let way = |text: &str| text.parse::<MethodChoice>().unwrap().encodings().next().unwrap();
+        let encoding = |text: &str| text.parse::<MethodChoice>().unwrap().encodings().next().unwrap();
         let has = |accelerator: Accelerator| {
-            ["zstd", "deflate by iaa", "deflate by qat"].map(|text| accelerator.has(way(text)))
+            ["zstd", "deflate by iaa", "deflate by qat"].map(|text| accelerator.has(encoding(text)))
         };
         assert_eq!(has(Accelerator::None), [true, false, false]);
         assert_eq!(has(Accelerator::Iaa(1)), [true, true, false]);

@@ -1,4 +1,4 @@
-//! The real cells: memory moved from process to process by the library, with each fixed choice and with `auto` in turn.
+//! The real cells: memory moved from process to process by the library, with `auto` and each fixed choice in turn.
 
 use std::cell::RefCell;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -19,10 +19,10 @@ use super::{COLUMNS, Compared, MIB};
 use crate::hosts::{Hosts, HostsError, Side};
 
 const CHANNELS: u16 = 2;
-/// What is compared: a method and its level.
+/// The choices that are compared: a method and its level.
 const CHOICES: [(&str, Option<&str>); 6] =
     [("auto", None), ("none", None), ("lz4", None), ("zstd", Some("-1")), ("zstd", Some("1")), ("zstd", Some("3"))];
-/// When a network changes that does so mid-way.
+/// When the network changes, in cells in which it does.
 const CHANGE_AFTER: Duration = Duration::from_millis(1200);
 
 /// One cell.
@@ -31,7 +31,7 @@ pub(super) struct Real {
     pub(super) corpus: Corpus,
     network: Network,
     then: Option<Network>,
-    /// MiB of it, usually and with `--quick`; 0 where it is left out there.
+    /// MiB of content, usually and with `--quick`; 0 if `--quick` leaves the cell out.
     mib: (u64, u64),
 }
 
@@ -39,7 +39,7 @@ const SLOW: Network = Network(100_000_000);
 const GIGABIT: Network = Network(1_000_000_000);
 const TWO: Network = Network(2_500_000_000);
 
-/// All of them.
+/// Returns all real cells.
 pub(super) fn named() -> [Real; 12] {
     use Corpus::{Binaries, Compressed, GuestRam, Images, Mixed, Text};
     let cell = |corpus, network, mib| Real { corpus, network, then: None, mib };
@@ -69,7 +69,7 @@ impl Real {
         self.mib.1 > 0
     }
 
-    /// The same, to be computed.
+    /// Returns the same cell in virtual time.
     pub(super) fn plan(&self) -> Plan {
         let plan = Plan::new(self.corpus, self.network, CHANNELS.into());
         Plan { then: self.then, cpu: Cpu::OneCore, ..plan }
@@ -90,7 +90,7 @@ pub(super) fn measure(
     cell: &Real,
     computed: &Compared,
     cancel: &Cancel,
-    tell: &dyn Fn(&str),
+    progress: &dyn Fn(&str),
 ) -> Result<Row, HostsError> {
     let hosts = match cell.network {
         Network::UNLIMITED => Hosts::loopback(),
@@ -100,14 +100,14 @@ pub(super) fn measure(
     let filled = MIB * if args.quick && cell.is_quick() { cell.mib.1 } else { cell.mib.0 };
     let content = Content::Corpus { corpus: cell.corpus, bytes: filled };
     let shape = Shape { memory: Memory::Anonymous, bytes: Content::around_corpus(filled), content };
-    tell(&format!("{}: {} MiB are put together", cell.name(), filled >> 20));
+    progress(&format!("{}: {} MiB are put together", cell.name(), filled >> 20));
     let source = RefCell::new(rig.side(Side::A, shape)?);
     let mut cells: Vec<Cell<'_>> = Vec::new();
     for choice in CHOICES {
         let (source, rig) = (&source, &rig);
         let mut first = true;
         let run = move || {
-            // That memory arrives whole is looked at once for each choice.
+            // The arrived memory is verified once for each choice.
             let verify = std::mem::take(&mut first);
             let by = Mover::Method { method: choice.0.into(), level: choice.1.map(str::to_owned), writes: None };
             let measured = migrate(cell, rig, source, shape, &by, verify)?;
@@ -115,12 +115,12 @@ pub(super) fn measure(
         };
         cells.push(Cell { name: format!("{}, {}", cell.name(), name(choice)), run: Box::new(run) });
     }
-    let rows = interleaved(&mut cells, args.rounds(), cancel, tell)?;
+    let rows = interleaved(&mut cells, args.rounds(), cancel, progress)?;
     drop(cells);
     row(cell, &rows, computed)
 }
 
-/// Once, with the network changing meanwhile where it does.
+/// Runs one migration, changing the network meanwhile if the cell does.
 fn migrate(
     cell: &Real,
     rig: &Rig<'_>,
@@ -146,8 +146,8 @@ fn migrate(
     })
 }
 
-/// All choices of a cell in one line: its rounds are those of `auto`, of the best fixed choice by its median, and of none; what `auto` is
-/// compared with are medians.
+/// Returns all choices of a cell in one line: the rounds of `auto`, of the fixed choice with the best median, and of
+/// none; `auto` is compared with medians.
 fn row(cell: &Real, rows: &[Row], computed: &Compared) -> Result<Row, HostsError> {
     if let Some(broken) = rows.iter().find_map(|row| row.void.as_ref()) {
         return Err(HostsError(broken.clone()));
@@ -203,7 +203,7 @@ mod tests {
         let cell = named()[0];
         let line = row(&cell, &rows, &computed).unwrap();
         assert_eq!(line.runs[0][..4], [110.0, 99.0, 300.0, 99.0 * 0.9]);
-        // To the median of 100 ms, whatever one of its rounds was.
+        // Relative to the median of 100 ms, whatever single rounds were.
         assert_eq!(line.runs.iter().map(|run| run[4]).collect::<Vec<_>>(), [1.1, 1.0, 1.04]);
         assert!((line.runs[1][5] - 1.0 / 0.9).abs() < 1e-9, "{:?}", line.runs);
         assert!(line.detail.contains("zstd -1 100") && line.detail.ends_with("computed best: lz4"), "{}", line.detail);

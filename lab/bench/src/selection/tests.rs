@@ -36,7 +36,7 @@ fn the_mean_is_geometric_and_the_worst_cell_is_named() {
     assert_eq!(value("virtual, auto to none"), 1.04);
     assert!((value("CPU used by auto") - 1.2).abs() < 1e-9 && target("CPU used by auto").met() == Some(false));
     assert_eq!(value("real, auto to the best fixed choice, worst"), 1.2);
-    // What was not measured is not met.
+    // A target that was not measured is not met.
     assert_eq!(target("real, auto to none").value, None);
 }
 
@@ -53,9 +53,9 @@ fn every_target_is_about_cells_that_are_measured_also_with_quick() {
 #[test]
 fn the_best_fixed_choice_is_the_fastest_that_keeps_to_the_cpu_or_none() {
     let took = |time: f64, cpus: f64| Took { time, cpu: cpus * time, ..Took::default() };
-    let way = |time, cpus, fits| ("zstd".to_owned(), took(time, cpus), fits);
-    let some = [way(9.0, 0.2, true), way(5.0, 0.5, true), way(3.0, 1.0, false)];
+    let encoding = |time, cpus, fits| ("zstd".to_owned(), took(time, cpus), fits);
+    let some = [encoding(9.0, 0.2, true), encoding(5.0, 0.5, true), encoding(3.0, 1.0, false)];
     assert_eq!(best_of(&some), 1);
-    let none = [way(5.0, 0.7, false), way(9.0, 0.6, false), way(3.0, 1.0, false)];
+    let none = [encoding(5.0, 0.7, false), encoding(9.0, 0.6, false), encoding(3.0, 1.0, false)];
     assert_eq!(best_of(&none), 0);
 }

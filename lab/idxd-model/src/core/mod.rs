@@ -18,7 +18,7 @@ mod script;
 mod timing;
 
 pub use device::{Accounts, Device, SoftwareError};
-pub use script::{Script, What};
+pub use script::{Script, ScriptedFault};
 pub use timing::{PageRequests, Timing};
 
 use crate::memory::{AddressSpace, Fault};

@@ -26,13 +26,13 @@ pub struct Script {
     /// Maximum number of times that the fault occurs.
     pub limit: Option<u64>,
     /// The fault.
-    pub what: What,
+    pub what: ScriptedFault,
 }
 
 /// A kind of fault.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum What {
+pub enum ScriptedFault {
     /// A page fault.
     PageFault {
         /// After this share of the transfer size has been read and written.
@@ -72,9 +72,9 @@ pub enum What {
     Halt,
 }
 
-impl Default for What {
-    fn default() -> What {
-        What::PageFault { per_mille: 0, resolvable: false }
+impl Default for ScriptedFault {
+    fn default() -> ScriptedFault {
+        ScriptedFault::PageFault { per_mille: 0, resolvable: false }
     }
 }
 
@@ -141,24 +141,24 @@ pub(super) fn fate(
             continue;
         }
         match active.script.what {
-            What::PageFault { per_mille, resolvable } => {
+            ScriptedFault::PageFault { per_mille, resolvable } => {
                 fate.effects.fault_after = Some(dsa::SIZE.get(descriptor) * u64::from(per_mille) / 1000);
                 fate.effects.resolvable = resolvable;
             }
-            What::WrongResult => fate.effects.corrupt = true,
-            What::LateData { delay_ns } => {
+            ScriptedFault::WrongResult => fate.effects.corrupt = true,
+            ScriptedFault::LateData { delay_ns } => {
                 fate.effects.defer = true;
                 fate.late_data = Some(delay_ns);
             }
-            What::Late { delay_ns } => {
+            ScriptedFault::Late { delay_ns } => {
                 fate.effects.defer = true;
                 fate.late = fate.late.max(delay_ns);
             }
-            What::Slow { factor } => fate.slow = factor.max(1),
-            What::Hang => fate.hang = true,
-            What::DropCompletion => fate.dropped = true,
-            What::Status { code } => fate.effects.status = Some(code),
-            What::Halt => fate.halt = true,
+            ScriptedFault::Slow { factor } => fate.slow = factor.max(1),
+            ScriptedFault::Hang => fate.hang = true,
+            ScriptedFault::DropCompletion => fate.dropped = true,
+            ScriptedFault::Status { code } => fate.effects.status = Some(code),
+            ScriptedFault::Halt => fate.halt = true,
         }
     }
     fate

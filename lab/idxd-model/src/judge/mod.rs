@@ -63,7 +63,7 @@ pub struct Finding {
     /// The field, by its name in the specification.
     pub field: &'static str,
     /// Its value, and what is wrong with it.
-    pub wrong: String,
+    pub violation: String,
     /// The violated section; of the DSA specification unless it names another.
     pub section: &'static str,
 }
@@ -77,7 +77,7 @@ impl Display for Finding {
         if let Some(member) = self.member {
             write!(f, ", member {member}")?;
         }
-        write!(f, ": {} {} ({})", self.field, self.wrong, self.section)
+        write!(f, ": {} {} ({})", self.field, self.violation, self.section)
     }
 }
 
@@ -445,7 +445,7 @@ impl Judge {
         self.found += 1;
         if self.findings.len() < MAX_FINDINGS {
             let Violation { field, text, section, .. } = wrong;
-            self.findings.push(Finding { line, submission, member, field, wrong: text, section });
+            self.findings.push(Finding { line, submission, member, field, violation: text, section });
         }
     }
 }

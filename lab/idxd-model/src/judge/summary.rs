@@ -14,11 +14,11 @@ use crate::table::dsa;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Latency {
     /// The minimum.
-    pub least: u64,
+    pub min: u64,
     /// The median.
     pub median: u64,
     /// The maximum.
-    pub most: u64,
+    pub max: u64,
 }
 
 /// One operation of one kind of device.
@@ -98,9 +98,9 @@ impl Summary {
         let mut operations = Vec::new();
         for ((iaa, in_batches, operation), mut row) in self.rows {
             row.latencies.sort_unstable();
-            let latency = row.latencies.first().zip(row.latencies.last()).map(|(&least, &most)| {
+            let latency = row.latencies.first().zip(row.latencies.last()).map(|(&min, &max)| {
                 let median = row.latencies[row.latencies.len() / 2];
-                Latency { least, median, most }
+                Latency { min, median, max }
             });
             operations.push(OperationSummary {
                 kind: if iaa { Kind::Iaa } else { Kind::Dsa },

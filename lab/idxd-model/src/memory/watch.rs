@@ -5,7 +5,7 @@
 //! invalidations. [`Translations::flushes`](super::Translations::flushes) counts fewer: only translations that a device
 //! had cached and used again. So this module watches the page tables themselves.
 //!
-//! A look compares each page with the last look. A page that changed twice in between counts once. Each page of a range
+//! Each call compares each page with its state at the call before. A page that changed twice in between counts once. Each page of a range
 //! that was unmapped at once counts, although the kernel may flush the range with one command. A huge page counts as
 //! all its small pages.
 
@@ -36,17 +36,17 @@ impl Watch {
         let (first, count) = pages(address, bytes);
         let (entries, looked) = (vec![0; count * ENTRY], vec![0; count * ENTRY]);
         let mut watch = Watch { pagemap: File::open("/proc/self/pagemap")?, first, entries, looked };
-        watch.look()?;
+        watch.count_changes()?;
         Ok(watch)
     }
 
-    /// Returns how many pages that were mapped at the last look are now remapped or unmapped.
-    pub fn look(&mut self) -> io::Result<u64> {
-        self.look_at(0..self.entries.len() / ENTRY)
+    /// Returns how many pages that were mapped at the last call are now remapped or unmapped.
+    pub fn count_changes(&mut self) -> io::Result<u64> {
+        self.count_changes_in(0..self.entries.len() / ENTRY)
     }
 
-    /// Does the same as [`look`](Self::look) for some pages, counted from the range's first.
-    pub fn look_at(&mut self, pages: Range<usize>) -> io::Result<u64> {
+    /// Does the same as [`Self::count_changes`] for some pages, counted from the range's first.
+    pub fn count_changes_in(&mut self, pages: Range<usize>) -> io::Result<u64> {
         let (first, bytes) = (self.first + pages.start as u64, pages.start * ENTRY..pages.end * ENTRY);
         let (before, now) = (&mut self.entries[bytes.clone()], &mut self.looked[bytes]);
         self.pagemap.read_exact_at(now, first * ENTRY as u64)?;

@@ -34,9 +34,9 @@ rows! {
     "3.12": "Drain completes after everything before it in its queue"
         => a_drain_completes_after_everything_that_was_before_it;
     "3.13.1": "without address translation service a faulting write is lost silently, a faulting read is 0x20"
-        => without_translation_service_a_faulting_write_is_lost_and_nobody_learns_of_it, without_translation_service_a_record_that_faults_is_lost_and_nobody_learns_of_it;
+        => without_translation_service_a_faulting_write_is_lost_without_a_report, without_translation_service_a_record_that_faults_is_lost_without_a_report;
     "3.13.2": "Block On Fault: the page is requested and the engine waits"
-        => block_on_fault_waits_for_the_page, a_page_request_holds_up_the_engine, a_descriptor_may_need_any_number_of_page_requests, a_page_never_touched_is_a_fault_and_a_page_request_brings_it;
+        => block_on_fault_waits_for_the_page, a_page_request_holds_up_the_engine, a_descriptor_may_need_any_number_of_page_requests, an_untouched_page_faults_and_a_page_request_maps_it;
     "3.13.2": "record addresses and descriptor lists always block on fault"
         => record_addresses_always_block_on_fault, a_lists_page_is_requested_even_without_block_on_fault;
     "3.13.3": "a record that faults goes to the event log, and is copied later"
@@ -48,9 +48,9 @@ rows! {
     "5.3": "ENQCMD is retried from the threshold on"
         => enqcmd_is_retried_from_the_threshold_on;
     "5.3": "a full dedicated queue drops the descriptor and reports 0x53"
-        => a_full_dedicated_queue_drops_and_says_0x53_once;
+        => a_full_dedicated_queue_drops_and_reports_0x53_once;
     "5.3": "the wrong kind of write, a disabled queue, a halted device: Retry or nothing"
-        => the_wrong_instruction_for_a_queue_goes_nowhere, disabled_halted_and_reset_are_all_told_to_retry;
+        => the_wrong_instruction_for_a_queue_goes_nowhere, disabled_halted_and_reset_queues_all_answer_retry;
     "5.4": "operations outside the table are 0x10"
         => every_operation_of_the_table_is_there_and_no_other;
     "5.4": "Batch and Drain within a batch are 0x10"
@@ -58,7 +58,7 @@ rows! {
     "5.4": "a misaligned record address is software error 0x1b; nothing is written"
         => a_record_needs_its_address_to_be_valid;
     "5.4": "every descriptor ends with a record or a software error"
-        => any_descriptor_ends_somehow, any_addresses_and_any_content_end_somehow;
+        => any_descriptor_ends_in_one_report, any_addresses_and_any_content_end_in_one_report;
     "table 5-3": "flags allowed per operation; others are 0x11 and are named in the record"
         => flags_are_those_of_table_5_3;
     "table 5-3": "reserved bytes per operation are 0x12"
@@ -68,11 +68,11 @@ rows! {
     "table 5-5": "operations with a result require a record; Drain requires a record or an interrupt"
         => operations_with_a_result_require_a_record, a_drain_needs_a_record_or_an_interrupt;
     "5.7": "halt: everything in flight is lost, submissions return retry"
-        => a_halt_in_mid_flight_leaves_no_record_behind, disabled_halted_and_reset_are_all_told_to_retry;
+        => a_halt_in_mid_flight_leaves_no_record_behind, disabled_halted_and_reset_queues_all_answer_retry;
     "table 5-6, 0x03": "page fault without Block On Fault, read and write, on this process's real page tables"
-        => a_page_never_touched_is_a_fault_and_a_page_request_brings_it, the_shared_zero_page_can_be_read_and_not_written, pages_without_permission_fault_and_cannot_be_brought, addresses_where_nothing_is_mapped_fault, beyond_the_end_of_a_file_there_is_nothing, a_private_page_of_a_file_is_copied_on_write_only_after_a_request, a_page_shared_with_a_child_is_copied_on_write, memory_unmapped_in_flight_is_a_fault_never_a_signal;
+        => an_untouched_page_faults_and_a_page_request_maps_it, the_shared_zero_page_can_be_read_and_not_written, pages_without_permission_fault_and_cannot_be_brought, unmapped_addresses_fault, pages_beyond_the_end_of_a_file_fault, a_private_page_of_a_file_is_copied_on_write_only_after_a_request, a_page_shared_with_a_child_is_copied_on_write, memory_unmapped_in_flight_is_a_fault_never_a_signal;
     "table 5-6, 0x04": "an invalid response to a page request, or too many requests for one page"
-        => block_on_fault_that_cannot_be_resolved_is_an_invalid_response, missing_pages_of_userfaultfd_memory_are_never_served_to_a_device, page_requests_for_the_same_page_without_end_are_given_up;
+        => block_on_fault_that_cannot_be_resolved_is_an_invalid_response, missing_pages_of_userfaultfd_memory_are_never_served_to_a_device, endless_page_requests_for_one_page_are_abandoned;
     "table 5-6, 0x05": "a member without success; 0x02 is none"
         => a_false_predicate_makes_a_batch_05, without_a_fence_the_others_run_though_one_has_failed;
     "table 5-6, 0x06": "a descriptor list that faults; what was read is executed and counted"
@@ -117,18 +117,18 @@ rows! {
     "8.3.7": "Compare Pattern: any size; at most the first difference"
         => compare_pattern_takes_any_size, compare_pattern_reports_at_most_the_first_difference, compare_pattern_is_never_beyond_the_first_difference;
     "8.3.8": "Create Delta Record: contents, overflow, faults, the mask of expected results"
-        => create_delta_has_source_2s_words_with_offsets_in_words, create_delta_that_overflows_says_how_far_it_came, create_delta_at_a_fault_loses_no_difference, create_delta_checks_its_result_against_a_mask, deltas_carry_every_difference;
+        => create_delta_has_source_2s_words_with_offsets_in_words, create_delta_that_overflows_reports_how_far_it_came, create_delta_at_a_fault_loses_no_difference, create_delta_checks_its_result_against_a_mask, deltas_carry_every_difference;
     "8.3.9": "Apply Delta Record" => apply_delta_writes_the_words, apply_delta_counts_bytes_of_the_record_at_a_fault, deltas_carry_every_difference;
     "8.3.10": "Memory Copy with Dualcast" => dualcast_writes_both_or_neither_byte;
     "8.3.12, appendix A": "CRC Generation: CRC-32C, seeds, bypass flags, partial values"
         => crc_is_crc32c_and_continues_from_a_seed, crc_without_inversion_and_reflection, crcs_resume_with_the_partial_value;
     "8.3.13": "Copy with CRC Generation" => copy_crc_copies_and_reports_a_partial_crc_at_a_fault, crcs_resume_with_the_partial_value;
     "8.3.26": "Cache flush" => cache_flush_translates_its_range;
-    "9.2.24": "priorities share by their ratio and starve nobody; engines serve their group"
-        => priorities_share_by_their_ratio_and_starve_nobody, engines_serve_only_their_group;
+    "9.2.24": "priorities share by their ratio and starve no queue; engines serve their group"
+        => priorities_share_by_their_ratio_and_starve_no_queue, engines_serve_only_their_group;
     "kernel, cdev": "rules of write(2)" => write_follows_the_kernels_rules;
     "SDM, ENQCMD": "operands, alignment, flags, registers"
-        => a_real_enqcmd_reaches_the_model_and_zf_is_retry, flags_and_registers_are_as_the_instruction_leaves_them, other_illegal_instructions_are_not_ours;
+        => a_real_enqcmd_reaches_the_model_and_zf_is_retry, a_trapped_instruction_leaves_flags_and_registers_as_the_cpu_does, other_illegal_instructions_keep_their_signal;
     "SDM, MOVDIR64B": "operands and forms of address"
         => a_real_movdir64b_reaches_a_dedicated_queue_with_other_forms_of_address, every_form_of_address;
     "IAA 3.2": "the AECS has two halves, exchanged by the toggle"
@@ -156,7 +156,7 @@ pub fn document() -> String {
         Written from `lab/idxd-model/src/table/conformance.rs`; `cargo test -p sterna-idxd-model conformance` holds both\n\
         together (`STERNA_WRITE_DOCS=1` writes this file anew). Sections are those of Intel's DSA specification 341204-006US\n\
         or, where it says so, of the IAA specification revision 2.1.\n\n\
-        **What this does not show: nothing here has run on hardware.** The model is what the specifications say, as we read\n\
+        **What this does not show: nothing here has run on hardware.** The model implements the specifications as we read\n\
         them. Not modelled: interrupts, DIF, operations of DSA versions 2 and 3, inter-domain operations, traffic classes,\n\
         bandwidth limits; of IAA filters, ciphers, indexing, dictionaries, header generation and big-endian streams.\n\n\
         | section | requires | tests |\n|---|---|---|\n"

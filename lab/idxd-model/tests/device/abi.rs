@@ -1,5 +1,5 @@
 //! The model's table against the kernel's own header: a C program prints what `linux/idxd.h` says, and both must agree. The
-//! driver's table is held against the same header by its own test, so neither can be wrong in the way of the other.
+//! driver's own test compares its table with the same header, so the two tables cannot share an error.
 
 use std::collections::HashMap;
 use std::fs;

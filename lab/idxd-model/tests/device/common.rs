@@ -1,4 +1,4 @@
-//! Descriptors and records by hand, for the tests: numbers, not the model's own table, so that an error there is seen.
+//! Descriptors and records for the tests, by numbers and not by the model's own table, so that an error in the table shows.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -105,7 +105,7 @@ pub(crate) fn cache_flush(record: u64, destination: u64, bytes: u32) -> Raw {
     Raw::new(0x20, record).u64(24, destination).u32(32, bytes)
 }
 
-/// A completion record, read.
+/// The fields of a completion record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Seen {
     pub(crate) status: u8,
@@ -128,7 +128,7 @@ pub(crate) fn seen(bytes: &[u8]) -> Seen {
     }
 }
 
-/// One manual device on a memory whose pages the test decides about.
+/// One manual device on memory whose pages the test makes present, missing or read-only.
 pub(crate) struct Bench {
     pub(crate) model: Arc<Model>,
     pub(crate) memory: Arc<TestMemory>,
@@ -158,7 +158,7 @@ impl Bench {
         Bench { model, memory, queue }
     }
 
-    /// With a queue that may block on faults.
+    /// Makes a bench with a queue that may block on faults.
     pub(crate) fn blocking() -> Bench {
         Bench::new(|device| device.queues[0].block_on_fault = true)
     }
@@ -167,23 +167,23 @@ impl Bench {
         seen(&self.memory.get(at, 32))
     }
 
-    /// Hands it in and waits; the record is the first one.
+    /// Submits a descriptor, waits until the device is idle and returns the first record.
     pub(crate) fn run(&self, raw: Raw) -> Seen {
         self.memory.put(RECORDS, &[0; 64]);
-        self.hand_in(raw);
+        self.submit(raw);
         self.model.settle();
         self.record(RECORDS)
     }
 
-    pub(crate) fn hand_in(&self, raw: Raw) {
+    pub(crate) fn submit(&self, raw: Raw) {
         if self.queue.config().mode == sterna_idxd_model::Mode::Shared {
-            assert!(self.queue.enqcmd(&raw.0), "the queue takes it");
+            assert!(self.queue.enqcmd(&raw.0), "the queue accepts it");
         } else {
             self.queue.movdir64b(&raw.0);
         }
     }
 
-    /// A batch with these members, whose records are RECORDS + 64, + 128, …
+    /// Runs a batch with these members, whose records are RECORDS + 64, + 128, …
     pub(crate) fn run_batch(&self, members: &[Raw]) -> Seen {
         let list = RECORDS + 0x8000;
         for (index, member) in members.iter().enumerate() {
@@ -202,7 +202,7 @@ pub(crate) fn member_record(index: usize) -> u64 {
     RECORDS + 64 + 32 * index as u64
 }
 
-/// One queue of a given name.
+/// Returns the configuration of a queue with this name.
 pub(crate) fn queue(name: &str) -> QueueConfig {
     QueueConfig { name: name.into(), ..QueueConfig::default() }
 }
@@ -222,7 +222,7 @@ impl Mapping {
     }
 
     pub(crate) fn map(bytes: usize, protection: i32, flags: i32, file: i32) -> Mapping {
-        // SAFETY: a new mapping wherever there is room.
+        // SAFETY: a new mapping, at an address that the kernel chooses.
         let address = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, file, 0) };
         assert_ne!(address, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
         Mapping { address: address as u64, bytes }
@@ -230,7 +230,7 @@ impl Mapping {
 
     pub(crate) fn byte(&self, at: usize) -> &AtomicU8 {
         assert!(at < self.bytes);
-        // SAFETY: within the mapping, which lives as long as `self`; atomics may be written by anybody.
+        // SAFETY: within the mapping, which lives as long as `self`; atomics may be written by any thread.
         unsafe { &*((self.address as usize + at) as *const AtomicU8) }
     }
 
@@ -251,8 +251,8 @@ impl Mapping {
         assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
     }
 
-    /// Takes all of it out of the page tables at once. The addresses stay reserved, so that whoever still writes to them
-    /// does not write to somebody else's next mapping.
+    /// Removes all pages from the page tables at once. The addresses stay reserved, so that a late write cannot hit a
+    /// later mapping of another owner.
     pub(crate) fn vanish(&self) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
         // SAFETY: replaces this value's own mapping.

@@ -1,4 +1,5 @@
-//! The conformance table: every test it names exists, every operation and status has its row, and the document is it.
+//! The conformance table: every test that it names exists, every operation and status has a row, and the document is
+//! generated from it.
 
 use std::fs;
 use std::path::Path;
@@ -22,7 +23,7 @@ fn every_test_that_the_conformance_table_names_exists() {
     for row in conformance::ROWS {
         for test in row.tests {
             let (before, _) = sources.split_once(&format!("fn {test}(")).unwrap_or_else(|| panic!("no test {test}"));
-            assert!(before.trim_end().ends_with(']'), "{test} is a test");
+            assert!(before.trim_end().ends_with(']'), "{test} has no #[test]");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! IAA: compress with the codes of the AECS, decompress whatever deflate has, jobs of several descriptors, CRC64.
+//! IAA: compression with the codes of the AECS, decompression of every kind of deflate block, jobs of several descriptors, CRC64.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ const DYNAMIC: &str = "\
     9cd9b28cadbc2e57017daacf687fefbc40097746669b94bf3a06de1f8e2e87d2927bece487246f6dbf52b703d91fe13b8d78\
     c62a0ced4df9b8bf";
 
-/// The same text that the stream above was made from.
+/// Returns the text from which the stream above was made.
 fn plain(bytes: usize) -> Vec<u8> {
     const WORDS: [&[u8]; 8] = [b"page ", b"fault ", b"queue ", b"batch ", b"e ", b"record ", b"aaaa ", b"\n"];
     let (mut state, mut out) = (12345_u64, Vec::new());
@@ -200,7 +200,7 @@ fn compress_writes_standard_deflate_with_the_codes_of_the_aecs() {
 fn compress_keeps_to_the_window() {
     let bench = Bench::new();
     bench.memory.put(AECS, &fixed_aecs());
-    // A sequence without repetition within itself, again exactly a window behind, and one byte further.
+    // A sequence that does not repeat itself, then the same sequence at a distance of exactly a window, and one byte more.
     let noise = |seed: u32| {
         let mut state = seed;
         move |_: usize| {
@@ -341,7 +341,7 @@ fn what_compress_writes_decompress_reads() {
     }
 }
 
-/// Bits of a stream by hand.
+/// Writes a stream bit by bit.
 #[derive(Default)]
 struct Bits(Vec<u8>, usize);
 
@@ -395,8 +395,8 @@ fn decompress_names_what_is_wrong_with_a_stream() {
     assert_eq!(run(&[7], WHOLE), (0x0a, 0x0d), "block type 3");
     assert_eq!(run(&[1, 5, 0, 0xfb, 0xff, 0, 0, 0, 0, 0], WHOLE), (0x0a, 0x0e), "stored length");
     assert_eq!(run(&[1, 5, 0, 0xfa, 0xff, 1, 2], WHOLE), (0x0a, 0x0f), "cut off");
-    assert_eq!(run(&[1, 5, 0, 0xfa, 0xff, 1, 2], 3).0, 1, "which nobody has asked to check");
-    // bFinal is asked for and not there.
+    assert_eq!(run(&[1, 5, 0, 0xfa, 0xff, 1, 2], 3).0, 1, "the check is not requested");
+    // bFinal is checked for and missing.
     assert_eq!(run(&[0, 1, 0, 0xfe, 0xff, 9], WHOLE), (0x0a, 0x0f));
     assert_eq!(run(&[0, 1, 0, 0xfe, 0xff, 9], WHOLE & !(1 << 4)), (1, 0));
     // 287 literal codes.
@@ -432,7 +432,7 @@ fn an_overflowing_output_is_continued_through_the_aecs() {
             }
             assert_eq!((seen.status, seen.output), (0x0b, room), "{seen:?}");
             at += seen.completed as usize;
-            // What one has written, the next reads.
+            // Each descriptor reads the state that the one before wrote.
             flags = WRITE_ON_OVERFLOW | READ | if flags & READ == 0 || flags & TOGGLE == 0 { TOGGLE } else { 0 };
         }
         assert_eq!(out, plain(1500), "{room} bytes at a time");
@@ -488,7 +488,7 @@ fn faults_are_not_partly_done() {
     assert_eq!((seen.status, seen.completed, seen.fault), (0x03, 0, SOURCE + 0x3000));
     assert_eq!(bench.run(compress(0x4000, 0x8000, ONE_BLOCK).flags(2)).status, 0x04);
     bench.memory.set(SOURCE + 0x3000, 1, PageState::Absent);
-    assert_eq!(bench.run(compress(0x4000, 0x8000, ONE_BLOCK).flags(2)).status, 1, "brought by a page request");
+    assert_eq!(bench.run(compress(0x4000, 0x8000, ONE_BLOCK).flags(2)).status, 1, "mapped by a page request");
     bench.memory.set(OUTPUT, 1, PageState::ReadOnly);
     assert_eq!(bench.run(compress(0x4000, 0x8000, ONE_BLOCK)).status, 0x83);
     bench.memory.set(AECS, 1, PageState::Forbidden);

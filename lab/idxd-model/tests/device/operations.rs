@@ -17,7 +17,7 @@ fn bytes(count: usize, seed: u8) -> Vec<u8> {
     (0..count).map(|index| (index as u8).wrapping_mul(31).wrapping_add(seed) ^ (index >> 8) as u8).collect()
 }
 
-/// Makes the page at this address absent for good.
+/// Makes the page at this address permanently absent.
 fn forbid(bench: &Bench, address: u64) {
     bench.memory.set(address, 1, PageState::Forbidden);
 }
@@ -27,8 +27,8 @@ fn a_noop_completes_with_a_record_only_if_asked() {
     let bench = Bench::new(|_| {});
     assert_eq!(bench.run(noop(RECORDS)).status, 0x01);
     bench.memory.put(RECORDS, &[0; 32]);
-    bench.hand_in(noop(0));
-    bench.hand_in(noop(RECORDS).without(8));
+    bench.submit(noop(0));
+    bench.submit(noop(RECORDS).without(8));
     bench.model.settle();
     assert_eq!(bench.record(RECORDS).status, 0, "without Request Completion Record success is not reported");
     assert_eq!(bench.model.counters().descriptors, 3);
@@ -218,7 +218,7 @@ fn create_delta_has_source_2s_words_with_offsets_in_words() {
 }
 
 #[test]
-fn create_delta_that_overflows_says_how_far_it_came() {
+fn create_delta_that_overflows_reports_how_far_it_came() {
     let bench = Bench::new(|_| {});
     bench.memory.put(B, &[7; 0x1000]);
     let record = bench.run(create_delta(RECORDS, A, B, 0x1000, C, 85));
@@ -264,7 +264,7 @@ fn create_delta_at_a_fault_loses_no_difference() {
     forbid(&bench, C + 0x1000);
     let record = bench.run(create_delta(RECORDS, A, B, 0x1008, C + 0x1000 - 12, 800));
     assert_eq!((record.status, record.result), (0x83, 1));
-    assert_eq!((record.completed, record.detail), (0x1000, 10), "the second difference comes again");
+    assert_eq!((record.completed, record.detail), (0x1000, 10), "the second difference is found again when resumed");
 }
 
 #[test]
@@ -525,16 +525,16 @@ fn operations_with_a_result_require_a_record() {
 #[test]
 fn a_record_needs_its_address_to_be_valid() {
     let bench = Bench::new(|_| {});
-    // Address without the flag: reserved field; request without the address: flag. Nothing can be reported but by SWERROR.
-    bench.hand_in(noop(0).u64(8, RECORDS));
+    // Address without the flag: reserved field; request without the address: flag. Only SWERROR can report it.
+    bench.submit(noop(0).u64(8, RECORDS));
     bench.model.settle();
     assert_eq!(bench.model.take_software_error("dsa0").map(|error| error.code), Some(0x12));
-    bench.hand_in(noop(0).flags(8));
+    bench.submit(noop(0).flags(8));
     bench.model.settle();
     assert_eq!(bench.model.take_software_error("dsa0").map(|error| error.code), Some(0x11));
-    // Not aligned to 32 bytes: nothing is written anywhere.
+    // Not aligned to 32 bytes: no record is written.
     for misaligned in [1, 8, 16, 31] {
-        bench.hand_in(noop(RECORDS + misaligned));
+        bench.submit(noop(RECORDS + misaligned));
         bench.model.settle();
         assert_eq!(bench.model.take_software_error("dsa0").map(|error| error.code), Some(0x1b));
     }
@@ -572,11 +572,11 @@ fn a_descriptor_may_need_any_number_of_page_requests() {
     assert_eq!((record.status, bench.model.counters().page_requests), (1, pages));
 }
 
-/// Says of every page request that it was served, and serves none.
+/// Reports every page request as resolved, and resolves none.
 #[derive(Debug)]
-struct Stubborn(Arc<TestMemory>);
+struct NeverResolves(Arc<TestMemory>);
 
-impl AddressSpace for Stubborn {
+impl AddressSpace for NeverResolves {
     fn read(&self, address: u64, into: &mut [u8]) -> Result<u32, Fault> {
         self.0.read(address, into)
     }
@@ -591,13 +591,13 @@ impl AddressSpace for Stubborn {
 }
 
 #[test]
-fn page_requests_for_the_same_page_without_end_are_given_up() {
+fn endless_page_requests_for_one_page_are_abandoned() {
     let memory = Arc::new(TestMemory::new());
     memory.set(RECORDS, 0x1000, PageState::Present);
     let mut device = DeviceConfig::default();
     device.queues[0].block_on_fault = true;
     let config = ModelConfig { devices: vec![device], ..ModelConfig::default() };
-    let model = Model::manual_on(config, Arc::new(Stubborn(memory.clone()))).unwrap();
+    let model = Model::manual_on(config, Arc::new(NeverResolves(memory.clone()))).unwrap();
     for (raw, status) in [(fill(RECORDS, 7, B, 64).flags(BLOCK), 0x84), (batch(RECORDS, B, 2), 0x06)] {
         memory.put(RECORDS, &[0; 32]);
         assert!(model.queue("wq0.0").unwrap().enqcmd(&raw.0));
@@ -664,7 +664,7 @@ fn fault_info_is_of_version_2() {
 }
 
 #[test]
-fn without_translation_service_a_faulting_write_is_lost_and_nobody_learns_of_it() {
+fn without_translation_service_a_faulting_write_is_lost_without_a_report() {
     let bench = Bench::new(|device| device.queues[0].ats_disable = true);
     bench.memory.put(A, &[7; 0x2000]);
     forbid(&bench, B);
@@ -677,10 +677,10 @@ fn without_translation_service_a_faulting_write_is_lost_and_nobody_learns_of_it(
 }
 
 #[test]
-fn without_translation_service_a_record_that_faults_is_lost_and_nobody_learns_of_it() {
+fn without_translation_service_a_record_that_faults_is_lost_without_a_report() {
     let bench = Bench::new(|device| (device.queues[0].ats_disable, device.event_log) = (true, true));
     bench.memory.set(0x9000, 1, PageState::Absent);
-    bench.hand_in(noop(0x9000));
+    bench.submit(noop(0x9000));
     bench.model.settle();
     assert_eq!(bench.record(0x9000).status, 0);
     assert_eq!(bench.model.take_software_error("dsa0"), None);
@@ -693,7 +693,7 @@ fn without_translation_service_a_record_that_faults_is_lost_and_nobody_learns_of
 fn the_record_of_a_fault_without_a_page_for_it_goes_to_the_software_error_register() {
     let bench = Bench::new(|device| device.page_requests = false);
     bench.memory.set(0x9000, 1, PageState::Absent);
-    bench.hand_in(noop(0x9000));
+    bench.submit(noop(0x9000));
     bench.model.settle();
     assert_eq!(bench.model.take_software_error("dsa0").map(|error| error.code), Some(0x1a));
     assert_eq!(bench.model.counters().lost_records, 1);
@@ -703,7 +703,7 @@ fn the_record_of_a_fault_without_a_page_for_it_goes_to_the_software_error_regist
 fn record_addresses_always_block_on_fault() {
     let bench = Bench::new(|_| {});
     bench.memory.set(0x9000, 1, PageState::Absent);
-    bench.hand_in(noop(0x9000));
+    bench.submit(noop(0x9000));
     bench.model.settle();
     assert_eq!(bench.record(0x9000).status, 1);
     assert_eq!(bench.model.counters().page_requests, 1);
@@ -717,7 +717,7 @@ fn with_the_event_log_the_kernel_copies_the_record_later() {
         device.queues[0].prs_disable = true;
     });
     bench.memory.set(0x9000, 1, PageState::Absent);
-    bench.hand_in(noop(0x9000));
+    bench.submit(noop(0x9000));
     bench.model.advance(5_000);
     assert_eq!(bench.record(0x9000).status, 0, "not yet");
     assert_eq!(bench.queue.in_flight(), 0, "for the device it is complete");

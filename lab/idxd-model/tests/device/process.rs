@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use sterna_idxd_model::core::{Script, What};
+use sterna_idxd_model::core::{Script, ScriptedFault};
 use sterna_idxd_model::memory::Watch;
 use sterna_idxd_model::{DeviceConfig, Mode, Model, ModelConfig, QueueConfig};
 
@@ -20,7 +20,7 @@ const PAGE: usize = 4096;
 struct Real {
     model: Arc<Model>,
     records: Mapping,
-    /// Touched, contents are the page's number + 1.
+    /// Touched pages; each is filled with its number + 1.
     data: Mapping,
 }
 
@@ -54,7 +54,7 @@ impl Real {
 }
 
 #[test]
-fn a_page_never_touched_is_a_fault_and_a_page_request_brings_it() {
+fn an_untouched_page_faults_and_a_page_request_maps_it() {
     let real = Real::new();
     let fresh = Mapping::anonymous(4 * PAGE, BOTH);
     fresh.put(0, &[9]);
@@ -122,7 +122,7 @@ fn pages_without_permission_fault_and_cannot_be_brought() {
 }
 
 #[test]
-fn addresses_where_nothing_is_mapped_fault() {
+fn unmapped_addresses_fault() {
     let real = Real::new();
     for address in [0, 0x1000, 0x7fff_ffff_f000, 0xffff_8000_0000_0000, 0xffff_ffff_ffff_0000] {
         for block in [0, BLOCK] {
@@ -143,7 +143,7 @@ fn memfd(pages: usize) -> OwnedFd {
 }
 
 #[test]
-fn beyond_the_end_of_a_file_there_is_nothing() {
+fn pages_beyond_the_end_of_a_file_fault() {
     let real = Real::new();
     let file = memfd(1);
     let shared = Mapping::map(3 * PAGE, BOTH, libc::MAP_SHARED, file.as_raw_fd());
@@ -171,7 +171,7 @@ fn a_private_page_of_a_file_is_copied_on_write_only_after_a_request() {
 
 #[test]
 fn huge_pages_are_like_small_ones() {
-    // Where there are none, these are small pages and the same holds.
+    // Where the kernel has no huge pages these are small pages, with the same results.
     const HUGE: usize = 2 << 20;
     let real = Real::new();
     for touched in [true, false] {
@@ -221,7 +221,7 @@ fn missing_pages_of_userfaultfd_memory_are_never_served_to_a_device() {
         eprintln!("skipped: this process may not use userfaultfd");
         return;
     };
-    assert_eq!(real.run(real.copy_to(watched.address, 1)).status, 1, "a page that is there");
+    assert_eq!(real.run(real.copy_to(watched.address, 1)).status, 1, "a page that is present");
     let missing = watched.address + PAGE as u64;
     assert_eq!(real.run(real.copy_from(missing, 1)).status, 0x03);
     assert_eq!(real.run(real.copy_to(missing, 1)).status, 0x83);
@@ -236,7 +236,7 @@ fn a_page_shared_with_a_child_is_copied_on_write() {
     page.advise(0, PAGE, libc::MADV_DOFORK);
     page.put(0, &[6; PAGE]);
     let mut pipe = [0; 2];
-    // SAFETY: an array of two; the child only waits for the end of the pipe and leaves without running anything of ours.
+    // SAFETY: an array of two; the child only waits for the end of the pipe and exits without running our code.
     let child = unsafe {
         assert_eq!(libc::pipe(pipe.as_mut_ptr()), 0);
         match libc::fork() {
@@ -278,7 +278,7 @@ fn translations_are_flushed_when_pages_change() {
 }
 
 #[test]
-fn what_an_iommu_is_told_counts_changes_of_what_was_mapped_whether_or_not_a_device_had_seen_it() {
+fn a_watch_counts_changed_mappings_whether_or_not_a_device_had_translated_them() {
     let real = Real::new();
     let fresh = Mapping::anonymous(100 * PAGE, BOTH);
     let mut watch = Watch::new(fresh.address, 100 * PAGE).unwrap();
@@ -286,24 +286,28 @@ fn what_an_iommu_is_told_counts_changes_of_what_was_mapped_whether_or_not_a_devi
         assert_eq!(fresh.get(page * PAGE, 1), [0], "reading maps the zero page");
     }
     fresh.put(99 * PAGE, &[1]);
-    assert_eq!(watch.look().unwrap(), 0, "nothing was mapped there before");
+    assert_eq!(watch.count_changes().unwrap(), 0, "nothing was mapped there before");
     for page in 0..30 {
         fresh.put(page * PAGE, &[1]);
     }
     fresh.put(50 * PAGE, &[1]);
-    assert_eq!(watch.look_at(25..100).unwrap(), 5);
-    assert_eq!(watch.look_at(0..10).unwrap() + watch.look().unwrap(), 25, "the zero page was mapped, and is replaced");
+    assert_eq!(watch.count_changes_in(25..100).unwrap(), 5);
+    assert_eq!(
+        watch.count_changes_in(0..10).unwrap() + watch.count_changes().unwrap(),
+        25,
+        "the zero page was mapped, and is replaced"
+    );
     assert_eq!(real.run(real.copy_to(fresh.address + 35 * PAGE as u64, 1).flags(BLOCK)).status, 1);
     fresh.put(0, &[2]);
     assert_eq!(
-        watch.look().unwrap(),
+        watch.count_changes().unwrap(),
         1,
-        "a device replaces it as well; a write to a page that is there changes nothing"
+        "a device replaces the zero page too; a write to a page of its own changes no mapping"
     );
     fresh.advise(10 * PAGE, 20 * PAGE, libc::MADV_DONTNEED);
-    assert_eq!(watch.look().unwrap(), 20, "taken away");
-    assert_eq!(watch.look().unwrap(), 0);
-    assert_eq!(real.model.counters().translation_flushes, 1, "of what the device has seen");
+    assert_eq!(watch.count_changes().unwrap(), 20, "unmapped");
+    assert_eq!(watch.count_changes().unwrap(), 0);
+    assert_eq!(real.model.counters().translation_flushes, 1, "of the translation that the device has cached");
 }
 
 #[test]
@@ -340,7 +344,7 @@ fn memory_unmapped_in_flight_is_a_fault_never_a_signal() {
         }
     }
     assert!(seen_statuses.is_subset(&[0x01, 0x83].into()), "{seen_statuses:x?}");
-    assert!(seen_statuses.contains(&0x83), "some came too late: {seen_statuses:x?}");
+    assert!(seen_statuses.contains(&0x83), "some submissions came after the unmapping: {seen_statuses:x?}");
 }
 
 fn wait_for(records: &Mapping, slot: usize) -> Seen {
@@ -393,7 +397,7 @@ fn engines_are_threads_and_are_gone_with_the_model() {
         }
         assert!((0..8).all(|slot| wait_for(&records, slot).status == 1), "round {round}");
     }
-    // A thread names itself once it runs, and leaves /proc only after whoever joins it has been woken.
+    // A thread sets its name once it runs, and leaves /proc only after the joining thread has been woken.
     let come_to = |count: usize| {
         let deadline = Instant::now() + Duration::from_secs(10);
         while named("dsa77-engine") != count && Instant::now() < deadline {
@@ -404,7 +408,7 @@ fn engines_are_threads_and_are_gone_with_the_model() {
     assert_eq!(come_to(4), 4);
     drop(model);
     assert_eq!(come_to(0), 0);
-    assert!(!queue.enqcmd(&noop(0).0), "a queue that outlives its model takes nothing");
+    assert!(!queue.enqcmd(&noop(0).0), "a queue that outlives its model accepts nothing");
     assert_eq!(queue.write(&noop(0).0), Err(libc::EAGAIN));
 }
 
@@ -416,9 +420,13 @@ fn a_model_is_dropped_with_work_in_flight_and_with_hung_engines() {
     for round in 0..20 {
         let model = Model::start(ModelConfig { paced: round % 2 == 0, ..ModelConfig::dsa() }).unwrap();
         if round % 3 == 0 {
-            model.inject(&Script { limit: Some(2), what: What::Hang, ..Script::default() });
+            model.inject(&Script { limit: Some(2), what: ScriptedFault::Hang, ..Script::default() });
         }
-        model.inject(&Script { every: Some(4), what: What::Late { delay_ns: 50_000_000 }, ..Script::default() });
+        model.inject(&Script {
+            every: Some(4),
+            what: ScriptedFault::Late { delay_ns: 50_000_000 },
+            ..Script::default()
+        });
         let queue = model.queue("wq0.0").unwrap();
         for _ in 0..16 {
             queue.enqcmd(&memmove(records.address, data.address, data.address + (1 << 20), 1 << 20).0);
@@ -433,7 +441,7 @@ fn paced_completions_take_the_time_that_the_timing_says() {
     let model = Model::start(config).unwrap();
     let records = Mapping::anonymous(PAGE, BOTH);
     records.put(0, &[0; PAGE]);
-    model.inject(&Script { what: What::Late { delay_ns: 30_000_000 }, ..Script::default() });
+    model.inject(&Script { what: ScriptedFault::Late { delay_ns: 30_000_000 }, ..Script::default() });
     let started = Instant::now();
     assert!(model.queue("wq0.0").unwrap().enqcmd(&noop(records.address).0));
     assert_eq!(wait_for(&records, 0).status, 1);
@@ -441,7 +449,7 @@ fn paced_completions_take_the_time_that_the_timing_says() {
 }
 
 #[test]
-fn the_tree_has_what_the_kernel_has() {
+fn the_tree_has_the_files_that_the_kernel_has() {
     let directory = tempfile::tempdir().unwrap();
     let mut device = DeviceConfig::default();
     device.queues.push(QueueConfig { mode: Mode::Dedicated, size: 8, ..queue("wq0.1") });
@@ -483,12 +491,12 @@ mod instructions {
         (directory, mapping)
     }
 
-    /// Held shared by all that trap, and alone by the one who forks: a child must not inherit a lock that is taken.
+    /// Held shared by threads that trap and exclusively by a thread that forks: a child must not inherit a locked lock.
     static FORK: RwLock<()> = RwLock::new(());
 
     /// Real instructions are trapped on every processor of this architecture.
     fn install() {
-        trap::install().expect("nothing here is tested where the instructions do not trap");
+        trap::install().expect("without traps these tests test nothing");
     }
 
     fn enqcmd(portal: u64, descriptor: &Aligned) -> bool {
@@ -544,7 +552,7 @@ mod instructions {
     }
 
     #[test]
-    fn flags_and_registers_are_as_the_instruction_leaves_them() {
+    fn a_trapped_instruction_leaves_flags_and_registers_as_the_cpu_does() {
         install();
         let _guard = FORK.write().unwrap();
         let model = Model::manual(ModelConfig::dsa()).unwrap();
@@ -563,9 +571,9 @@ mod instructions {
         assert_eq!(kept, 0x1234);
     }
 
-    /// In a child, because it is to die: the signal that ends it.
+    /// Returns the signal that ends a child process in which `body` runs.
     fn ends_with(body: impl FnOnce()) -> i32 {
-        // SAFETY: the child runs one instruction that ends it, or leaves at once.
+        // SAFETY: the child runs one instruction that ends it, or exits at once.
         unsafe {
             match libc::fork() {
                 0 => {
@@ -582,7 +590,7 @@ mod instructions {
     }
 
     #[test]
-    fn other_illegal_instructions_are_not_ours() {
+    fn other_illegal_instructions_keep_their_signal() {
         install();
         let _guard = FORK.write().unwrap();
         let model = Model::manual(ModelConfig::dsa()).unwrap();
@@ -592,14 +600,14 @@ mod instructions {
         let with_pasid = Aligned(noop(0).u32(0, 1).0);
         // SAFETY: ends the process.
         assert_eq!(ends_with(|| unsafe { asm!("ud2") }), libc::SIGILL);
-        // Not one of those that children do not get.
+        // Not `Mapping::anonymous`, whose pages a child does not inherit.
         let code = Mapping::map(2 * PAGE, BOTH, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
         code.put(PAGE - 2, &[0x0f, 0x0b]);
         code.protect(0, PAGE, READ | libc::PROT_EXEC);
         code.protect(PAGE, PAGE, libc::PROT_NONE);
         // SAFETY: ends the process.
         let jump = || unsafe { asm!("call {}", in(reg) code.address + PAGE as u64 - 2) };
-        assert_eq!(ends_with(jump), libc::SIGILL, "the last bytes before nothing");
+        assert_eq!(ends_with(jump), libc::SIGILL, "the last bytes before an unmapped page");
         for (why, to, source) in [
             ("no portal", elsewhere.address, &descriptor),
             ("not aligned", portal.address + 8, &descriptor),
@@ -608,7 +616,7 @@ mod instructions {
             let signal = ends_with(|| {
                 enqcmd(to, source);
             });
-            // As the processor refuses it: one that has the instruction, by a general protection fault.
+            // A processor that has the instruction refuses it with a general protection fault.
             assert!([libc::SIGILL, libc::SIGSEGV].contains(&signal), "{why}: {signal}");
         }
         assert_eq!(
@@ -619,9 +627,9 @@ mod instructions {
         );
     }
 
-    /// By which the instructions trap on a processor that has them: it cannot execute them unseen.
+    /// This is why the instructions trap also on a processor that has them.
     #[test]
-    fn nothing_is_stored_to_a_portal_unseen() {
+    fn a_portal_cannot_be_written_without_a_trap() {
         install();
         let _guard = FORK.write().unwrap();
         let model = Model::manual(ModelConfig::dsa()).unwrap();

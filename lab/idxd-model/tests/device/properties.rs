@@ -1,5 +1,5 @@
-//! Random operations on random pages, against references that a line or two are enough for. Failing cases are printed and
-//! kept by proptest with their seed.
+//! Random operations on random pages, against references of a line or two. proptest prints failing cases and keeps their
+//! seeds.
 
 use proptest::prelude::*;
 use sterna_idxd_model::memory::PageState;
@@ -11,13 +11,13 @@ const A: u64 = DATA;
 const B: u64 = DATA + 0x4_0000;
 const C: u64 = DATA + 0x8_0000;
 
-/// Words of two kinds, so that buffers are alike in most places.
+/// Makes words of two kinds, so that two buffers are equal in most places.
 fn content(bytes: usize) -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(prop::sample::select(vec![0_u8, 0, 0, 0, 0, 0, 0, 1]), bytes / 8 + 1)
         .prop_map(move |words| words.iter().flat_map(|&word| [0, word, 0, 0, 0, 0, 0, 0]).take(bytes).collect())
 }
 
-/// Pages of the first 8 that are not there.
+/// Chooses which of the first 8 pages are missing.
 fn holes() -> impl Strategy<Value = Vec<u64>> {
     prop::collection::vec(0..8_u64, 0..3)
 }
@@ -33,7 +33,7 @@ fn fill_in(bench: &Bench) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
-    /// Resumed from every fault as 8.3.4 says, the copy is as if by way of a temporary buffer, whatever the overlap.
+    /// Resumed from every fault as 8.3.4 specifies, the copy is correct whatever the overlap, as through a temporary buffer.
     #[test]
     fn moves_resume_to_the_end(
         data in content(20_000), from in 0..5000_u64, to in 0..5000_u64, size in 1..20_000_u32,
@@ -53,7 +53,7 @@ proptest! {
                 break;
             }
             prop_assert!([0x03, 0x83].contains(&record.status), "{:?}", record);
-            // Each page that was missing is brought once.
+            // Each missing page is mapped once.
             prop_assert!(record.completed < left && faults < 3, "{:?}", record);
             if record.result == 0 {
                 source += u64::from(record.completed);
@@ -177,9 +177,9 @@ proptest! {
         prop_assert_eq!(bench.memory.get(B, size as usize), &data[..size as usize]);
     }
 
-    /// Whatever 64 bytes: one completion or one software error, never neither and never a panic.
+    /// Any 64 bytes lead to one completion or one software error, and never to a panic.
     #[test]
-    fn any_descriptor_ends_somehow(bytes in prop::collection::vec(any::<u8>(), 64), plausible in any::<bool>()) {
+    fn any_descriptor_ends_in_one_report(bytes in prop::collection::vec(any::<u8>(), 64), plausible in any::<bool>()) {
         let bench = Bench::new(|device| device.version = 0x200);
         let mut raw = Raw([0; 64]);
         raw.0.copy_from_slice(&bytes);
@@ -192,7 +192,7 @@ proptest! {
             raw = raw.u64(8, RECORDS).u64(16, A).u64(24, B).u32(32, u32::from_le_bytes([bytes[32], bytes[33], 0, 0]));
         }
         bench.memory.put(RECORDS, &[0; 32]);
-        bench.hand_in(raw);
+        bench.submit(raw);
         bench.model.settle();
         prop_assert_eq!(bench.queue.in_flight(), 0);
         let asked = raw.0[4] & 0xc == 0xc;
@@ -200,10 +200,10 @@ proptest! {
         prop_assert!(reported || !asked);
     }
 
-    /// Descriptors that pass the checks of the table more often than not, with addresses from everywhere, at memory of any content
+    /// Descriptors that mostly pass the checks of the table, with addresses from everywhere, at memory of any content
     /// (so that lists, delta records, codes and states are of any content, too).
     #[test]
-    fn any_addresses_and_any_content_end_somehow(
+    fn any_addresses_and_any_content_end_in_one_report(
         iaa in any::<bool>(), operation in 0..16_usize, flags in any::<u32>(), extra in any::<u16>(),
         addresses in prop::array::uniform5(prop::sample::select(vec![
             A, A + 0x40, B, B + 8, C, 0, !0, !0x1f, !0x3f, !0xfff, 1 << 63, 0x1000,
@@ -239,7 +239,7 @@ proptest! {
             (false, 9) => raw.u64(40, three),
             _ => raw,
         };
-        bench.hand_in(raw);
+        bench.submit(raw);
         bench.model.settle();
         prop_assert_eq!(bench.queue.in_flight(), 0, "{:02x?}", raw.0);
     }

@@ -1,9 +1,9 @@
-//! Queues, batches, fences, drains, priorities; halt, disable and reset; what scripts do.
+//! Queues, batches, fences, drains, priorities; halt, disable and reset; scripted faults.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use sterna_idxd_model::core::{Script, Timing, What};
+use sterna_idxd_model::core::{Script, ScriptedFault, Timing};
 use sterna_idxd_model::memory::{AddressSpace, PageState, TestMemory};
 use sterna_idxd_model::{DeviceConfig, Mode, Model, ModelConfig};
 
@@ -30,7 +30,7 @@ fn enqcmd_is_retried_from_the_threshold_on() {
 }
 
 #[test]
-fn a_full_dedicated_queue_drops_and_says_0x53_once() {
+fn a_full_dedicated_queue_drops_and_reports_0x53_once() {
     let bench = Bench::new(|device| {
         device.queues[0].mode = Mode::Dedicated;
         device.queues[0].size = 4;
@@ -49,7 +49,7 @@ fn a_full_dedicated_queue_drops_and_says_0x53_once() {
 #[test]
 fn the_wrong_instruction_for_a_queue_goes_nowhere() {
     let dedicated = Bench::new(|device| device.queues[0].mode = Mode::Dedicated);
-    assert!(!dedicated.queue.enqcmd(&noop(RECORDS).0), "ENQCMD to a dedicated queue is told to retry");
+    assert!(!dedicated.queue.enqcmd(&noop(RECORDS).0), "ENQCMD to a dedicated queue answers retry");
     let shared = Bench::new(|_| {});
     shared.queue.movdir64b(&noop(RECORDS).0);
     for bench in [dedicated, shared] {
@@ -72,20 +72,20 @@ fn a_dedicated_queue_ignores_pasid_and_priv() {
 }
 
 #[test]
-fn disabled_halted_and_reset_are_all_told_to_retry() {
+fn disabled_halted_and_reset_queues_all_answer_retry() {
     let bench = Bench::new(|_| {});
-    bench.hand_in(noop(RECORDS));
+    bench.submit(noop(RECORDS));
     assert!(bench.model.disable("wq0.0"));
     assert!(!bench.queue.enqcmd(&noop(0).0));
     bench.model.settle();
-    assert_eq!(bench.record(RECORDS).status, 1, "what was in a disabled queue is completed");
+    assert_eq!(bench.record(RECORDS).status, 1, "descriptors in a disabled queue are completed");
     bench.model.enable("wq0.0");
     bench.memory.put(RECORDS, &[0; 32]);
-    bench.hand_in(noop(RECORDS));
+    bench.submit(noop(RECORDS));
     assert!(bench.model.halt("dsa0"));
     assert!(!bench.queue.enqcmd(&noop(0).0));
     bench.model.settle();
-    assert_eq!(bench.record(RECORDS).status, 0, "what was in a halted device is gone");
+    assert_eq!(bench.record(RECORDS).status, 0, "descriptors in a halted device are lost");
     assert!(bench.model.reset("dsa0"));
     assert!(!bench.queue.enqcmd(&noop(0).0), "a reset disables the queues");
     bench.model.enable("wq0.0");
@@ -99,7 +99,7 @@ fn a_halt_in_mid_flight_leaves_no_record_behind() {
         let bench = Bench::new(|_| {});
         let members: Vec<Raw> = (0..8).map(|index| memmove(member_record(index), A, B, 4096)).collect();
         bench.memory.put(RECORDS + 0x8000, &members.iter().flat_map(|raw| raw.0).collect::<Vec<u8>>());
-        bench.hand_in(batch(RECORDS, RECORDS + 0x8000, 8));
+        bench.submit(batch(RECORDS, RECORDS + 0x8000, 8));
         let ended = (0..steps).any(|_| !bench.model.step());
         bench.model.halt("dsa0");
         let before = bench.memory.get(RECORDS, 0x200);
@@ -190,7 +190,7 @@ fn nothing_behind_a_fence_is_done_before_the_records_before_it_are_there() {
             bench.memory.put(list + 64 * index as u64, &member.0);
             bench.memory.put(member_record(index), &[0; 32]);
         }
-        bench.hand_in(batch(RECORDS, list, 6));
+        bench.submit(batch(RECORDS, list, 6));
         while bench.model.step() {
             for index in 1..6 {
                 if bench.memory.get(B + 4096 * index as u64, 1) == [9] {
@@ -210,7 +210,7 @@ fn order_of(bench: &Bench, count: usize) -> Vec<usize> {
         bench.memory.put(member_record(index), &[0; 32]);
     }
     bench.memory.put(RECORDS, &[0; 32]);
-    bench.hand_in(batch(RECORDS, RECORDS + 0x8000, count as u32));
+    bench.submit(batch(RECORDS, RECORDS + 0x8000, count as u32));
     let mut order = Vec::new();
     while bench.model.step() {
         for index in (0..count).filter(|&index| bench.member(index).status != 0) {
@@ -308,10 +308,10 @@ fn a_drain_completes_after_everything_that_was_before_it() {
     for seed in 0..50 {
         let bench = Bench::with_seed(seed, |_| {});
         for index in 0..6 {
-            bench.hand_in(memmove(member_record(index), A, B + 0x2000 * index as u64, 4096));
+            bench.submit(memmove(member_record(index), A, B + 0x2000 * index as u64, 4096));
         }
-        bench.hand_in(drain(RECORDS));
-        bench.hand_in(noop(member_record(6)));
+        bench.submit(drain(RECORDS));
+        bench.submit(noop(member_record(6)));
         while bench.record(RECORDS).status == 0 {
             assert!(bench.model.step());
         }
@@ -348,7 +348,7 @@ fn two_queues(low: u32, high: u32) -> (Arc<Model>, Arc<TestMemory>) {
 }
 
 #[test]
-fn priorities_share_by_their_ratio_and_starve_nobody() {
+fn priorities_share_by_their_ratio_and_starve_no_queue() {
     let (model, memory) = two_queues(1, 3);
     for (queue, base) in [("wq0.0", 0), ("wq0.1", 60)] {
         for index in 0..60 {
@@ -370,7 +370,7 @@ fn engines_serve_only_their_group() {
         device.engine_groups = vec![0, 1];
         device.queues.push(sterna_idxd_model::QueueConfig { group_id: 1, ..queue("wq0.1") });
     });
-    bench.model.inject(&Script { queue: Some("wq0.1".into()), what: What::Hang, ..Script::default() });
+    bench.model.inject(&Script { queue: Some("wq0.1".into()), what: ScriptedFault::Hang, ..Script::default() });
     assert!(bench.model.queue("wq0.1").unwrap().enqcmd(&noop(0).0));
     bench.model.settle();
     assert_eq!(bench.run(noop(RECORDS)).status, 1, "the other group's engine is not affected");
@@ -387,10 +387,10 @@ fn a_page_request_holds_up_the_engine() {
         device.queues[0].block_on_fault = true;
     });
     bench.memory.set(B, 1, PageState::Absent);
-    bench.hand_in(memmove(RECORDS, A, B, 64).flags(BLOCK));
-    bench.hand_in(noop(member_record(0)));
+    bench.submit(memmove(RECORDS, A, B, 64).flags(BLOCK));
+    bench.submit(noop(member_record(0)));
     bench.model.advance(1500);
-    assert_eq!(bench.member(0).status, 0, "a no-op alone would have been done long ago");
+    assert_eq!(bench.member(0).status, 0, "without the page request the no-op would be done");
     bench.model.settle();
     assert_eq!((bench.record(RECORDS).status, bench.member(0).status), (1, 1));
 }
@@ -401,8 +401,12 @@ fn write_follows_the_kernels_rules() {
     let two = [noop(0).0, noop(RECORDS).0].concat();
     assert_eq!(bench.queue.write(&two[..100]), Err(libc::EINVAL), "whole descriptors");
     assert_eq!(bench.queue.write(&batch(RECORDS, RECORDS, 2).0), Err(libc::EINVAL), "no batches on version 1");
-    assert_eq!(bench.queue.write(&noop(0).u64(8, 16).0), Err(libc::EINVAL), "aligned though it is not used");
-    assert_eq!(bench.queue.write(&[noop(0).0, noop(0).u64(8, 16).0].concat()), Ok(64), "what went well counts");
+    assert_eq!(
+        bench.queue.write(&noop(0).u64(8, 16).0),
+        Err(libc::EINVAL),
+        "the address must be aligned although it is not used"
+    );
+    assert_eq!(bench.queue.write(&[noop(0).0, noop(0).u64(8, 16).0].concat()), Ok(64), "accepted descriptors count");
     assert_eq!(bench.queue.write(&two), Ok(128));
     assert_eq!(bench.queue.write(&two), Err(libc::EAGAIN));
     bench.model.settle();
@@ -420,19 +424,19 @@ fn write_follows_the_kernels_rules() {
     assert_eq!(dedicated.model.counters().overflows, 3);
 }
 
-fn script(what: What) -> Script {
+fn script(what: ScriptedFault) -> Script {
     Script { limit: Some(1), what, ..Script::default() }
 }
 
 #[test]
-fn a_scripted_fault_ends_the_descriptor_where_it_says() {
+fn a_scripted_fault_ends_the_descriptor_at_the_scripted_byte() {
     let bench = Bench::new(|_| {});
     bench.memory.put(A, &[5; 4096]);
-    bench.model.inject(&script(What::PageFault { per_mille: 1000, resolvable: false }));
+    bench.model.inject(&script(ScriptedFault::PageFault { per_mille: 1000, resolvable: false }));
     let record = bench.run(memmove(RECORDS, A, B, 4096));
     assert_eq!((record.status, record.completed), (0x83, 0), "read whole, nothing written");
     assert_eq!(bench.run(memmove(RECORDS, A, B, 4096)).status, 1, "once");
-    bench.model.inject(&script(What::PageFault { per_mille: 500, resolvable: false }));
+    bench.model.inject(&script(ScriptedFault::PageFault { per_mille: 500, resolvable: false }));
     let record = bench.run(compare_pattern(RECORDS, B, 0x0505_0505_0505_0505, 4096));
     assert_eq!((record.status, record.completed), (0x03, 2048));
 }
@@ -441,7 +445,7 @@ fn a_scripted_fault_ends_the_descriptor_where_it_says() {
 fn a_scripted_fault_is_resolved_if_it_can_be() {
     let bench = Bench::blocking();
     for (resolvable, status) in [(true, 1), (false, 0x04)] {
-        bench.model.inject(&script(What::PageFault { per_mille: 100, resolvable }));
+        bench.model.inject(&script(ScriptedFault::PageFault { per_mille: 100, resolvable }));
         assert_eq!(bench.run(memmove(RECORDS, A, B, 4096).flags(BLOCK)).status, status);
     }
     assert_eq!(bench.model.counters().page_requests, 2);
@@ -450,16 +454,16 @@ fn a_scripted_fault_is_resolved_if_it_can_be() {
 #[test]
 fn a_wrong_result_is_wrong_in_one_bit_of_data_or_in_the_record() {
     let bench = Bench::new(|_| {});
-    let wrong = || bench.model.inject(&script(What::WrongResult));
+    let wrong = || bench.model.inject(&script(ScriptedFault::WrongResult));
     wrong();
     assert_eq!(bench.run(memmove(RECORDS, A, B, 4096)).status, 1);
     let bits: u32 = bench.memory.get(B, 4096).iter().map(|byte| byte.count_ones()).sum();
     assert_eq!(bits, 1);
     wrong();
-    assert_eq!(bench.run(compare_pattern(RECORDS, A, 0, 4096)).result, 1, "zeros called different");
+    assert_eq!(bench.run(compare_pattern(RECORDS, A, 0, 4096)).result, 1, "zeros reported as different");
     wrong();
     let record = bench.run(compare_pattern(RECORDS, B, 0, 4096));
-    assert_eq!((record.result, record.completed), (0, 0), "a page that is not zero called zero");
+    assert_eq!((record.result, record.completed), (0, 0), "a page that is not zero reported as zero");
     wrong();
     let record = bench.run(compare_pattern(RECORDS, B, 0, 4096).flags(CHECK));
     assert_eq!((record.status, record.result), (1, 0), "and so does its predicate");
@@ -473,8 +477,8 @@ fn data_can_land_after_the_record_of_a_partial_completion() {
     bench.memory.put(A, &[5; 0x2000]);
     bench.memory.set(B + 0x1000, 1, PageState::Present);
     bench.memory.set(A + 0x1000, 1, PageState::Forbidden);
-    bench.model.inject(&script(What::LateData { delay_ns: 50_000 }));
-    bench.hand_in(memmove(RECORDS, A, B, 0x2000));
+    bench.model.inject(&script(ScriptedFault::LateData { delay_ns: 50_000 }));
+    bench.submit(memmove(RECORDS, A, B, 0x2000));
     bench.model.advance(20_000);
     let record = bench.record(RECORDS);
     assert_eq!((record.status, record.completed), (0x03, 0x1000));
@@ -487,8 +491,8 @@ fn data_can_land_after_the_record_of_a_partial_completion() {
 fn a_late_completion_writes_its_data_then() {
     let bench = Bench::new(|_| {});
     bench.memory.put(A, &[5; 4096]);
-    bench.model.inject(&script(What::Late { delay_ns: 50_000_000 }));
-    bench.hand_in(memmove(RECORDS, A, B, 4096));
+    bench.model.inject(&script(ScriptedFault::Late { delay_ns: 50_000_000 }));
+    bench.submit(memmove(RECORDS, A, B, 4096));
     bench.model.advance(49_000_000);
     assert_eq!((bench.record(RECORDS).status, bench.memory.get(B, 1)[0]), (0, 0));
     assert_eq!(bench.queue.in_flight(), 1);
@@ -499,41 +503,41 @@ fn a_late_completion_writes_its_data_then() {
 #[test]
 fn hangs_drops_statuses_and_halts() {
     let bench = Bench::new(|device| device.engines = 1);
-    bench.model.inject(&script(What::DropCompletion));
+    bench.model.inject(&script(ScriptedFault::DropCompletion));
     bench.memory.put(A, &[5; 64]);
     assert_eq!(bench.run(memmove(RECORDS, A, B, 64)).status, 0);
-    assert_eq!(bench.memory.get(B, 64), [5; 64], "done all the same");
+    assert_eq!(bench.memory.get(B, 64), [5; 64], "the data is written although the record is not");
     assert_eq!((bench.model.counters().lost_records, bench.queue.in_flight()), (1, 0));
-    bench.model.inject(&script(What::Status { code: 0x21 }));
+    bench.model.inject(&script(ScriptedFault::Status { code: 0x21 }));
     assert_eq!(bench.run(memmove(RECORDS, A, B + 64, 64)).status, 0x21);
-    bench.model.inject(&script(What::Hang));
+    bench.model.inject(&script(ScriptedFault::Hang));
     assert_eq!(bench.run(noop(RECORDS)).status, 0);
     assert_eq!(bench.run(noop(RECORDS)).status, 0, "its only engine hangs");
     assert_eq!(bench.queue.in_flight(), 2);
     bench.model.reset("dsa0");
     bench.model.enable("wq0.0");
     assert_eq!(bench.run(noop(RECORDS)).status, 1);
-    bench.model.inject(&script(What::Halt));
+    bench.model.inject(&script(ScriptedFault::Halt));
     assert_eq!(bench.run(noop(RECORDS)).status, 0);
     assert!(!bench.queue.enqcmd(&noop(0).0), "halted");
 }
 
 #[test]
 fn a_slow_engine_takes_its_time() {
-    let time = |what: Option<What>| {
+    let time = |what: Option<ScriptedFault>| {
         let bench = Bench::new(|device| device.reorder = false);
         what.into_iter().for_each(|what| bench.model.inject(&script(what)));
         assert_eq!(bench.run(memmove(RECORDS, A, B, 4096)).status, 1);
         bench.model.now()
     };
-    let (normal, slow) = (time(None), time(Some(What::Slow { factor: 100 })));
+    let (normal, slow) = (time(None), time(Some(ScriptedFault::Slow { factor: 100 })));
     assert!(slow > 20 * normal, "{slow} ns after {normal} ns");
 }
 
 #[test]
 fn scripts_choose_by_queue_operation_and_count() {
     let bench = Bench::new(|device| device.queues.push(queue("wq0.1")));
-    let what = What::Status { code: 0x20 };
+    let what = ScriptedFault::Status { code: 0x20 };
     bench.model.inject(&Script { opcode: Some(0), nth: Some(2), what: what.clone(), ..Script::default() });
     let statuses: Vec<u8> = (0..4).map(|_| bench.run(noop(RECORDS)).status).collect();
     assert_eq!(statuses, [1, 1, 0x20, 1]);
@@ -559,7 +563,7 @@ fn configurations_that_the_kernel_would_refuse_are_refused() {
         change(&mut device);
         let config = ModelConfig { devices: vec![device], ..ModelConfig::default() };
         let error = Model::manual(config).expect_err(why).to_string();
-        assert!(error.contains(why), "{error:?} says {why:?}");
+        assert!(error.contains(why), "{error:?} does not contain {why:?}");
     };
     refused(|device| device.queues[0].size = 129, "129 entries together, the device has 128");
     refused(|device| device.queues[0].size = 0, "no entries");
@@ -613,14 +617,14 @@ fn faults_that_could_never_come_are_refused() {
         (Script { every: Some(0), ..Script::default() }, "every is 0"),
         (Script { per_mille: Some(1001), ..Script::default() }, "per_mille is 1001"),
         (
-            Script { what: What::PageFault { per_mille: 2000, resolvable: false }, ..Script::default() },
+            Script { what: ScriptedFault::PageFault { per_mille: 2000, resolvable: false }, ..Script::default() },
             "per_mille is 2000",
         ),
-        (Script { what: What::Late { delay_ns: u64::MAX }, ..Script::default() }, "delay_ns"),
-        (Script { what: What::Slow { factor: 0 }, ..Script::default() }, "factor is 0"),
+        (Script { what: ScriptedFault::Late { delay_ns: u64::MAX }, ..Script::default() }, "delay_ns"),
+        (Script { what: ScriptedFault::Slow { factor: 0 }, ..Script::default() }, "factor is 0"),
     ] {
         let error = Model::manual(script(wrong)).expect_err(why).to_string();
-        assert!(error.contains(why), "{error:?} says {why:?}");
+        assert!(error.contains(why), "{error:?} does not contain {why:?}");
     }
     let right = Script { device: Some("dsa0".into()), queue: Some("wq0.0".into()), ..Script::default() };
     Model::manual(script(right)).unwrap();

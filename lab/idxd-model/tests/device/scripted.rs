@@ -19,10 +19,10 @@ fn rules_choose_by_address_direction_and_count() {
     let memory = ScriptedMemory::new(below());
     let mut buffer = [0; 64];
     memory.add(Rule { write: Some(true), ..Rule::always(DATA + 32..DATA + 40) });
-    assert_eq!(memory.read(DATA, &mut buffer), Ok(0), "reads are not meant");
+    assert_eq!(memory.read(DATA, &mut buffer), Ok(0), "the rule is for writes only");
     assert_eq!(memory.write(DATA, &[1; 64]), Err(Fault { address: DATA + 32, done: 32 }));
     assert_eq!(memory.read(DATA, &mut buffer), Ok(0));
-    assert_eq!((buffer[31], buffer[32]), (1, 0), "what is before the fault is written");
+    assert_eq!((buffer[31], buffer[32]), (1, 0), "bytes before the fault are written");
     assert_eq!(memory.write(DATA + 40, &[1; 64]), Ok(0), "behind it");
     memory.clear();
     memory.add(Rule { after: 2, times: 1, ..Rule::always(DATA..DATA + 1) });
@@ -46,11 +46,11 @@ fn a_rule_that_can_be_resolved_is_gone_after_a_page_request() {
     }
 }
 
-/// Notes the writes that reach it.
+/// Records the writes that reach it.
 #[derive(Debug, Default)]
-struct Noting(Mutex<Vec<(u64, usize)>>);
+struct RecordsWrites(Mutex<Vec<(u64, usize)>>);
 
-impl AddressSpace for Noting {
+impl AddressSpace for RecordsWrites {
     fn read(&self, _address: u64, into: &mut [u8]) -> Result<u32, Fault> {
         into.fill(0);
         Ok(0)
@@ -68,7 +68,7 @@ impl AddressSpace for Noting {
 
 #[test]
 fn a_records_first_byte_is_written_last_and_after_the_data() {
-    let memory = Arc::new(Noting::default());
+    let memory = Arc::new(RecordsWrites::default());
     let config = ModelConfig { devices: vec![DeviceConfig::default()], ..ModelConfig::default() };
     let model = Model::manual_on(config, memory.clone() as Arc<dyn AddressSpace>).unwrap();
     assert!(model.queue("wq0.0").unwrap().enqcmd(&memmove(RECORDS, DATA, DATA + 0x1000, 64).0));

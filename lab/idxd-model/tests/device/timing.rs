@@ -1,4 +1,4 @@
-//! The timing: against the published rows it was fitted to, against queueing theory, and how fast the model itself is.
+//! The timing: against the published figures to which it was fitted, against queueing theory, and the speed of the model itself.
 
 use sterna_idxd_model::core::{Completed, Device, Payload, Posting, Step, Submitted, Timed, Timing};
 use sterna_idxd_model::{DeviceConfig, Kind, Mode, QueueConfig};
@@ -13,13 +13,13 @@ fn device(kind: Kind, timing: Option<Timing>, engines: u32) -> Device {
     Device::new(&config, 1, true).unwrap()
 }
 
-/// Polls until the time; the completions.
+/// Polls until `now` and calls `each` with every completion.
 fn run_until(device: &mut Device, now: u64, mut each: impl FnMut(Completed)) {
     loop {
         match device.poll(now) {
             Step::Completed(completed) => each(completed),
             Step::Idle { .. } => return,
-            other => panic!("only timed work was handed in: {other:?}"),
+            other => panic!("only timed work was submitted: {other:?}"),
         }
     }
 }
@@ -28,7 +28,7 @@ fn submit(device: &mut Device, timed: Timed, now: u64) -> Submitted {
     device.submit(0, Posting::NonPosted, Payload::Timed(timed), now)
 }
 
-/// Bytes per ns with so many in flight, each handed in when another is complete.
+/// Returns bytes per ns with `depth` jobs in flight; each completion submits the next.
 fn throughput(mut device: Device, depth: u32, timed: Timed) -> f64 {
     const COUNT: u64 = 2000;
     let (mut done, mut last) = (0, 0);
@@ -127,8 +127,8 @@ fn a_single_server_waits_as_theory_says() {
 fn a_dedicated_queue_takes_timed_work_as_well() {
     let queues = vec![QueueConfig { mode: Mode::Dedicated, size: 2, ..queue("wq0.0") }];
     let mut device = Device::new(&DeviceConfig { queues, ..DeviceConfig::default() }, 1, true).unwrap();
-    let mut hand_in = || device.submit(0, Posting::Posted, Payload::Timed(Timed::default()), 0);
-    assert_eq!([hand_in(), hand_in(), hand_in()], [Submitted::Accepted, Submitted::Accepted, Submitted::Dropped]);
+    let mut submit = || device.submit(0, Posting::Posted, Payload::Timed(Timed::default()), 0);
+    assert_eq!([submit(), submit(), submit()], [Submitted::Accepted, Submitted::Accepted, Submitted::Dropped]);
 }
 
 #[test]
@@ -161,7 +161,7 @@ fn page_requests_and_misses_take_their_time() {
     assert!(two > one && one > plain, "{plain} {one} {two}");
 }
 
-/// What the randomised tests of the offload engine do 10 000 seeds of, in five minutes; prints how long these would take.
+/// Runs what the randomised tests of the offload engine repeat for 10 000 seeds, and prints how long those would take.
 #[test]
 fn manual_models_run_batch_after_batch() {
     use crate::common::*;

@@ -190,7 +190,7 @@ impl KvmVcpu {
             }
             Ok(VcpuExit::MmioRead(address, data)) => format!("{} bytes read from {address:#x}", data.len()),
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
-                let harvester = self.harvester.as_ref().ok_or("it has a dirty ring that nobody reads")?;
+                let harvester = self.harvester.as_ref().ok_or("it has a dirty ring that no log reads")?;
                 harvester.harvest().map_err(|error| error.to_string())?;
                 return Ok(Some(Exit::Nothing));
             }

@@ -28,8 +28,8 @@ fn are_whole(ended: &Ended, looks: u64) {
 /// Checks that the devices arrived as they were stopped, and continued to write.
 #[track_caller]
 fn have_moved(sent: &Ended, received: &Ended) {
-    let told = &sent.report()["devices"];
-    assert!(of_each(told, "bytes").iter().all(|bytes| *bytes > STATE), "{told}");
+    let devices = &sent.report()["devices"];
+    assert!(of_each(devices, "bytes").iter().all(|bytes| *bytes > STATE), "{devices}");
     // When they were loaded, and at the end.
     are_whole(sent, 1);
     are_whole(received, 2);

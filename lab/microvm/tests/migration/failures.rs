@@ -84,11 +84,11 @@ fn a_source_that_is_killed_before_the_commit_leaves_nothing_running_at_the_desti
 #[test]
 fn a_guest_that_does_not_converge_is_given_up_with_the_reason() {
     for kind in possible() {
-        let (receiving, address) = Microvm::destination(&format!("--insecure {}", kind.options()));
-        // Small, so that a round is short.
-        let work = "--write-rate unlimited --span 10 --bandwidth 50000000 --downtime 1 --not-converging give-up";
-        let sending =
-            Microvm::start(&format!("--insecure --migrate-to {address} {work} --fill random {}", kind.options()));
+        let (receiving, address) = Microvm::destination(&format!("--insecure --memory 8 {}", kind.options()));
+        // A round is short, but long enough for the vCPUs of a busy machine to write.
+        let work = "--write-rate unlimited --span 50 --bandwidth 15000000 --downtime 1 --not-converging give-up";
+        let options = format!("--memory 8 --fill random {}", kind.options());
+        let sending = Microvm::start(&format!("--insecure --migrate-to {address} {work} {options}"));
         stayed(&sending.end(), "the guest dirties");
         got_nothing(&receiving.end(), "given up");
     }

@@ -28,7 +28,7 @@ const ROUNDS: usize = 10;
 /// Pages that the guest writes before each comparison, at least.
 const WRITTEN: usize = 50;
 /// A time limit that no correct test reaches.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(300);
 
 fn stop(microvm: &Microvm) {
     microvm.signal(Signal::STOP);

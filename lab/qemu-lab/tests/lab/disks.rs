@@ -1,5 +1,5 @@
-//! Disks of test machines: the guest reads and verifies them in each way that QEMU serves them, finds what is wrong with a disk or with
-//! what it has read, and a held disk holds exactly the reads that a test wants held.
+//! Disks of test machines: the guest reads and verifies them in each way that QEMU serves them, and finds errors on a
+//! disk and in the pages that it read; a held disk holds exactly the reads that a test chooses.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -23,7 +23,7 @@ use sterna_qemu_lab::{
 const MIB: u64 = 1 << 20;
 const IMAGE: u64 = 16 * MIB;
 
-/// A machine with these disks, of which each gets two threads.
+/// Returns a machine with these disks and two threads for each.
 fn machine(disks: Vec<Disk>) -> QemuOptions {
     machine_with_threads(2, disks)
 }
@@ -76,7 +76,7 @@ fn a_block_of_the_disk_that_is_wrong_is_reported_with_its_place() {
     let file = File::options().write(true).open(image.path()).expect("opened");
     let mut page = [0; PAGE_BYTES];
     write_block(&mut page, 0, 1, 9);
-    // In the half that the guest does not write, every second block is of a later generation.
+    // In the half that the guest does not write, every second block has a later generation.
     (0..IMAGE / 2 / 8192).for_each(|pair| {
         write_block(&mut page, 0, pair * 2 + 1, 9);
         file.write_all_at(&page, pair * 8192 + 4096).expect("written");
@@ -141,7 +141,8 @@ fn direct(path: &Path) -> File {
     File::options().read(true).custom_flags(OFlags::DIRECT.bits().cast_signed()).open(path).expect("opened")
 }
 
-/// A direct read of `length` bytes at `offset` by a thread of its own: the file's bytes when the read has ended.
+/// Starts a direct read of `length` bytes at `offset` on its own thread. The channel receives the bytes when the read
+/// has ended.
 fn read_directly(path: &Path, offset: u64, length: usize) -> Receiver<std::io::Result<Vec<u8>>> {
     let file = direct(path);
     let (sender, receiver) = channel();
@@ -177,7 +178,7 @@ fn a_held_disk_holds_the_reads_that_were_ordered_and_no_others() {
     assert_eq!(get(&read(MIB + 8192)), expected(MIB + 8192), "a third in the range");
     assert!(matches!(first.try_recv(), Err(TryRecvError::Empty)));
 
-    // In another order than they came, and with what the file holds when they go on.
+    // In another order than they arrived, and with the file's content at the time of their release.
     let file = File::options().write(true).open(held.path()).expect("opened");
     file.write_all_at(&[7; 8192], MIB).expect("written while reads are held");
     assert!(held.release(both[1]) && !held.release(both[1]));
@@ -212,8 +213,9 @@ fn a_held_disk_holds_the_reads_that_were_ordered_and_no_others() {
     assert!(!path.parent().expect("a directory").exists());
 }
 
-/// Why direct mode waits for all I/O in flight between collecting pages and reading them: a page that was pinned before a scan and written
-/// after the scan takes no page fault, so no scan reports it. If this fails, the kernel has become safer than that.
+/// Why direct mode waits for all I/O in flight between collecting pages and reading them: a page that was pinned before
+/// a scan and written after the scan takes no page fault, so no scan reports it. If this test fails, the kernel has
+/// become safer.
 #[test]
 fn no_write_protection_sees_what_a_held_read_brings() {
     const PAGES: usize = 16;
@@ -254,7 +256,7 @@ fn no_write_protection_sees_what_a_held_read_brings() {
 
 #[test]
 fn a_guest_waits_for_the_reads_that_its_disk_holds_and_goes_on() {
-    // One thread where a held read may keep another one from the disk.
+    // One thread for disks on which a held read may block another one.
     for (aio, iothread, threads) in [(Aio::Threads, false, 1), (Aio::Native, true, 2)] {
         let image = DiskImage::new(0, IMAGE).expect("an image");
         let Some(held) = skip_if_unavailable(HeldDisk::serve(&image.path())) else { return };
@@ -266,7 +268,7 @@ fn a_guest_waits_for_the_reads_that_its_disk_holds_and_goes_on() {
         held.hold_all();
         held.wait_held(threads as usize, LONG).expect("all threads read");
         let stuck = guest.wait_disks("all threads in a read", LONG, |done| done.in_flight == threads).expect("a line");
-        // The guest lives; its disk does nothing.
+        // The guest runs; its disk does nothing.
         let tick = guest.last_tick().expect("a tick").number;
         guest.wait_tick_after(tick + 3, LONG).expect("the guest counts");
         let still = guest.last_disks().expect("a line");
@@ -285,7 +287,7 @@ fn a_guest_waits_for_the_reads_that_its_disk_holds_and_goes_on() {
     }
 }
 
-/// The barrier of direct mode: QEMU drains all block I/O before a transaction, also one of nothing.
+/// The barrier of direct mode: QEMU drains all block I/O before a transaction, also an empty one.
 #[test]
 fn an_empty_transaction_ends_after_all_reads_that_were_in_flight() {
     for version in QemuVersion::ALL {
@@ -301,7 +303,7 @@ fn an_empty_transaction_ends_after_all_reads_that_were_in_flight() {
         let machine = QemuOptions { version, machine: version.machine().into(), ..machine(disks) };
         let Some(qemu) = skip_if_unavailable(Qemu::start(&machine)) else { return };
         qemu.guest().wait_ready(LONG).expect("the guest boots");
-        // Far longer than a transaction takes that does not wait.
+        // Far longer than a transaction that does not wait.
         served.iter().for_each(|disk| disk.delay(Duration::from_millis(300)));
         let mut qmp = Qmp::connect(qemu.qmp_path());
         for round in 0..5 {
@@ -335,7 +337,7 @@ fn a_killed_machine_ends_although_its_disk_holds_reads() {
         let Some(mut qemu) = skip_if_unavailable(Qemu::start(&machine(vec![Disk { aio, ..Disk::on(&held) }]))) else {
             return;
         };
-        // The firmware and the guest's kernel read the disk, too.
+        // Held reads may be the firmware's or the guest kernel's.
         held.hold_all();
         held.wait_held(1, LONG).expect("a read");
         qemu.kill();

@@ -1,5 +1,5 @@
-//! Real machines: both guests boot under each release of QEMU, and after a plain QEMU-to-QEMU migration memory is correct, by the
-//! guests' own checks and by a comparison from outside.
+//! Real machines: both guests boot under each release of QEMU, and after a plain QEMU-to-QEMU migration the memory is
+//! correct, by the guests' own checks and by a comparison from outside.
 
 use std::path::Path;
 
@@ -42,7 +42,7 @@ fn unexpected(differing: &[u64]) -> Vec<u64> {
     differing.iter().copied().filter(|offset| !ram::CHANGED_BY_LOADING.contains(offset)).collect()
 }
 
-/// How often a guest of QEMU 7.2 is moved before its memory counts as wrong: under TCG this QEMU itself sometimes loses writes.
+/// Number of attempts with QEMU 7.2, which under TCG itself sometimes loses writes.
 const TRIES_OF_7_2: u32 = 4;
 
 fn a_moved_linux_guest_finds_its_memory_right(version: QemuVersion, guest: &LinuxGuest) {
@@ -58,7 +58,8 @@ fn a_moved_linux_guest_finds_its_memory_right(version: QemuVersion, guest: &Linu
     }
 }
 
-/// Moves a guest and makes it verify its memory, unless memory differs already while both are paused: then returns where.
+/// Moves a guest and makes it verify its memory. If memory differs while both are paused, returns the differing pages
+/// instead.
 fn move_linux_guest(version: QemuVersion, guest: LinuxGuest) -> Option<Vec<u64>> {
     let options = small_linux(version, guest);
     let source = skip_if_unavailable(Qemu::start(&options))?;
@@ -119,7 +120,7 @@ fn the_guest_finds_a_page_that_is_lost_in_its_memory() {
     let mut qmp = Qmp::connect(source.qmp_path());
     qmp.run("stop", &json!({}));
     let ram = ram::Ram::open(source.pid(), 256 << 20).expect("RAM is found");
-    // The stamp of the guest's page 1000, wherever its kernel put it.
+    // Finds the guest's page 1000 by its stamp, wherever the guest's kernel has placed it.
     let mut stamp = b"STERNApg".to_vec();
     stamp.extend(1000u64.to_le_bytes());
     let mut chunk = vec![0; 1 << 20];
@@ -146,7 +147,7 @@ fn the_guest_obeys_its_console() {
     let guest = qemu.guest();
     guest.wait_ready(LONG).expect("the guest boots");
     guest.stop_dirtying().expect("sent");
-    // A pass that was in progress at the stop is over after the answer.
+    // A pass that was in progress at the stop has ended when the guest answers.
     let stopped = guest.verify(LONG).expect("an answer").generation;
     let tick = guest.last_tick().map_or(0, |tick| tick.number);
     guest.wait_tick_after(tick + 2, LONG).expect("it still counts");
@@ -193,7 +194,7 @@ fn a_boot_sector_guest_moves_over_every_backing() {
         for backend in backends {
             options.backend = backend;
             let Some(source) = skip_if_unavailable(Qemu::start(&options)) else { return };
-            // Some passes, so that counters differ from their start.
+            // After some passes the counters differ from their initial values.
             source.console().wait_for_bytes(5, LONG).expect("letters");
             let destination = Qemu::start(&options.incoming()).expect("a destination");
             let (_from, mut to) = migrate(&source, &destination);

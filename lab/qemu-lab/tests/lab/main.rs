@@ -1,4 +1,4 @@
-//! The laboratory itself: machines that start, disks that hold, the list of mutants.
+//! The laboratory itself: machines that start, disks that hold reads, the list of mutants.
 
 mod disks;
 mod machines;

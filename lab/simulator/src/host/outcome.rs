@@ -1,24 +1,24 @@
-//! What a run has come to.
+//! The results of a run.
 
 use crate::Nanos;
 use crate::costs::Cpu;
 use crate::scenario::Scenario;
 
-/// Shares are looked at in windows of this length: 100 ms.
+/// Length of the windows in which shares are compared: 100 ms.
 pub const WINDOW: Nanos = 100_000_000;
 
-/// One migration.
+/// The results of one migration.
 #[derive(Clone, Debug, Default)]
 pub struct VmOutcome {
     /// When it began.
     pub begun: Nanos,
-    /// When its last byte had left, if it came to that.
+    /// When its last byte had left; none if it was killed.
     pub finished: Option<Nanos>,
-    /// It was killed.
+    /// Whether it was killed.
     pub died: bool,
     /// CPU of the search.
     pub search: Cpu,
-    /// CPU of looking whether pages are zero, or of having it done.
+    /// CPU of searching for zero pages, or of having a device do it.
     pub check: Cpu,
     /// CPU of sending.
     pub send: Cpu,
@@ -32,28 +32,28 @@ pub struct VmOutcome {
     pub on_device: u64,
     /// Batches that the CPU did.
     pub on_cpu: u64,
-    /// The longest from submission to completion.
+    /// The longest time from submission to completion.
     pub longest_sojourn: Nanos,
-    /// The longest from wanting to go to being let in.
+    /// The longest time from the admission request to admission.
     pub longest_admission: Nanos,
-    /// The longest from wanting to go to being done, of one batch, also where the CPU did it in the end.
+    /// The longest time of one batch from the admission request to its end, also where the CPU did it.
     pub longest_wait: Nanos,
     /// Sum of all times from submission to completion.
     pub sojourns: f64,
 }
 
 impl VmOutcome {
-    /// How long it took, or has taken until `ended`.
+    /// Returns its duration, up to `ended` if it has not finished.
     pub fn took(&self, ended: Nanos) -> Nanos {
         self.finished.unwrap_or(ended).saturating_sub(self.begun)
     }
 
-    /// All its CPU time.
+    /// Returns all its CPU time.
     pub fn cpu(&self) -> Cpu {
         self.search.and(self.check).and(self.send).and(self.poll)
     }
 
-    /// A batch was let in after `admission` and was done `sojourn` after it was submitted.
+    /// Records a batch that was admitted after `admission` and completed `sojourn` after its submission.
     pub(super) fn waited(&mut self, admission: Nanos, sojourn: Nanos) {
         self.longest_admission = self.longest_admission.max(admission);
         self.longest_sojourn = self.longest_sojourn.max(sojourn);
@@ -61,21 +61,21 @@ impl VmOutcome {
         self.sojourns += sojourn as f64;
     }
 
-    /// A batch that was to go to a device was let in after `admission`, or not at all, and the CPU took so long for it.
+    /// Records a batch that was meant for a device and was done by the CPU: its wait for admission, and the CPU's time.
     pub(super) fn diverted(&mut self, admission: Nanos, took: Nanos) {
         self.longest_admission = self.longest_admission.max(admission);
         self.longest_wait = self.longest_wait.max(admission + took);
     }
 }
 
-/// Everything.
+/// The results of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// When the last one ended.
+    /// When the last migration ended.
     pub ended: Nanos,
     /// Each migration.
     pub vms: Vec<VmOutcome>,
-    /// Device time that others had.
+    /// Device time of foreign processes (hogs).
     pub hog_device: f64,
     /// Busy time of each device.
     pub device_busy: Vec<f64>,
@@ -109,24 +109,24 @@ impl Outcome {
         vm.device += busy;
     }
 
-    /// From the first beginning to the last end.
+    /// Returns the time from the first beginning to the last end.
     pub fn total(&self) -> Nanos {
         let first = self.vms.iter().map(|vm| vm.begun).min().unwrap_or(0);
         let last = self.vms.iter().filter(|vm| !vm.died).map(|vm| vm.finished.unwrap_or(self.ended)).max();
         last.unwrap_or(self.ended).saturating_sub(first)
     }
 
-    /// CPU time of all.
+    /// Returns the CPU time of all migrations.
     pub fn cpu(&self) -> Cpu {
         self.vms.iter().fold(Cpu::default(), |sum, vm| sum.and(vm.cpu()))
     }
 
-    /// CPU time of looking whether pages are zero, of all.
+    /// Returns the CPU time of searching for zero pages, of all migrations.
     pub fn check(&self) -> Cpu {
         self.vms.iter().fold(Cpu::default(), |sum, vm| sum.and(vm.check).and(vm.poll))
     }
 
-    /// How much of the time the devices were busy, on average.
+    /// Returns the mean part of the time in which a device was busy.
     pub fn utilisation(&self) -> f64 {
         let devices = self.device_busy.len().max(1) as f64;
         self.device_busy.iter().sum::<f64>() / devices / (self.ended.max(1) as f64)

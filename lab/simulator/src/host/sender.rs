@@ -1,4 +1,4 @@
-//! A sender thread: takes packets, has them checked, sends them.
+//! A sender thread: takes packets, has them searched for zero pages, sends them.
 
 use super::{Admitted, Diverted, InFlight, Packet, State, Then, World};
 use crate::Nanos;
@@ -7,7 +7,7 @@ use crate::scenario::Structure;
 use sterna_offload::share::AdmissionDecision;
 
 impl World<'_> {
-    /// What it does next, in this order: give the device work, take work back, send, wait.
+    /// Decides the thread's next action, in this order: submit to the device, collect completions, send, wait.
     pub(super) fn sender(&mut self, thread: usize, vm: usize, channel: usize) {
         if self.senders[channel].blocked_until > self.now {
             let until = self.senders[channel].blocked_until;
@@ -15,15 +15,15 @@ impl World<'_> {
             return;
         }
         if self.scenario.structure == Structure::CompletionThread && !self.senders[channel].in_flight.is_empty() {
-            // It blocks until the polling thread says so.
+            // It blocks until the polling thread wakes it.
             if self.senders[channel].in_flight[0].visible.is_none_or(|visible| visible > self.now) {
                 self.block(thread, None);
                 return;
             }
-        } else if self.hand_in(thread, vm, channel) {
+        } else if self.submit(thread, vm, channel) {
             return;
         }
-        if self.take_back(thread, vm, channel) || self.send(thread, channel) {
+        if self.collect(thread, vm, channel) || self.send(thread, channel) {
             return;
         }
         let window = self.scenario.vms[vm].window;
@@ -39,7 +39,7 @@ impl World<'_> {
         }
         let mut until = None;
         let mut sooner = |moment: Nanos| until = Some(until.map_or(moment, |set: Nanos| set.min(moment)));
-        // Half of what is in the device together: less waking.
+        // For half of the batches in the device together, so that the thread wakes less often.
         if let Some(batch) = sender.in_flight.get(sender.in_flight.len() / 2) {
             sooner(self.expected(vm, batch));
         }
@@ -49,14 +49,14 @@ impl World<'_> {
         self.block(thread, until);
     }
 
-    /// When a batch should be done, as its process knows; later and later once that has passed.
+    /// Returns when a batch should be done, by its process's prediction; after that time, at growing intervals.
     fn expected(&self, vm: usize, batch: &InFlight) -> Nanos {
         let usual = self.views[self.process(vm)][batch.device].sojourn.max(batch.predicted as f64);
         let expected = after(batch.submitted, usual);
         if expected > self.now { expected } else { after(self.now, (usual / 4.0).max(5_000.0)) }
     }
 
-    fn hand_in(&mut self, thread: usize, vm: usize, channel: usize) -> bool {
+    fn submit(&mut self, thread: usize, vm: usize, channel: usize) -> bool {
         let spec = self.scenario.vms[vm];
         let sender = &self.senders[channel];
         let under_way = sender.in_flight.len() + sender.checked.len();
@@ -74,7 +74,7 @@ impl World<'_> {
             return false;
         }
         let device = sender.next_device % self.devices.len();
-        // Only waiting for the share counts, not what its threads did or waited for otherwise.
+        // Only waiting for the share counts, not other work or waits of its threads.
         let migration = &mut self.migrations[vm];
         if let Some((since, until)) = migration.asked.take() {
             migration.waited += self.now.min(until).saturating_sub(since);
@@ -125,7 +125,7 @@ impl World<'_> {
         self.wake_search(vm);
     }
 
-    /// The CPU looks whether the pages are zero.
+    /// Begins to search the pages for zeros on the CPU.
     fn check(&mut self, thread: usize, packet: Packet, diverted: Option<Diverted>) {
         let cpu = Cpu::measured(self.scenario.costs.scan_page).times(f64::from(packet.pages));
         self.outcome.vms[self.threads[thread].vm].on_cpu += 1;
@@ -139,22 +139,22 @@ impl World<'_> {
         let Some(Diverted { begun, admission, spilled }) = diverted else { return };
         self.outcome.vms[vm].diverted(admission, self.now - begun);
         if let Some(device) = spilled {
-            // By the clock: what the thread waits for a core, for each nanosecond that it runs, is part of it.
+            // By the clock, so with the time that the thread waits for a core per nanosecond that it runs.
             let took = (self.now - begun) as f64 * (1.0 + it.waited / it.ran);
             let process = self.process(vm);
             self.shares[process][device].spilled(packet.bytes(), took as Nanos, self.now);
         }
     }
 
-    /// False if the thread is at work on it instead.
-    pub(super) fn submit(&mut self, thread: usize, admitted: Admitted) -> bool {
+    /// Submits an admitted batch. Returns false if the thread itself works on it instead.
+    pub(super) fn submit_admitted(&mut self, thread: usize, admitted: Admitted) -> bool {
         let Admitted { packet, device, grant, predicted, admission } = admitted;
         let vm = self.threads[thread].vm;
         let channel = self.threads[thread].channel.expect("only senders submit");
         self.next_tag += 1;
         let tag = self.next_tag;
         if !self.devices[device].submit(tag, packet.pages, 4096, self.now) {
-            // The queue is full: tried four times, then the CPU does it.
+            // The queue is full: after four attempts the CPU does the batch.
             self.threads[thread].owes += Cpu::charged(self.scenario.costs.enqcmd).times(4.0);
             let process = self.process(vm);
             self.shares[process][device].dropped(grant);
@@ -186,8 +186,8 @@ impl World<'_> {
         true
     }
 
-    /// Takes back what is done.
-    fn take_back(&mut self, thread: usize, vm: usize, channel: usize) -> bool {
+    /// Collects completed batches.
+    fn collect(&mut self, thread: usize, vm: usize, channel: usize) -> bool {
         let costs = &self.scenario.costs;
         let now = self.now;
         let process = self.process(vm);
@@ -203,14 +203,14 @@ impl World<'_> {
             let batch = self.senders[channel].in_flight.remove(index);
             let lines = if self.scenario.read_members { f64::from(batch.packet.pages) / 2.0 } else { 0.0 };
             cpu += Cpu::measured(costs.harvest).and(Cpu::charged(costs.record_first + costs.record_line * lines));
-            // Between the last look that found it pending and this one. What is looked at late says little: the earlier end.
+            // The batch ended between the last poll that found it pending and this one. After a long gap: the earlier end.
             let latest = now - batch.submitted;
             let earliest = (batch.pending - batch.submitted).max(batch.predicted);
             let sojourn = if now - batch.pending > 20_000 { earliest.min(latest) } else { latest };
             let view = &mut self.views[process][batch.device];
             let seen = sojourn as f64;
             view.sojourn = if view.sojourn == 0.0 { seen } else { view.sojourn * 0.75 + seen * 0.25 };
-            // While others are in the queue, what a batch took says little of what it takes.
+            // While others are in the queue, the sojourn of a batch shows little of its device time.
             if now - batch.pending <= 20_000 && self.shares[process][batch.device].largest_batch() == u64::MAX {
                 view.predictor.learn(batch.packet.bytes(), batch.packet.pages, batch.submitted, now);
             }
@@ -239,12 +239,12 @@ impl World<'_> {
             return false;
         }
         if sender.held >= costs.socket_buffer {
-            let room = sender.socket.front().expect("something is held").0;
+            let room = sender.socket.front().expect("the socket is not empty").0;
             self.block(thread, Some(room));
             return true;
         }
         let packet = sender.checked.pop_front().expect("not empty");
-        // Packets of nothing but zero pages go together in Sterna; each by itself in the published structure.
+        // Sterna sends several packets of only zero pages with one call; the published structure sends each by itself.
         let share = match self.scenario.structure {
             Structure::CompletionThread => 1.0,
             _ if packet.normal > 0 || !self.scenario.share_zero_packets => 1.0,

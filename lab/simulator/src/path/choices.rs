@@ -1,9 +1,9 @@
-//! Who may choose: one method for everything, the product's selection, and one that knows what each way would take.
+//! The choices: one fixed encoding, the product's selection, and an oracle that knows the cost of every encoding.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use sterna_codec::select::{Class, Interval, Knowledge, Selection};
+use sterna_codec::select::{Class, Interval, Selection, SharedEstimates};
 use sterna_codec::{Adaptive, CodecError, Encoder, Encoding};
 
 use super::{Choice, Encoded, Path, Took, run};
@@ -11,18 +11,18 @@ use super::{Choice, Encoded, Path, Took, run};
 /// A batch of content.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// By a sample.
+    /// The class that a sample would find.
     pub class: Option<Class>,
-    /// What each way makes of it.
-    pub ways: Vec<Encoded>,
+    /// The result of each encoding of [`Trace::encodings`].
+    pub encoded: Vec<Encoded>,
 }
 
-/// Content as it was measured; after its last batch it begins again.
+/// Measured content. After its last batch it begins again.
 #[derive(Clone, Debug)]
 pub struct Trace {
-    /// The first leaves it as it is.
-    pub ways: Vec<Encoding>,
-    /// At least one.
+    /// The encodings; the first leaves content as it is.
+    pub encodings: Vec<Encoding>,
+    /// The batches; at least one.
     pub batches: Vec<Batch>,
     /// Nanoseconds that a sample takes.
     pub sampling: f64,
@@ -33,38 +33,40 @@ impl Trace {
         &self.batches[number % self.batches.len()]
     }
 
-    /// The same without the ways that are not `kept`.
+    /// Returns the same trace without the encodings that are not `kept`.
     #[must_use]
     pub fn only(&self, kept: impl Fn(Encoding) -> bool) -> Self {
-        let at: Vec<usize> = (0..self.ways.len()).filter(|at| kept(self.ways[*at])).collect();
-        let batch = |batch: &Batch| Batch { ways: at.iter().map(|at| batch.ways[*at]).collect(), ..*batch };
+        let at: Vec<usize> = (0..self.encodings.len()).filter(|at| kept(self.encodings[*at])).collect();
+        let batch = |batch: &Batch| Batch { encoded: at.iter().map(|at| batch.encoded[*at]).collect(), ..*batch };
         Self {
-            ways: at.iter().map(|at| self.ways[*at]).collect(),
+            encodings: at.iter().map(|at| self.encodings[*at]).collect(),
             batches: self.batches.iter().map(batch).collect(),
             sampling: self.sampling,
         }
     }
 
-    /// Moves `batches` of it by one way, which is given up while nothing shrinks as the product does.
-    pub fn fixed(&self, way: usize, path: &Path, batches: usize) -> Took {
-        let mut choices: Vec<Fixed<'_>> = (0..path.channels).map(|_| Fixed::new(self, way)).collect();
+    /// Moves `batches` batches by the encoding with index `encoding`, which is skipped while content does not shrink, as
+    /// the product does.
+    pub fn fixed(&self, encoding: usize, path: &Path, batches: usize) -> Took {
+        let mut choices: Vec<Fixed<'_>> = (0..path.channels).map(|_| Fixed::new(self, encoding)).collect();
         run(path, batches, &mut choices)
     }
 
-    /// By the product's selection; says the price that it came to as well.
+    /// Moves `batches` batches by the product's selection. Also returns the price that it reached.
     pub fn selected(&self, path: &Path, batches: usize) -> (Took, f64) {
-        let knowledge = Arc::new(Knowledge::new(self.ways.iter().copied(), path.channels));
-        let mut choices: Vec<Auto<'_>> = (0..path.channels).map(|_| Auto::new(self, &knowledge)).collect();
+        let estimates = Arc::new(SharedEstimates::new(self.encodings.iter().copied(), path.channels));
+        let mut choices: Vec<Auto<'_>> = (0..path.channels).map(|_| Auto::new(self, &estimates)).collect();
         let took = run(path, batches, &mut choices);
         (took, choices[0].selection.price())
     }
 
-    /// By whoever knows what each way will take of each batch, at the best of all prices, among those that `fits`. None where no price does.
-    pub fn known(&self, path: &Path, batches: usize, fits: impl Fn(&Took) -> bool) -> Option<Took> {
+    /// Moves `batches` batches by an oracle that knows the cost of each encoding of each batch, at the price with the
+    /// shortest time among the results that `fits` accepts. Returns none if it accepts no result.
+    pub fn oracle(&self, path: &Path, batches: usize, fits: impl Fn(&Took) -> bool) -> Option<Took> {
         let at = |(step, spread): (i32, f64)| {
             let price = PRICES.0 * f64::powi(PRICES.2, step);
-            let know = || Known { trace: self, price, spread, number: 0 };
-            let mut choices: Vec<Known<'_>> = (0..path.channels).map(|_| know()).collect();
+            let oracle = || Oracle { trace: self, price, spread, number: 0 };
+            let mut choices: Vec<Oracle<'_>> = (0..path.channels).map(|_| oracle()).collect();
             run(path, batches, &mut choices)
         };
         let steps = ((PRICES.1 / PRICES.0).ln() / PRICES.2.ln()) as i32;
@@ -75,30 +77,30 @@ impl Trace {
 
 /// Prices that are tried: from, to, and the factor between them.
 const PRICES: (f64, f64, f64) = (0.02, 400.0, 1.25);
-/// Where all batches are alike, only several prices in turn make a mixture of ways: up to this power of e from the price.
+/// If all batches are alike, only varying prices lead to a mixture of encodings: by up to this power of e.
 const SPREAD: f64 = 0.6;
 
-/// Always the same way.
+/// Always the same encoding.
 struct Fixed<'a> {
     trace: &'a Trace,
-    way: usize,
+    encoding: usize,
     adaptive: Adaptive,
-    told: Arc<Told>,
+    probe: Arc<ProbeState>,
 }
 
-/// What the encoder inside is told, and whether it was asked.
+/// The result that a probe returns, and whether it was called.
 #[derive(Default)]
-struct Told {
+struct ProbeState {
     shrinks: AtomicBool,
-    asked: AtomicBool,
+    called: AtomicBool,
 }
 
-/// Says what it was told.
-struct Teller(Arc<Told>);
+/// An encoder that returns a given result: shows which batches [`Adaptive`] tries.
+struct Probe(Arc<ProbeState>);
 
-impl Encoder for Teller {
+impl Encoder for Probe {
     fn encode(&mut self, _input: &[u8], _output: &mut [u8]) -> Result<sterna_codec::Encoded, CodecError> {
-        self.0.asked.store(true, Ordering::Relaxed);
+        self.0.called.store(true, Ordering::Relaxed);
         Ok(match self.0.shrinks.load(Ordering::Relaxed) {
             true => sterna_codec::Encoded::Shrunk(0),
             false => sterna_codec::Encoded::Incompressible,
@@ -107,39 +109,39 @@ impl Encoder for Teller {
 }
 
 impl<'a> Fixed<'a> {
-    fn new(trace: &'a Trace, way: usize) -> Self {
-        let told = Arc::new(Told::default());
-        Self { trace, way, adaptive: Adaptive::new(Box::new(Teller(Arc::clone(&told)))), told }
+    fn new(trace: &'a Trace, encoding: usize) -> Self {
+        let probe = Arc::new(ProbeState::default());
+        Self { trace, encoding, adaptive: Adaptive::new(Box::new(Probe(Arc::clone(&probe)))), probe }
     }
 }
 
 impl Choice for Fixed<'_> {
     fn encode(&mut self, batch: usize, _left: f64) -> Encoded {
-        let encoded = self.trace.batch(batch).ways[self.way];
-        self.told.shrinks.store(encoded.bytes < encoded.size, Ordering::Relaxed);
-        self.told.asked.store(false, Ordering::Relaxed);
-        self.adaptive.encode(&[], &mut []).expect("it says what it was told");
-        match self.told.asked.load(Ordering::Relaxed) {
+        let encoded = self.trace.batch(batch).encoded[self.encoding];
+        self.probe.shrinks.store(encoded.bytes < encoded.size, Ordering::Relaxed);
+        self.probe.called.store(false, Ordering::Relaxed);
+        self.adaptive.encode(&[], &mut []).expect("a probe does not fail");
+        match self.probe.called.load(Ordering::Relaxed) {
             true => encoded,
             false => Encoded { size: encoded.size, bytes: encoded.size, ..Encoded::default() },
         }
     }
 }
 
-/// The product's.
+/// The product's selection.
 struct Auto<'a> {
     trace: &'a Trace,
     selection: Selection,
     class: Option<Class>,
-    way: usize,
+    chosen: usize,
     /// The last batch.
     encoded: Encoded,
 }
 
 impl<'a> Auto<'a> {
-    fn new(trace: &'a Trace, knowledge: &Arc<Knowledge>) -> Self {
-        let selection = Selection::new(Arc::clone(knowledge));
-        Self { trace, selection, class: None, way: 0, encoded: Encoded::default() }
+    fn new(trace: &'a Trace, estimates: &Arc<SharedEstimates>) -> Self {
+        let selection = Selection::new(Arc::clone(estimates));
+        Self { trace, selection, class: None, chosen: 0, encoded: Encoded::default() }
     }
 }
 
@@ -148,8 +150,8 @@ impl Choice for Auto<'_> {
         let batch = self.trace.batch(batch);
         let wants = self.selection.wants_sample();
         self.class = if wants { batch.class } else { None };
-        self.way = self.selection.choose(self.class, batch.ways[0].size, Some(left as u64));
-        self.encoded = batch.ways[self.way];
+        self.chosen = self.selection.choose(self.class, batch.encoded[0].size, Some(left as u64));
+        self.encoded = batch.encoded[self.chosen];
         let sampling = if wants { self.trace.sampling } else { 0.0 };
         Encoded { thread: self.encoded.thread + sampling, ..self.encoded }
     }
@@ -157,7 +159,7 @@ impl Choice for Auto<'_> {
     fn encoded(&mut self, nanos: u64) {
         let sampling = if self.class.is_some() { self.trace.sampling as u64 } else { 0 };
         let Encoded { size, bytes, .. } = self.encoded;
-        self.selection.encoded(self.way, self.class, size, bytes, nanos.saturating_sub(sampling));
+        self.selection.encoded(self.chosen, self.class, size, bytes, nanos.saturating_sub(sampling));
     }
 
     fn sent(&mut self, interval: &Interval) {
@@ -165,23 +167,23 @@ impl Choice for Auto<'_> {
     }
 }
 
-/// The best way for each batch at one price of a byte.
-struct Known<'a> {
+/// The best encoding of each batch at one price of a byte.
+struct Oracle<'a> {
     trace: &'a Trace,
     price: f64,
     spread: f64,
     number: u32,
 }
 
-impl Choice for Known<'_> {
+impl Choice for Oracle<'_> {
     fn encode(&mut self, batch: usize, _left: f64) -> Encoded {
-        // Evenly spread, and never twice the same: the digits of its number in reverse (van der Corput).
+        // Evenly spread without repetition: the reversed bits of the batch's number (van der Corput).
         let even = f64::from(self.number.reverse_bits()) / f64::from(u32::MAX);
         self.number = self.number.wrapping_add(1);
         let price = self.price * f64::exp(self.spread * (2.0 * even - 1.0));
         let cost = |encoded: &Encoded| encoded.thread + encoded.engine + price * encoded.bytes as f64;
-        let ways = self.trace.batch(batch).ways.iter();
-        *ways.min_by(|one, other| cost(one).total_cmp(&cost(other))).expect("there is one")
+        let encoded = self.trace.batch(batch).encoded.iter();
+        *encoded.min_by(|one, other| cost(one).total_cmp(&cost(other))).expect("at least one encoding")
     }
 }
 
@@ -193,49 +195,51 @@ mod tests {
 
     const SIZE: usize = 512 << 10;
 
-    /// Batches that shrink by half in 1 ns for each byte, or do not at all.
+    /// Makes batches that shrink by half in 1 ns per byte, or not at all.
     fn trace(shrinks: &[bool]) -> Trace {
         let raw = Encoded { size: SIZE, bytes: SIZE, ..Encoded::default() };
         let batch = |shrinks: &bool| Batch {
             class: Some(Class::of(100, if *shrinks { 55 } else { 100 })),
-            ways: vec![raw, Encoded { thread: SIZE as f64, bytes: if *shrinks { SIZE / 2 } else { SIZE }, ..raw }],
+            encoded: vec![raw, Encoded { thread: SIZE as f64, bytes: if *shrinks { SIZE / 2 } else { SIZE }, ..raw }],
         };
-        let ways = ["none", "zstd 1"].map(|text| text.parse::<MethodChoice>().unwrap().by_cpu().unwrap());
-        Trace { ways: ways.into(), batches: shrinks.iter().map(batch).collect(), sampling: 5000.0 }
+        let encodings = ["none", "zstd 1"].map(|text| text.parse::<MethodChoice>().unwrap().by_cpu().unwrap());
+        Trace { encodings: encodings.into(), batches: shrinks.iter().map(batch).collect(), sampling: 5000.0 }
     }
 
     #[test]
-    fn a_fixed_way_hardly_tries_what_does_not_shrink_and_who_knows_never_does() {
+    fn a_fixed_encoding_rarely_tries_what_does_not_shrink_and_the_oracle_never_does() {
         let trace = trace(&[false]);
         let path = Path::link(0.125);
         let tried = trace.fixed(1, &path, 1600).cpu - trace.fixed(0, &path, 1600).cpu;
-        // Four, and then one of sixteen.
+        // Four attempts, then one of sixteen.
         assert!((100.0..=110.0).contains(&(tried / SIZE as f64)), "{}", tried / SIZE as f64);
-        let known = trace.known(&path, 1600, |_| true).unwrap();
-        assert_eq!(known.cpu, trace.fixed(0, &path, 1600).cpu);
+        let oracle = trace.oracle(&path, 1600, |_| true).unwrap();
+        assert_eq!(oracle.cpu, trace.fixed(0, &path, 1600).cpu);
     }
 
     #[test]
-    fn who_knows_is_never_slower_than_one_way_and_mixes_ways_where_that_is_faster() {
+    fn the_oracle_is_never_slower_than_one_encoding_and_mixes_encodings_where_that_is_faster() {
         let mixed = trace(&[true, false]);
-        // As fast as encoding and half of it take together: half of the batches as they are, half encoded, keep both busy.
+        // At these rates, sending half of the batches as they are and half encoded keeps both CPU and network busy.
         for rate in [0.05, 0.5, 0.9, 5.0] {
             let path = Path::link(rate);
-            let best = [0, 1].map(|way| mixed.fixed(way, &path, 800).time).into_iter().fold(f64::INFINITY, f64::min);
-            let known = mixed.known(&path, 800, |_| true).unwrap().time;
-            assert!(known < 1.001 * best, "{rate}: {known} {best}");
+            let best =
+                [0, 1].map(|encoding| mixed.fixed(encoding, &path, 800).time).into_iter().fold(f64::INFINITY, f64::min);
+            let oracle = mixed.oracle(&path, 800, |_| true).unwrap().time;
+            assert!(oracle < 1.001 * best, "{rate}: {oracle} {best}");
         }
         let same = trace(&[true]);
         let path = Path::link(0.6);
-        let best = [0, 1].map(|way| same.fixed(way, &path, 800).time).into_iter().fold(f64::INFINITY, f64::min);
-        assert!(same.known(&path, 800, |_| true).unwrap().time < 0.95 * best);
-        assert_eq!(same.known(&path, 800, |_| false), None);
+        let best =
+            [0, 1].map(|encoding| same.fixed(encoding, &path, 800).time).into_iter().fold(f64::INFINITY, f64::min);
+        assert!(same.oracle(&path, 800, |_| true).unwrap().time < 0.95 * best);
+        assert_eq!(same.oracle(&path, 800, |_| false), None);
     }
 
     #[test]
-    fn ways_that_are_left_out_are_not_chosen() {
-        let trace = trace(&[true]).only(|way| way.method().name() == "none");
-        assert_eq!((trace.ways.len(), trace.batches[0].ways.len()), (1, 1));
+    fn excluded_encodings_are_not_chosen() {
+        let trace = trace(&[true]).only(|encoding| encoding.method().name() == "none");
+        assert_eq!((trace.encodings.len(), trace.batches[0].encoded.len()), (1, 1));
         assert_eq!(trace.selected(&Path::link(0.1), 100).0.bytes, 100 * SIZE);
     }
 }

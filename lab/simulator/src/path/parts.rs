@@ -1,16 +1,16 @@
-//! What threads of a migration share: cores and engines, the window, the CPU time that they may use.
+//! Resources that the threads of a migration share: cores, engines, the window, the CPU allowance.
 
-/// Several that do the same, each one thing at a time, first come, first served.
+/// Equal servers, each of which does one job at a time, first come, first served.
 #[derive(Debug)]
 pub(super) struct Servers(Vec<f64>);
 
 impl Servers {
     pub(super) fn new(count: usize) -> Self {
-        assert!(count > 0, "somebody has to do it");
+        assert!(count > 0, "at least one server");
         Self(vec![0.0; count])
     }
 
-    /// When something that takes so long, and is asked for now, begins and ends.
+    /// Returns when a job that arrives now and lasts `takes` begins and ends.
     pub(super) fn serve(&mut self, now: f64, takes: f64) -> (f64, f64) {
         let free = self.0.iter_mut().min_by(|one, other| one.total_cmp(other)).expect("there is one");
         let begun = free.max(now);
@@ -19,13 +19,13 @@ impl Servers {
     }
 }
 
-/// The window of the engine (`window.rs` there): 50 ms of what is acknowledged, measured while it is what holds the sender back.
+/// The engine's window (`window.rs` there): 50 ms of acknowledged bytes, measured while the window limits the sender.
 #[derive(Debug)]
 pub(super) struct Window {
     bytes: f64,
     in_flight: usize,
     rate: f64,
-    /// Since when it is measured, what came since, and whether anybody waited.
+    /// Since when it is measured, the bytes acknowledged since, and whether a sender waited.
     since: f64,
     acknowledged: usize,
     limited: bool,
@@ -34,7 +34,7 @@ pub(super) struct Window {
 const QUEUEING: f64 = 50e6;
 const INTERVAL: f64 = 10e6;
 const DECAY: f64 = 0.9;
-/// Two batches, and what it is at first.
+/// Two batches.
 const MIN_WINDOW: f64 = 1048576.0;
 const FIRST: f64 = 4.0 * MIN_WINDOW;
 const MAX_WINDOW: f64 = 256.0 * MIN_WINDOW;
@@ -88,7 +88,8 @@ impl Allowance {
         Self { cpus, level: 0.0, at: 0.0 }
     }
 
-    /// A thread has used so much since it last said so. Says how far all are beyond what they may use, 0 to 1.
+    /// Adds the CPU time that a thread has used since its last report. Returns how far all threads are over their
+    /// allowance, 0 to 1.
     pub(super) fn used(&mut self, used: f64, now: f64) -> f64 {
         if self.cpus.is_infinite() {
             return 0.0;

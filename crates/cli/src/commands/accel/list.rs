@@ -47,7 +47,7 @@ struct Listed {
     queues: Vec<ListedQueue>,
     /// What is strange about the device.
     oddities: Vec<String>,
-    /// No queue is configured: the command that says how to do that.
+    /// No queue is configured: the command that shows how to configure one.
     set_up_by: Option<String>,
 }
 
@@ -117,7 +117,7 @@ impl Listed {
             numa_node: device.numa_node,
             engines: info.engines.len(),
             queues: info.queues.iter().map(|queue| ListedQueue::of(queue, directories, closed)).collect(),
-            oddities: info.oddities.iter().map(ToString::to_string).collect(),
+            oddities: info.invalid_attributes.iter().map(ToString::to_string).collect(),
             set_up_by: info.queues.iter().all(empty).then_some(set_up_by),
         }
     }
@@ -154,7 +154,7 @@ impl ListedQueue {
             Some(unusable) => (None, Some(unusable.to_string())),
             None if closed => (None, None),
             None => match WorkQueue::open(queue.clone(), directories) {
-                Ok(opened) => (Some(opened.way().to_string()), None),
+                Ok(opened) => (Some(opened.submit_method().to_string()), None),
                 Err(error) => (None, Some(error.to_string())),
             },
         };
@@ -181,7 +181,7 @@ impl ListedQueue {
             false => format!("; not configured (op_config) for {}", self.not_configured_for.join(", ")),
         };
         match &self.opened_by {
-            Some(way) => format!("opens (by {way}); used for {uses}{lacks}"),
+            Some(method) => format!("opens (by {method}); used for {uses}{lacks}"),
             None if closed => format!("would be used for {uses}{lacks}"),
             None => format!("used for {uses}{lacks}"),
         }

@@ -16,9 +16,9 @@ pub(super) fn run(args: &ReplayArgs) -> Result<Exit, Failure> {
     let name = args.file.display();
     let failed = |what: &dyn std::fmt::Display| Failure::failed(&format!("{name}: {what}"));
     let file = std::fs::File::open(&args.file).map_err(|error| failed(&error))?;
-    let Replay { verdict, cut } = replay(BufReader::new(file)).map_err(|error| failed(&error))?;
+    let Replay { verdict, truncated } = replay(BufReader::new(file)).map_err(|error| failed(&error))?;
     Out::Stdout.say(&summary(&verdict))?;
-    if cut {
+    if truncated {
         Out::Stdout.say("The trace breaks off within its last line, which was left out.")?;
     }
     for finding in &verdict.findings {
@@ -76,7 +76,7 @@ fn line(text: &mut String, row: &OperationSummary) {
     let size = row.size.checked_div(row.count).unwrap_or(0);
     let _ = write!(text, "{name:<38} {:>8} {:>10} {size:>12}", row.count, row.unanswered);
     let _ = match row.latency {
-        Some(time) => write!(text, " {:>10} {:>11} {:>11}", time.least, time.median, time.most),
+        Some(time) => write!(text, " {:>10} {:>11} {:>11}", time.min, time.median, time.max),
         None => write!(text, " {:>10} {:>11} {:>11}", "-", "-", "-"),
     };
     let _ = writeln!(text, "  {}", statuses.join(", "));

@@ -18,7 +18,7 @@ pub(crate) fn program() -> Option<PathBuf> {
     let found = places.map(|tools| tools.join("virtiofsd/bin/virtiofsd")).find(|program| program.is_file());
     if found.is_none() {
         assert!(std::env::var_os("STERNA_REQUIRE_TOOLS").is_none(), "scripts/setup left no virtiofsd");
-        eprintln!("skipped: there is no virtiofsd (scripts/setup --only virtiofsd builds it)");
+        sterna_test_kit::tools::skipped("there is no virtiofsd (scripts/setup --only virtiofsd builds it)");
     }
     found
 }

@@ -1,4 +1,4 @@
-//! Pieces on their way through an accelerator: their order, their content, and what happens where a device is late.
+//! Pieces in flight in an accelerator: their order, their content, and late devices.
 
 use super::*;
 use crate::accelerator::tests::{of_cpu, over, ram_of};
@@ -85,8 +85,8 @@ fn no_piece_enters_the_window_before_an_older_one() {
     let mut entered = Vec::new();
     while !ahead.is_empty() {
         let needs = ahead.window_needed();
-        // So that it is known of all what they consist of.
-        while ahead.channel.under_way() > 0 {
+        // So that the composition of all pieces is known.
+        while ahead.channel.in_flight() > 0 {
             ahead.collect();
         }
         let mut meanwhile = 0;
@@ -104,7 +104,7 @@ fn no_piece_enters_the_window_before_an_older_one() {
     assert_eq!(entered, [(0, false, half, 0), (1, true, 0, 0), (0, false, half, half), (0, false, 0, 0)]);
 }
 
-/// A clock that goes on when somebody waits.
+/// A clock that advances when a thread waits.
 #[derive(Debug, Default)]
 struct Waiting(std::sync::atomic::AtomicU64);
 
@@ -129,7 +129,7 @@ fn what_comes_too_late_is_done_by_the_cpu_and_the_device_is_left_alone_for_a_whi
     let time = std::sync::Arc::new(Waiting::default());
     let mut settings = sterna_offload::Settings::default();
     (settings.time, settings.threads) = (std::sync::Arc::clone(&time) as _, false);
-    // It lives, as far as anybody can tell.
+    // It seems to be alive.
     settings.patience = std::time::Duration::from_secs(1000);
     let offload = Offload::start(&sterna_offload::Accelerators::model(file), &settings).unwrap();
     let mut ahead = Ahead::new(over(&offload, &ram()), CopyMode::Checked, PAGES as u64, NormalPageRatio::default());
@@ -149,7 +149,7 @@ fn what_comes_too_late_is_done_by_the_cpu_and_the_device_is_left_alone_for_a_whi
     assert!(through());
 }
 
-/// What is kept is all the same but for one page; of two pieces under way both are asked for.
+/// The kept content is the same except for one page; both of the two pieces in flight are requested.
 #[test]
 fn deltas_lead_from_what_is_kept_to_the_copies() {
     let dir = tempfile::tempdir().unwrap();
@@ -204,6 +204,6 @@ fn after_a_shutdown_pieces_are_the_threads_own_and_still_in_order() {
         out.push((piece.block, matches!(ready, Ready::NotSearched), matches!(ready, Ready::NotCopied)));
         ahead.recycle(piece);
     }
-    // What was looked at before is known; copies, and looks at others, were refused.
+    // Pieces that were searched before are known; copies, and searches of other pieces, were refused.
     assert_eq!(out, [(0, false, true), (1, false, true), (2, true, false)]);
 }

@@ -9,7 +9,7 @@ use super::{Deltas, push, push_unkept};
 
 impl Deltas {
     /// Collects the pages to retransmit whole: those of `pages` in `block` whose newest content was in the packet `refused`. Newer
-    /// content is on its way in a later packet. The error is a page that was not in the refused packet.
+    /// content is in transit in a later packet. The error is a page that was not in the refused packet.
     pub(in super::super) fn collect_refused(&mut self, block: u16, pages: Range<u64>, refused: u64) -> Result<(), u64> {
         self.rest_runs.clear();
         self.rest.clear();

@@ -69,7 +69,7 @@ pub(super) fn run(
     let steering = Steering::begin(control, cancel)
         .map_err(|error| MigrationError::untouched(Cause::new(ErrorKind::Settings, error.to_string())))?;
     let cancel = steering.cancel();
-    let cpu = CpuTime::default();
+    let cpu = CpuTime::new(settings.sandboxed);
     let _counted = cpu.count();
     let observer = &CaughtObserver(observer);
     let untouched = |error: VmmError| MigrationError::untouched(error);
@@ -130,7 +130,7 @@ pub(super) fn run(
     }
     control.agreed(post_copy);
     let state = RecordState::Source(SourceState::Started);
-    let ledger = Ledger::new(settings.state_dir.as_deref(), &session, state, to.to_string(), &settings.monitor);
+    let ledger = Ledger::new(settings.state_dir.as_ref(), &session, state, to.to_string(), &settings.monitor);
     let ledger = ledger.map_err(MigrationError::untouched)?;
 
     let monitor_call = occupied.clone();

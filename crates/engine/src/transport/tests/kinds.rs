@@ -355,7 +355,7 @@ fn a_listener_hands_out_channels_with_their_headers() {
 #[test]
 fn beyond_the_limit_the_oldest_silent_connection_is_refused_with_the_reason_and_makes_room() {
     for setup in setups() {
-        let (incoming, to, _dir) = listening(&setup, Limits { pending: 2, ..Limits::default() });
+        let (incoming, to, _dir) = listening(&setup, Limits { max_pending: 2, ..Limits::default() });
         let oldest = connect_raw(&to);
         let younger = Connection::connect(&to, &setup.source).unwrap();
         let accept = || accept_channel(incoming.next_within(PATIENCE).unwrap().0).unwrap();
@@ -377,7 +377,7 @@ fn beyond_the_limit_the_oldest_silent_connection_is_refused_with_the_reason_and_
 #[test]
 fn where_nothing_can_make_room_a_connection_is_postponed_with_the_reason() {
     for setup in setups() {
-        let (_incoming, to, _dir) = listening(&setup, Limits { pending: 0, ..Limits::default() });
+        let (_incoming, to, _dir) = listening(&setup, Limits { max_pending: 0, ..Limits::default() });
         let refused = open(&to, &setup.source).unwrap_err();
         assert!(refused.is_busy(), "{:?}: {refused}", setup.kind);
         assert!(refused.to_string().contains("too many connections"), "{refused}");

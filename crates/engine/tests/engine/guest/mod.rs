@@ -597,6 +597,21 @@ impl Signal {
     }
 }
 
+/// The monitors of both sides of a move, and the source's dirty log. The guest, which moves by post-copy if its writers never pause, does
+/// not run yet.
+pub(crate) fn monitors(
+    [source, destination]: [&Arc<Memory>; 2],
+    running: &Running,
+    workload: Workload,
+) -> (Monitor, ReportedLog, Monitor) {
+    let (from, log) = Monitor::new(source, running, workload);
+    let (mut to, _) = Monitor::new(destination, running, workload);
+    if workload.burst == 0 {
+        to.behind = Some(Behind::new(source));
+    }
+    (from, log, to)
+}
+
 /// Runs both sides of a migration: `send`, while `to` receives.
 pub(crate) fn both_sides<R>(
     listening: Listening,

@@ -15,7 +15,7 @@ use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
 use sterna_offload::{Accelerators, Kind, Offload, OffloadReport, Operation, Settings};
 
-use crate::guest::{Memory, Monitor, Running, Workload};
+use crate::guest::{Memory, Running, Workload, monitors};
 
 /// Queues of a DSA.
 pub(crate) const SHARED: &str = r#"{"name":"wq0.0","size":32,"max_batch_size":128}"#;
@@ -38,12 +38,16 @@ pub(crate) fn start(devices: &str, faults: &str, seed: u64, settings: &Settings)
 
 /// Starts an offload as [`start`] does, with long time limits, but short ones for a device that hangs.
 pub(crate) fn offload_of(devices: &str, faults: &str, seed: u64, mut settings: Settings) -> Arc<Offload> {
-    // On a busy machine the model is silent for a while, too: only for a device that never answers is the limit short.
-    let silent = ["hang", "halt", "drop_completion"].iter().any(|fault| faults.contains(fault));
-    settings.patience = Duration::from_millis(if silent { 300 } else { 30_000 });
+    settings.patience = Duration::from_millis(if has_silence(faults) { 500 } else { 60_000 });
     // The model is a hundred times slower than a device, and slower still on a busy machine.
     settings.lateness = Duration::from_secs(1);
     start(devices, faults, seed, &settings)
+}
+
+/// Whether a device with these faults never answers: only then does [`offload_of`] wait for answers a short time. On a busy machine the
+/// model of a device without faults is silent for so long, too.
+pub(crate) fn has_silence(faults: &str) -> bool {
+    ["hang", "halt", "drop_completion"].iter().any(|fault| faults.contains(fault))
 }
 
 /// Moves a guest that writes, and returns the accelerators' report.
@@ -77,8 +81,7 @@ pub(crate) fn report_of(
 ) -> Report {
     let (source, destination) = (Memory::new(1500, 700), Memory::new(1500, 700));
     let running = Running::default();
-    let (mut from, log) = Monitor::new(&source, &running, workload);
-    let (mut to, _) = Monitor::new(&destination, &running, workload);
+    let (mut from, log, mut to) = monitors([&source, &destination], &running, workload);
     // Zero pages that were touched, in addition to untouched ones.
     for block in 0..2 {
         source.words(block).iter().step_by(512).for_each(|word| word.store(0, Ordering::Relaxed));

@@ -21,6 +21,18 @@ use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 pub const HUGE: usize = 2 << 20;
 pub const WORDS: usize = PAGE_SIZE / 8;
 
+/// Starts a log, or prints why this machine cannot have it.
+pub fn works(log: &mut dyn DirtyLog) -> bool {
+    match log.start() {
+        Ok(()) => true,
+        Err(error @ (DirtyLogError::Missing { .. } | DirtyLogError::Userfault(_))) => {
+            println!("skipped: {error}");
+            false
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
 /// Memory that is unmapped when dropped.
 pub struct Memory {
     base: *mut u8,

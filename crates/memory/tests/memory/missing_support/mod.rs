@@ -9,9 +9,9 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::discard::Discardable;
@@ -212,18 +212,18 @@ pub fn content(pages: Range<u64>, version: u64) -> Vec<u8> {
     pages.flat_map(|page| std::iter::repeat_n(stamp(page, version).to_ne_bytes(), WORDS)).flatten().collect()
 }
 
-/// Permits more huge pages until it is dropped. Tests that need them take turns.
+/// Permits more huge pages until it is dropped. Tests that need them take turns, also those of other programs (sterna-qemu-lab).
 struct Surplus {
     allowed: u64,
-    _turn: MutexGuard<'static, ()>,
+    _turn: File,
 }
 
-const OVERCOMMIT: &str = "/proc/sys/vm/nr_overcommit_hugepages";
+const OVERCOMMIT: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
 impl Surplus {
     fn allow(pages: usize) -> Option<Self> {
-        static TURN: Mutex<()> = Mutex::new(());
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = File::open(OVERCOMMIT).ok()?;
+        turn.lock().ok()?;
         let before: u64 = std::fs::read_to_string(OVERCOMMIT).ok()?.trim().parse().ok()?;
         // One more than mapped: a discarded page is freed only after a while.
         let allowed = pages as u64 + 1;

@@ -34,7 +34,7 @@ pub use slot::{Slot, Table};
 use super::pace::Pace;
 use super::spill::CpuCost;
 use super::turns::{SCALE, Turns, start_tag, virtual_span};
-use super::{AdmissionDecision, Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, PATIENCE, Share};
+use super::{AdmissionDecision, AdmissionRequest, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, PATIENCE, Share};
 
 /// The longest wait of a process with nothing in flight, whatever the others claim.
 pub const MAX_TURN: Nanos = 50_000_000;
@@ -233,18 +233,18 @@ impl<T: Table> Ledger<T> {
         self.table.write(&self.own);
     }
 
-    fn admit(&mut self, ask: &Ask, ahead: Nanos, now: Nanos) -> AdmissionDecision {
-        self.turns.admit(ask);
+    fn admit(&mut self, request: &AdmissionRequest, ahead: Nanos, now: Nanos) -> AdmissionDecision {
+        self.turns.admit(request);
         self.own.until = now.saturating_add(ahead);
         // Against the predicted time, not the stretched one.
-        let expected = ahead.saturating_sub(self.pace.stretch(ask.predicted)).saturating_add(ask.predicted);
-        self.finish = self.own.start.saturating_add(virtual_span(ask.predicted, self.own.weight()));
-        self.in_flight = self.in_flight.saturating_add(ask.predicted);
+        let expected = ahead.saturating_sub(self.pace.stretch(request.predicted)).saturating_add(request.predicted);
+        self.finish = self.own.start.saturating_add(virtual_span(request.predicted, self.own.weight()));
+        self.in_flight = self.in_flight.saturating_add(request.predicted);
         self.batches += 1;
         self.own.wants = 0;
         self.waiting = None;
         self.publish();
-        AdmissionDecision::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected })
+        AdmissionDecision::Admit(Grant { vm: request.vm, predicted: request.predicted, bytes: request.bytes, expected })
     }
 
     fn left(&mut self, grant: &Grant) {
@@ -254,9 +254,9 @@ impl<T: Table> Ledger<T> {
 }
 
 impl<T: Table> Share for Ledger<T> {
-    fn ask(&mut self, ask: &Ask, now: Nanos) -> AdmissionDecision {
-        let before_own = self.turns.ask(ask, now);
-        let needed = before_own.saturating_add(ask.predicted);
+    fn ask(&mut self, request: &AdmissionRequest, now: Nanos) -> AdmissionDecision {
+        let before_own = self.turns.ask(request, now);
+        let needed = before_own.saturating_add(request.predicted);
         self.own.weight = self.turns.active_weight(now).max(1);
         // The first read comes before the first tag: a process starts level with the others, not at zero.
         if self.virtual_time.is_none() {
@@ -268,13 +268,13 @@ impl<T: Table> Share for Ledger<T> {
             self.waiting = None;
         }
         if self.waiting.is_none() {
-            let span = virtual_span(ask.predicted, self.own.weight());
+            let span = virtual_span(request.predicted, self.own.weight());
             self.own.start = start_tag(self.finish, self.virtual_time.unwrap_or(0), span);
             self.waiting = Some((now, now));
         }
-        self.own.wants = ask.predicted.max(1);
+        self.own.wants = request.predicted.max(1);
         self.look(now);
-        let others = self.others(self.own.start, ask.predicted);
+        let others = self.others(self.own.start, request.predicted);
         self.contended = others.weight > 0;
         let all = others.weight + self.own.weight();
         let own = self.pace.stretch(self.in_flight).min(self.own.until.saturating_sub(now));
@@ -288,25 +288,25 @@ impl<T: Table> Share for Ledger<T> {
         let room = if others.before > 0 { self.bound * 2 / 3 } else { self.bound };
         let alone = self.batches == 0 && others.in_flight == 0 && others.before == 0 && before_own == 0;
         let since = self.waiting.map_or(now, |(since, _)| since);
-        let turn = ask.predicted.saturating_mul(2 * all / self.own.weight()).clamp(SHORT_TURN, MAX_TURN);
+        let turn = request.predicted.saturating_mul(2 * all / self.own.weight()).clamp(SHORT_TURN, MAX_TURN);
         let overdue = self.batches == 0 && before_own == 0 && now.saturating_sub(since) >= turn;
         // A limit for a device that is much slower than predicted.
-        let outstanding = self.batches == 0 || self.in_flight.saturating_add(ask.predicted) <= self.bound;
+        let outstanding = self.batches == 0 || self.in_flight.saturating_add(request.predicted) <= self.bound;
         if (filled <= room && within_part && outstanding) || alone || overdue {
-            return self.admit(ask, ahead, now);
+            return self.admit(request, ahead, now);
         }
         // Each of its own batches before this one needs a turn of its own.
         let turns = if others.anyone_waits { before_own.saturating_mul(all / self.own.weight() - 1) } else { 0 };
-        let wait = filled.saturating_sub(self.bound).max(ask.predicted.min(self.bound)).saturating_add(turns);
-        let cost = self.cpu.of(ask.bytes, now);
+        let wait = filled.saturating_sub(self.bound).max(request.predicted.min(self.bound)).saturating_add(turns);
+        let cost = self.cpu.of(request.bytes, now);
         if self.spill && wait > cost {
             let expected = now.saturating_add(cost);
-            self.turns.wait(ask, expected);
+            self.turns.wait(request, expected);
             self.come_again(since, expected);
             return AdmissionDecision::Spill;
         }
         let until = now.saturating_add(wait.clamp(MIN_WAIT, MAX_WAIT));
-        self.turns.wait(ask, until);
+        self.turns.wait(request, until);
         self.come_again(since, until);
         AdmissionDecision::Wait { until }
     }

@@ -255,8 +255,8 @@ impl Fake {
             let mut info = QueueInfo::new(&format!("wq{number}.{queue}"), device.clone(), mode, *size);
             info.max_batch = if self.kind == Kind::Iaa { 1 } else { max_batch };
             say(queue, &mut info);
-            let way = if *dedicated { SubmitMethod::Movdir64b } else { SubmitMethod::Enqcmd };
-            let portal = self.portal(queue, way);
+            let method = if *dedicated { SubmitMethod::Movdir64b } else { SubmitMethod::Enqcmd };
+            let portal = self.portal(queue, method);
             let opened = WorkQueue::with_portal_within(info, portal, Duration::from_secs(5));
             queues.push(opened.expect("a no-op is answered at once while the queue is proved"));
         }
@@ -306,9 +306,9 @@ impl Fake {
         inside.entries.iter().filter(|entry| !entry.lost).map(|entry| entry.at).min()
     }
 
-    fn portal(self: &Arc<Self>, queue: usize, way: SubmitMethod) -> Arc<dyn Portal> {
+    fn portal(self: &Arc<Self>, queue: usize, method: SubmitMethod) -> Arc<dyn Portal> {
         let queue = FakeQueue { device: self.clone(), queue };
-        FakePortal::new(way, move |descriptor| queue.device.submit(queue.queue, descriptor.as_bytes(), way))
+        FakePortal::new(method, move |descriptor| queue.device.submit(queue.queue, descriptor.as_bytes(), method))
     }
 
     /// Does what is due at `now`.
@@ -323,7 +323,7 @@ impl Fake {
         }
     }
 
-    fn submit(&self, queue: usize, bytes: &[u8; 64], way: SubmitMethod) -> Submission {
+    fn submit(&self, queue: usize, bytes: &[u8; 64], method: SubmitMethod) -> Submission {
         let mut inside = self.lock();
         if self.proving.load(Ordering::SeqCst) && !inside.halted {
             inside.execute(bytes, self.kind);
@@ -339,7 +339,7 @@ impl Fake {
         }
         let occupied = inside.entries.iter().filter(|entry| entry.queue == queue).count() as u32;
         let full = occupied >= self.sizes.get(queue).map_or(1, |(size, _)| *size);
-        if way == SubmitMethod::Enqcmd {
+        if method == SubmitMethod::Enqcmd {
             if full || inside.full_for > 0 || inside.halted {
                 inside.full_for = inside.full_for.saturating_sub(1);
                 return Submission::Retry;

@@ -51,7 +51,7 @@ pub(in crate::gateway) struct Ready {
 }
 
 /// Why a destination QEMU cannot receive a guest, and whether it is still usable.
-pub(in crate::gateway) enum NotTaken {
+pub(in crate::gateway) enum Refusal {
     /// No stream was begun: the QEMU is unchanged, and can receive another guest.
     Untouched(String),
     /// The QEMU may have read the opening of a stream, and can receive no other one.
@@ -62,12 +62,12 @@ pub(in crate::gateway) enum NotTaken {
 ///
 /// # Errors
 /// QEMU or its memory is unsuitable: the reason, and whether the QEMU is still usable.
-pub(in crate::gateway) fn prepare(qmp: &Qmp, machine: &Machine) -> Result<Ready, NotTaken> {
+pub(in crate::gateway) fn prepare(qmp: &Qmp, machine: &Machine) -> Result<Ready, Refusal> {
     // Before QEMU begins anything: most obstacles in its memory are found now.
-    ram::of_destination(qmp, &machine.blocks).map_err(NotTaken::Untouched)?;
+    ram::of_destination(qmp, &machine.blocks).map_err(Refusal::Untouched)?;
     let vmm = QemuDestination::begin(qmp.clone(), machine)?;
     // Only now do the blocks have the source's lengths.
-    let (guest, process) = ram::of_destination(qmp, &machine.blocks).map_err(NotTaken::Begun)?;
+    let (guest, process) = ram::of_destination(qmp, &machine.blocks).map_err(Refusal::Begun)?;
     Ok(Ready { vmm, guest, process })
 }
 
@@ -134,14 +134,14 @@ impl QemuDestination {
     ///
     /// # Errors
     /// QEMU refuses: the reason, and whether a stream was begun.
-    fn begin(qmp: Qmp, machine: &Machine) -> Result<Self, NotTaken> {
-        let untouched = |error: &dyn std::fmt::Display| NotTaken::Untouched(error.to_string());
+    fn begin(qmp: Qmp, machine: &Machine) -> Result<Self, Refusal> {
+        let untouched = |error: &dyn std::fmt::Display| Refusal::Untouched(error.to_string());
         let blocks: Vec<_> =
             machine.blocks.iter().map(|block| BlockLength { name: &block.name, used: block.bytes }).collect();
-        let opening = stream::opening(&machine.machine_type, &blocks).map_err(NotTaken::Untouched)?;
+        let opening = stream::opening(&machine.machine_type, &blocks).map_err(Refusal::Untouched)?;
         let (ours, theirs) =
             UnixStream::pair().map_err(|error| untouched(&format_args!("no socket pair for QEMU: {error}")))?;
-        let broken = |error: std::io::Error| NotTaken::Untouched(format!("QEMU's migration socket: {error}"));
+        let broken = |error: std::io::Error| Refusal::Untouched(format!("QEMU's migration socket: {error}"));
         let answers = ours.try_clone().map_err(broken)?;
         answers.set_read_timeout(Some(OPENING_TIME)).map_err(broken)?;
         ours.set_write_timeout(Some(LOADING_TIME)).map_err(broken)?;
@@ -157,24 +157,24 @@ impl QemuDestination {
         let restore = plan.carry_out().map_err(|error| untouched(&error))?;
         let failed = |error: QmpError| format!("QEMU does not take the migration: {error}");
         qmp.execute_with_descriptor("getfd", json!({ "fdname": DESCRIPTOR }), theirs.as_fd())
-            .map_err(|error| NotTaken::Untouched(failed(error)))?;
+            .map_err(|error| Refusal::Untouched(failed(error)))?;
         drop(theirs);
         if let Err(error) = qmp.execute("migrate-incoming", json!({ "uri": format!("fd:{DESCRIPTOR}") })) {
             // QEMU may have executed a command that it did not answer.
             if !matches!(error, QmpError::Refused { .. }) {
-                return Err(NotTaken::Begun(failed(error)));
+                return Err(Refusal::Begun(failed(error)));
             }
             if let Err(error) = qmp.execute("closefd", json!({ "fdname": DESCRIPTOR })) {
                 tracing::debug!(%error, "closefd");
             }
-            return Err(NotTaken::Untouched(failed(error)));
+            return Err(Refusal::Untouched(failed(error)));
         }
         // Accepted while `inmigrate`: it clears the autostart flag and changes nothing else.
         let stopped = qmp.execute("stop", json!({})).and_then(|_| qmp.status());
-        match stopped.map_err(|error| NotTaken::Begun(failed(error)))?.as_str() {
+        match stopped.map_err(|error| Refusal::Begun(failed(error)))?.as_str() {
             "inmigrate" => {}
             status => {
-                return Err(NotTaken::Begun(format!("QEMU is {status} where it should wait for the migration")));
+                return Err(Refusal::Begun(format!("QEMU is {status} where it should wait for the migration")));
             }
         }
         let mut this = Self {
@@ -192,7 +192,7 @@ impl QemuDestination {
                 let why = this.failure();
                 let why =
                     why.unwrap_or_else(|| format!("QEMU does not take the machine and its RAM blocks: {answer:?}"));
-                Err(NotTaken::Begun(why))
+                Err(Refusal::Begun(why))
             }
         }
     }

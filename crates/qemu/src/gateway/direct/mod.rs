@@ -49,7 +49,7 @@ use sterna_wire::control::{Hello, Mode};
 use sterna_wire::reason::ErrorKind;
 use sterna_wire::switchover::SourceAfter;
 
-pub(super) use self::destination::{NotTaken, Ready as ReadyDestination, prepare as prepare_destination, receive};
+pub(super) use self::destination::{Ready as ReadyDestination, Refusal, prepare as prepare_destination, receive};
 pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory};
 use self::ram::{DirectRam, Survey};
 use self::source::QemuSource;

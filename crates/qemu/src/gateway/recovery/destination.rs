@@ -1,60 +1,31 @@
 //! `sterna recover` at the destination: listens for the source, where only the source knows the decision.
 
-use std::convert::Infallible;
-use std::sync::Arc;
-use std::time::Instant;
-
-use sterna_engine::abort::Abort;
-use sterna_engine::control_link::{ControlLink, held_back};
 use sterna_engine::process;
-use sterna_engine::session::{ConnectionEvent, OnConnectionEvent, link_events};
-use sterna_engine::switchover::{
-    DestinationDriver, DestinationKernel, DestinationOutcome, DestinationSetup, SourceLink, after, run_destination,
-};
-use sterna_engine::transport::{Limits, Listener, Stop, accept_channel, refuse_channel};
-use sterna_wire::control::{ControlMessage, ControlReader};
-use sterna_wire::header::ChannelKind;
+use sterna_engine::recovery::{DestinationRemains, GaveUp, RecoveredDestination, recover_destination};
+use sterna_engine::report::Observer;
+use sterna_engine::switchover::DestinationOutcome;
 use sterna_wire::reason::{ErrorKind, Reason};
-use sterna_wire::switchover::{
-    DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover, Record, RecordState,
-};
+use sterna_wire::switchover::{DestinationEnd, DestinationGuest, DestinationState, Record, RecordState};
 
-use super::{CANCELLED, Recovery, TELL_TIME, durable, restore_settings, security, unconnected_peer};
-use crate::gateway::destination::LINGER;
+use super::{Recovery, durable, restore_settings};
+use crate::gateway::GatewayError;
 use crate::gateway::qemu::{self, QUIT_TIME};
-use crate::gateway::{GatewayError, RecoverOptions};
 use crate::qmp::Qmp;
 
 /// Settles the migration from a record in `state`.
 pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result<String, GatewayError> {
     let guest = guest_state(&recovery, state)?;
-    tracing::info!(?state, ?guest, "recovering the destination");
-    let Recovery { options, cancel, observer, record, qmp, events, inbox } = recovery;
-    let (machine, first) = DestinationSwitchover::recover(state, guest, options.fenced_peer);
-    let on_connection = events.on_connection();
-    let kernel = DestinationKernel::new(DestinationSetup {
-        machine,
-        peer: unconnected_peer(),
-        ledger: record.into(),
-        events,
-        abort: Arc::new(Abort::default()),
-        cancel,
-        observer,
-    });
-    let until = options.wait.map(after);
-    let needs_source = !state.lacks_memory();
-    let mut driver =
-        Driver { kernel, options, qmp, on_connection, listening: None, needs_source, until, given_up: None };
-    let outcome = run_destination(&mut driver, &inbox, first);
-    driver.kernel.hang_up();
+    let (record, observer, wait) = (recovery.record.record().clone(), recovery.observer, recovery.options.wait);
+    let (means, qmp) = recovery.means();
+    let mut remains = Remains { record, qmp, observer };
+    let RecoveredDestination { outcome, gave_up, ledger, .. } =
+        recover_destination(means, state, guest, wait, &mut remains);
     match outcome {
-        DestinationOutcome::Machine(end) => {
-            let ledger = &driver.kernel.ledger;
-            sentence(&end, ledger.record()).and_then(|text| durable(ledger, text))
+        DestinationOutcome::Machine(end) => sentence(&end, ledger.record()).and_then(|text| durable(&ledger, text)),
+        DestinationOutcome::GivenUp(reason) if gave_up == Some(GaveUp::NoListener) => {
+            Err(GatewayError::new(&reason).of(reason.kind))
         }
-        DestinationOutcome::GivenUp(reason) => {
-            Err(driver.given_up.take().unwrap_or_else(|| GatewayError::of_kind(reason.kind, reason)))
-        }
+        DestinationOutcome::GivenUp(reason) => Err(GatewayError::of_kind(reason.kind, reason)),
     }
 }
 
@@ -83,40 +54,19 @@ fn guest_state(recovery: &Recovery<'_>, state: DestinationState) -> Result<Desti
     }
 }
 
-struct Driver<'a> {
-    kernel: DestinationKernel<'a, Infallible>,
-    options: &'a RecoverOptions,
+/// The destination's QEMU, if it lives.
+struct Remains<'a> {
+    record: Record,
     qmp: Option<Qmp>,
-    on_connection: OnConnectionEvent,
-    listening: Option<Listening>,
-    /// Whether only the source may know how this ends.
-    needs_source: bool,
-    /// When the source must have sent its decision.
-    until: Option<Instant>,
-    /// Why this side cannot listen for the source.
-    given_up: Option<GatewayError>,
+    observer: &'a dyn Observer,
 }
 
-impl<'a> DestinationDriver<'a> for Driver<'a> {
-    type Event = Infallible;
-
-    fn kernel(&mut self) -> &mut DestinationKernel<'a, Infallible> {
-        &mut self.kernel
-    }
-
-    fn clear_autostart(&mut self) -> Result<(), Reason> {
-        Err(Reason::other("a recovery loads no guest"))
-    }
-
-    fn accept_stream(&mut self) -> Result<(), Reason> {
-        Err(Reason::other("a recovery loads no guest"))
-    }
-
-    fn start_guest(&mut self) -> Result<Option<DestinationGuest>, Reason> {
+impl DestinationRemains for Remains<'_> {
+    fn start_guest(&mut self) -> Result<DestinationGuest, Reason> {
         match self.qmp.as_ref().map(qemu::cont) {
-            Some(Ok(())) => Ok(Some(DestinationGuest::Running)),
+            Some(Ok(())) => Ok(DestinationGuest::Running),
             Some(Err(error)) => Err(qemu::failed("QEMU does not start the guest")(error)),
-            None => Ok(Some(DestinationGuest::Gone)),
+            None => Ok(DestinationGuest::Gone),
         }
     }
 
@@ -124,8 +74,12 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         self.qmp.iter().for_each(qemu::announce);
     }
 
+    fn runs(&mut self) {
+        restore_settings(self.qmp.as_ref(), &self.record, self.observer);
+    }
+
     fn discard(&mut self) -> Result<(), Reason> {
-        let process = self.kernel.ledger.record().monitor_process;
+        let process = self.record.monitor_process;
         match (&self.qmp, process) {
             (Some(qmp), _) => qemu::quit(qmp, process, QUIT_TIME).map_err(|text| Reason::new(ErrorKind::Monitor, text)),
             (None, Some(qemu)) if process::lives(qemu) => {
@@ -135,121 +89,6 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
             }
             (None, _) => Ok(()),
         }
-    }
-
-    fn await_source(&mut self) {
-        if self.listening.is_some() || self.kernel.end().is_some() {
-            return;
-        }
-        match self.listen() {
-            Ok(listening) => self.listening = Some(listening),
-            Err(error) if self.needs_source => {
-                self.kernel.give_up(Reason::new(error.kind, &error));
-                self.given_up = Some(error);
-                return;
-            }
-            Err(_) => return,
-        }
-        if !self.needs_source {
-            return;
-        }
-        self.kernel.observer.note(&format!(
-            "waiting at {} for the source's decision; run `sterna recover {}` there",
-            self.kernel.ledger.record().peer,
-            self.options.id
-        ));
-    }
-
-    fn ended(&mut self, end: &DestinationEnd) {
-        if *end == DestinationEnd::Running {
-            restore_settings(self.qmp.as_ref(), self.kernel.ledger.record(), self.kernel.observer);
-        }
-        let contradicted = matches!(end, DestinationEnd::Stuck { .. } | DestinationEnd::Conflict);
-        if self.listening.is_none() && !contradicted {
-            // Without a listener only this side is settled: the source can run `recover` later.
-            self.listening = self.listen().ok();
-        }
-    }
-
-    /// A source that missed `Running` dials again. It is answered for a while, so that the operator need not run `recover` here again.
-    fn hang_up_at(&self, end: &DestinationEnd, link: SourceLink, since: Instant) -> Instant {
-        let latest = since + LINGER;
-        match (end, link) {
-            (_, SourceLink::Connected) => latest,
-            (DestinationEnd::Stuck { .. } | DestinationEnd::Conflict, _) => since,
-            _ if self.listening.is_none() => since,
-            _ => latest.min(Instant::now() + TELL_TIME),
-        }
-    }
-
-    fn receive(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
-        tracing::debug!(?message, "a message about a migration that is being recovered");
-        None
-    }
-
-    fn handle(&mut self, event: Infallible) -> Option<DestinationEvent> {
-        match event {}
-    }
-
-    fn idle(&mut self) -> Option<DestinationEvent> {
-        if self.kernel.end().is_none() && self.until.is_some_and(|until| Instant::now() >= until) {
-            let text = "no source has sent its decision in time (--wait): nothing is settled yet";
-            self.kernel.give_up(Reason::new(ErrorKind::Network, text));
-        }
-        None
-    }
-
-    fn too_late_to_cancel(&mut self) {
-        self.kernel.give_up(Reason::new(ErrorKind::Cancelled, CANCELLED));
-    }
-}
-
-impl Driver<'_> {
-    /// Listens at the migration's address, for control channels of this migration only.
-    fn listen(&self) -> Result<Listening, GatewayError> {
-        let record = self.kernel.ledger.record();
-        let listener = Listener::bind(&record.peer).map_err(GatewayError::new)?;
-        let security = security(self.options).map_err(GatewayError::new)?;
-        let incoming = listener.start(security, Limits::default()).map_err(GatewayError::new)?;
-        let listening = Listening(incoming.stop_handle());
-        let (id, key) = (record.migration, record.key.clone());
-        let tell = Arc::clone(&self.on_connection);
-        std::thread::spawn(move || {
-            let mut latest = 1;
-            while let Some((connection, header)) = incoming.next() {
-                let wanted = header.id == id
-                    && header.kind == ChannelKind::Control
-                    && header.incarnation > latest
-                    && header.belongs(&key, connection.exporter());
-                if !wanted {
-                    refuse_channel(connection, "only the source of the migration being recovered may connect here");
-                    continue;
-                }
-                latest = header.incarnation;
-                let closer = connection.closer();
-                let (gated, gate) = held_back(link_events(&tell, header.incarnation));
-                let link =
-                    accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
-                        ControlLink::start(writer, reader, closer, ControlReader::default(), gated)
-                            .map_err(|error| error.to_string())
-                    });
-                tell(match link {
-                    Ok(link) => ConnectionEvent::Connected(header.incarnation, link),
-                    Err(reason) => ConnectionEvent::Unreachable(reason),
-                });
-                drop(gate);
-            }
-        });
-        Ok(listening)
-    }
-}
-
-/// A listener that stops when this is dropped.
-struct Listening(Stop);
-
-impl Drop for Listening {
-    fn drop(&mut self) {
-        self.0.stop();
     }
 }
 

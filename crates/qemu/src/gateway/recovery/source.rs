@@ -1,59 +1,25 @@
 //! `sterna recover` at the source: the side that knows the decision.
 
-use std::convert::Infallible;
-use std::time::Duration;
-
-use sterna_engine::live_control::Control;
 use sterna_engine::process;
-use sterna_engine::session::{Backoff, DIAL_PAUSE, Redial, Session};
-use sterna_engine::switchover::{
-    DeliveryLimits, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved, run_source,
-};
-use sterna_engine::transport::Address;
-use sterna_wire::control::{ControlMessage, Mode};
+use sterna_engine::recovery::{DIAL_TIME, RecoveredSource, SourceRemains, recover_source};
+use sterna_engine::report::Observer;
+use sterna_engine::switchover::Unserved;
+use sterna_wire::control::Mode;
 use sterna_wire::reason::{ErrorKind, Reason};
-use sterna_wire::switchover::{
-    Record, RecordState, SourceAfter, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover,
-};
+use sterna_wire::switchover::{Record, RecordState, SourceAfter, SourceEnd, SourceGuest, SourceState};
 
-use super::{
-    CANCELLED, MAX_DIAL_PAUSE, Recovery, TELL_TIME, durable, restore_settings, security, unconnected_peer,
-    unreachable_monitor,
-};
+use super::{Recovery, durable, restore_settings, unreachable_monitor};
 use crate::gateway::{GatewayError, qemu};
 use crate::qmp::{Qmp, QmpError};
-
-/// How long to dial the destination: `recover` may have to be started there first.
-const DIAL_TIME: Duration = Duration::from_secs(60);
 
 /// Settles the migration from a record in `state`.
 pub(super) fn recover(recovery: Recovery<'_>, state: SourceState) -> Result<String, GatewayError> {
     let guest = guest_state(&recovery, state)?;
-    tracing::info!(?state, ?guest, "recovering the source");
-    let Recovery { options, cancel, observer, record, qmp, events, inbox } = recovery;
-    let (machine, first) = SourceSwitchover::recover(Some(state), guest, options.fenced_peer);
-    let session = session_of(record.record());
-    let kernel = SourceKernel::new(SourceSetup {
-        machine,
-        peer: unconnected_peer(),
-        reconnection: Reconnection {
-            to: Address::from(&record.record().peer),
-            security: security(options),
-            redial: Redial::with(Backoff::new(DIAL_PAUSE).up_to(MAX_DIAL_PAUSE)),
-        },
-        on_connection: events.on_connection(),
-        session,
-        ledger: record.into(),
-        events,
-        limits: DeliveryLimits { decision: DIAL_TIME, abort: TELL_TIME },
-        cancel,
-        control: Control::new(),
-        observer,
-    });
-    let mut driver = Driver { kernel, qmp };
-    let end = run_source(&mut driver, &inbox, first);
-    driver.kernel.hang_up();
-    driver.settled(&end)
+    let (record, observer) = (recovery.record.record().clone(), recovery.observer);
+    let (means, qmp) = recovery.means();
+    let mut remains = Remains { record, qmp, observer };
+    let recovered = recover_source(means, state, guest, DIAL_TIME, &mut remains);
+    remains.settled(&recovered)
 }
 
 /// Returns the state of the source's guest. A settled migration needs none.
@@ -84,42 +50,16 @@ fn refuse_if_not_ours(qmp: &Qmp, record: &Record, guest: SourceGuest) -> Result<
     Err(GatewayError::new(format!("the guest {whose}. Nothing was touched")))
 }
 
-/// Returns the record's migration as far as a control channel needs it.
-fn session_of(record: &Record) -> Session {
-    Session {
-        id: record.migration,
-        key: record.key.clone(),
-        incarnation: 0,
-        channels: 0,
-        device_channels: 0,
-        packet_size: 0,
-        features: Vec::new(),
-        round_trip: Duration::ZERO,
-    }
-}
-
-struct Driver<'a> {
-    kernel: SourceKernel<'a, Infallible>,
+/// The source's QEMU, if it lives.
+struct Remains<'a> {
+    record: Record,
     qmp: Option<Qmp>,
+    observer: &'a dyn Observer,
 }
 
-impl<'a> SourceDriver<'a> for Driver<'a> {
-    type Event = Infallible;
-
-    fn kernel(&mut self) -> &mut SourceKernel<'a, Infallible> {
-        &mut self.kernel
-    }
-
-    fn start_migration(&mut self) -> Result<(), Reason> {
-        Err(Reason::other("a recovery starts no migration"))
-    }
-
-    fn complete(&mut self) -> Result<Option<SourceGuest>, Reason> {
-        Err(Reason::other("a recovery completes no migration"))
-    }
-
+impl SourceRemains for Remains<'_> {
     fn end_migration(&mut self) -> Result<SourceGuest, Reason> {
-        let record = self.kernel.ledger.record();
+        let record = &self.record;
         let qmp = self.qmp.as_ref().ok_or_else(|| Reason::new(ErrorKind::Monitor, unreachable_monitor(record)))?;
         // In direct mode, the tracking of the guest's writes has ended with the process that died.
         let direct = record.mode == Mode::Direct;
@@ -130,64 +70,51 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     }
 
     fn resume(&mut self) -> Result<SourceGuest, Reason> {
-        let record = self.kernel.ledger.record();
-        let qmp = self.qmp.as_ref().ok_or_else(|| Reason::new(ErrorKind::Monitor, unreachable_monitor(record)))?;
+        let qmp =
+            self.qmp.as_ref().ok_or_else(|| Reason::new(ErrorKind::Monitor, unreachable_monitor(&self.record)))?;
         qemu::cont(qmp).map_err(qemu::failed("the source QEMU does not resume the guest"))?;
         Ok(SourceGuest::Running)
     }
 
     fn guest_stays(&mut self) {
-        restore_settings(self.qmp.as_ref(), self.kernel.ledger.record(), self.kernel.observer);
+        restore_settings(self.qmp.as_ref(), &self.record, self.observer);
         self.qmp.iter().for_each(qemu::announce);
     }
 
     fn end_guest(&mut self) -> Result<SourceGuest, Reason> {
         match &self.qmp {
             Some(qmp) => {
-                let ended = qemu::end_source(qmp, self.kernel.ledger.record());
+                let ended = qemu::end_source(qmp, &self.record);
                 ended.map_err(|text| Reason::new(ErrorKind::Monitor, text))
             }
             None => Ok(SourceGuest::Gone),
         }
     }
 
-    fn serve_pages(&mut self) -> Result<(), Unserved> {
-        match self.kernel.ledger.record().monitor_process {
-            Some(qemu) if !process::lives(qemu) => Err(Unserved::MonitorGone),
-            _ => Err(Unserved::NoPages(Reason::other("the process that could read it has ended"))),
+    fn unserved(&mut self) -> Unserved {
+        match self.record.monitor_process {
+            Some(qemu) if !process::lives(qemu) => Unserved::MonitorGone,
+            _ => Unserved::NoPages(Reason::other("the process that could read it has ended")),
         }
-    }
-
-    fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {
-        tracing::debug!(?message, "a message about a migration that is being recovered");
-        None
-    }
-
-    fn handle(&mut self, event: Infallible) -> Option<SourceEvent> {
-        match event {}
-    }
-
-    fn too_late_to_cancel(&mut self) {
-        self.kernel.give_up(Reason::new(ErrorKind::Cancelled, CANCELLED));
     }
 }
 
-impl Driver<'_> {
+impl Remains<'_> {
     /// Returns the sentence about how the migration is settled.
-    fn settled(&self, end: &SourceEnd) -> Result<String, GatewayError> {
-        let mut text = self.sentence(end)?;
-        text += &self.warning(end).map(|warning| format!("; WARNING: {warning}")).unwrap_or_default();
-        durable(&self.kernel.ledger, text)
+    fn settled(&self, recovered: &RecoveredSource) -> Result<String, GatewayError> {
+        let mut text = self.sentence(&recovered.end)?;
+        text += &self.warning(recovered).map(|warning| format!("; WARNING: {warning}")).unwrap_or_default();
+        durable(&recovered.ledger, text)
     }
 
     /// Returns what the operator must know about the source's QEMU.
-    fn warning(&self, end: &SourceEnd) -> Option<String> {
-        let record = self.kernel.ledger.record();
-        match end {
+    fn warning(&self, recovered: &RecoveredSource) -> Option<String> {
+        let record = &self.record;
+        match recovered.end {
             // A record without a QEMU belongs to a monitor that embeds the library and decides itself.
             SourceEnd::Finished if !record.monitor_socket.is_empty() => {
                 // An earlier run may have failed to end this QEMU. If its process is not known, only this run's failure counts.
-                let left = self.kernel.left();
+                let left = recovered.left.as_deref();
                 let kept = left.is_some() || record.source_after == SourceAfter::Keep;
                 let lives = record.monitor_process.map_or(kept, process::lives);
                 lives.then(|| qemu::kept_warning(record.monitor_process, record.source_after, left))
@@ -232,8 +159,7 @@ impl Driver<'_> {
                 format_args!(
                     "the guest belongs to the destination, but {} was not informed: {reason}; run `sterna recover {}` there at the same \
                      time; only if that host is gone for good, add --fenced-peer here",
-                    self.kernel.to(),
-                    self.kernel.session.id
+                    self.record.peer, self.record.migration
                 ),
             )),
             SourceEnd::Unserved { reason } => lost(format!(
