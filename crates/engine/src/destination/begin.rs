@@ -52,7 +52,8 @@ pub(super) fn run(
     let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     observer.listening(&address.to_string());
     let monitor_refuses_post_copy = vmm.post_copy_refusal().map_err(MigrationError::not_accepted)?;
-    let given = ready.given.as_ref().map(|given| Checks::new(given, monitor_refuses_post_copy.clone(), ready.sandboxed));
+    let given =
+        ready.given.as_ref().map(|given| Checks::new(given, monitor_refuses_post_copy.clone(), ready.sandboxed));
     // Where the monitor makes the machine for its source, the machine is compared then.
     let refusals = |hello: &Hello| {
         given

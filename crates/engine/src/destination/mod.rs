@@ -34,7 +34,8 @@ use crate::cancel::Cancel;
 use crate::device_state::load::share;
 use crate::device_state::{DeviceId, LoadDevice};
 use crate::migration::{
-    Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, PROGRESS, RETRANSMIT, sandbox_refusal,
+    Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, PROGRESS, RETRANSMIT,
+    sandbox_refusal,
 };
 use crate::record_file::StateDir;
 use crate::report::{Observer, ReceiveReport};

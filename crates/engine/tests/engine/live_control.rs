@@ -101,7 +101,7 @@ impl Pair {
         Source::new(self.memory.ram(), Box::new(log)).method("none".parse().unwrap()).control(&self.control)
     }
 
-    fn run(&mut self, source: Source, at_source: &dyn Observer, at_destination: &dyn Observer) -> Ends {
+    fn run(&mut self, mut source: Source, at_source: &dyn Observer, at_destination: &dyn Observer) -> Ends {
         let listening = Destination::new(self.there.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
         let address = listening.address().clone();
         let (from, to) = (&mut self.from, &mut self.to);
@@ -485,7 +485,7 @@ const MOMENTS: [&str; 12] = [
 ];
 
 /// Runs a migration and calls `at` with the name of each moment.
-fn run_observed(pair: &mut Pair, source: Source, at: impl Fn(&str) + Clone + Send + Sync + 'static) -> Ends {
+fn run_observed(pair: &mut Pair, mut source: Source, at: impl Fn(&str) + Clone + Send + Sync + 'static) -> Ends {
     let at_call = at.clone();
     pair.from.on_call = Some(Box::new(move |method| at_call(method)));
     let observer = Watching(move |seen: Seen<'_>| match seen {
