@@ -178,6 +178,7 @@ fn the_limits_are_those_of_the_code() {
         ("MAX_RAM_CHANNELS", limit::MAX_RAM_CHANNELS.to_string()),
         ("MAX_DEVICE_CHANNELS", limit::MAX_DEVICE_CHANNELS.to_string()),
         ("MAX_DEVICES", limit::MAX_DEVICES.to_string()),
+        ("MAX_OPENING", limit::MAX_OPENING.to_string()),
         ("MAX_OPAQUE_CHANNELS", limit::MAX_OPAQUE_CHANNELS.to_string()),
         ("MAX_CONTROL_MESSAGE", limit::MAX_CONTROL_MESSAGE.to_string()),
         ("MAX_RUNS", limit::MAX_RUNS.to_string()),
@@ -189,6 +190,7 @@ fn the_limits_are_those_of_the_code() {
         ("MAX_TEXT", limit::MAX_TEXT.to_string()),
         ("MAX_BLOCK_LENGTH", limit::MAX_BLOCK_LENGTH.to_string()),
         ("HANDSHAKE_TIME", seconds(limit::HANDSHAKE_TIME)),
+        ("PREPARATION_TIME", seconds(limit::PREPARATION_TIME)),
         ("HEARTBEAT_INTERVAL", seconds(limit::HEARTBEAT_INTERVAL)),
         ("SILENCE_LIMIT", seconds(limit::SILENCE_LIMIT)),
     ]

@@ -11,8 +11,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use sterna::vm_memory::BitmapLog;
 use sterna::{
-    Cancel, Destination, DestinationVmm, GuestState, Observer, Progress, Recovery, Remains, Security, Settled, Side,
-    Source, SourceVmm, VmmError,
+    Cancel, Destination, DestinationVmm, GuestState, Observer, Progress, Recovery, Remains, ResumeReason, Security,
+    Settled, Side, Source, SourceVmm, VmmError,
 };
 use sterna_embedded::Machine;
 use sterna_wire::switchover::{CrashPoint, Moment, Step};
@@ -52,7 +52,7 @@ impl SourceVmm for Monitor {
         Ok(self.disk.unlock()?)
     }
 
-    fn resume(&mut self) -> Result<(), VmmError> {
+    fn resume(&mut self, _reason: ResumeReason) -> Result<(), VmmError> {
         self.run();
         Ok(())
     }
@@ -113,7 +113,7 @@ fn side(role: &str) {
         monitor.run();
         monitor.machine.wait_for(1000);
         let log = BitmapLog::new(&monitor.machine.memory).unwrap();
-        let source = Source::new(monitor.machine.ram().unwrap(), Box::new(log)).state_dir(&records);
+        let mut source = Source::new(monitor.machine.ram().unwrap(), Box::new(log)).state_dir(&records);
         let to = std::env::var(TO).unwrap();
         match source.run(to, &Security::Insecure, &mut monitor, &Cancel::new(), &crashes) {
             Ok(_) => println!("the guest has moved"),

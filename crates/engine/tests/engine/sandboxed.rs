@@ -205,7 +205,7 @@ fn with_given_connections_tls_and_records_a_guest_moves_without_sockets_and_path
             });
             let sending = scope.spawn(|| {
                 enter_sandbox(&[PROGRAM, CHANNELS, MEMORY, RECORDS], Some(source_number));
-                let source = Source::new(source.ram(), log)
+                let mut source = Source::new(source.ram(), log)
                     .method(MethodChoice::auto())
                     .sandboxed(true)
                     .state_dir(&source_records);
@@ -254,7 +254,7 @@ fn with_a_given_listening_socket_and_userfaultfd_post_copy_opens_nothing() {
             });
             let sending = scope.spawn(|| {
                 enter_sandbox(&[PROGRAM, CHANNELS, MEMORY, POST_COPY], None);
-                let source = Source::new(source.ram(), log)
+                let mut source = Source::new(source.ram(), log)
                     .bandwidth(Some(40 << 20))
                     .downtime(Duration::from_millis(10))
                     .when_not_converging(NotConverging::PostCopyAfter(1))
@@ -324,7 +324,7 @@ fn a_sandboxed_side_refuses_beforehand_what_it_could_not_do() {
         };
         destination.listen(at, &Security::Insecure).map(drop)
     };
-    let source = Source::new(memory.ram(), Box::new(reported)).sandboxed(true);
+    let mut source = Source::new(memory.ram(), Box::new(reported)).sandboxed(true);
     let refused = [
         source.run("127.0.0.1:1", &Security::Insecure, &mut monitor, &Cancel::new(), &()).map(drop),
         destination("127.0.0.1:0".into(), None),
@@ -354,7 +354,7 @@ fn a_sandboxed_destination_without_a_userfaultfd_refuses_post_copy_in_words() {
             let listening =
                 Destination::new(destination.ram()).sandboxed(true).listen(at, &Security::Insecure).unwrap();
             let receiving = scope.spawn(|| listening.run(&mut to, &cancel, &()));
-            let source = Source::new(source.ram(), Box::new(reported)).when_not_converging(NotConverging::PostCopy);
+            let mut source = Source::new(source.ram(), Box::new(reported)).when_not_converging(NotConverging::PostCopy);
             let to_there = connections("there", vec![near]);
             let refused = source.run(to_there, &Security::Insecure, &mut from, &Cancel::new(), &()).unwrap_err();
             assert_eq!(refused.kind, ErrorKind::Refused);

@@ -83,8 +83,8 @@ pub struct SendOptions {
     pub source_after: SourceAfter,
     /// Time limits until the guest is stopped for its switchover.
     pub waits: WaitLimits,
-    /// Controls the migration from other threads while it runs. Direct mode carries out all requests; with QEMU's own stream `post_copy` is
-    /// not agreed on.
+    /// Controls the migration from other threads while it runs. `post_copy` is agreed on only in direct mode where it was chosen for rounds
+    /// that do not converge ([`DirectOptions::not_converging`]).
     pub control: Control,
     /// The directory of the migrations' records.
     pub state_dir: PathBuf,

@@ -13,6 +13,7 @@ use sterna_engine::transport::Security;
 use sterna_qemu::gateway::{
     DirectOptions, Placement, ReceiveOptions, SendMode, SendOptions, SocketDirectory, WaitLimits, receive, send,
 };
+use sterna_qemu::qmp::Qmp;
 use sterna_qemu_lab::ram::Ram;
 use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, boot_sector, skip_if_unavailable};
 use sterna_wire::switchover::SourceAfter;
@@ -62,9 +63,14 @@ impl Observer for Requesting<'_> {
 fn move_by_request(mode: SendMode) -> Option<(Report, Vec<String>)> {
     let options = QemuOptions::new(QemuVersion::V10_0, Guest::BootSector);
     let source = skip_if_unavailable(Qemu::start(&options))?;
-    let destination = Qemu::start(&options.incoming()).expect("a second QEMU");
-    source.console().wait_for_bytes(3, LONG).expect("the guest works");
     let scratch = tempfile::tempdir().unwrap();
+    // A second monitor: the first is Sterna's.
+    let socket = scratch.path().join("watch");
+    let mut incoming = options.incoming();
+    let watch = format!("socket,id=watch,path={},server=on,wait=off", socket.display());
+    incoming.extra.extend(["-chardev", &watch, "-mon", "chardev=watch,mode=control"].map(str::to_owned));
+    let destination = Qemu::start(&incoming).expect("a second QEMU");
+    source.console().wait_for_bytes(3, LONG).expect("the guest works");
     let state_dir = |side: &str| {
         let dir = scratch.path().join(side);
         std::fs::create_dir(&dir).unwrap();
@@ -118,7 +124,7 @@ fn move_by_request(mode: SendMode) -> Option<(Report, Vec<String>)> {
     assert_eq!((control.switch_over(), control.cancel()), (Answer::TooLate, Answer::TooLate));
     let before = destination.console().byte_count();
     destination.console().wait_for_bytes(before + 1, LONG).expect("the guest goes on");
-    sterna_qemu::qmp::Qmp::connect(destination.qmp_path()).unwrap().execute("stop", serde_json::json!({})).unwrap();
+    Qmp::connect(&socket).unwrap().execute("stop", serde_json::json!({})).unwrap();
     let ram = Ram::open(destination.pid(), destination.memory()).expect("RAM is found");
     boot_sector::check(&ram).expect("no page was lost");
     Some((sent, notes))

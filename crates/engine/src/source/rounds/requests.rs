@@ -48,9 +48,11 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         }
         match now.ending.filter(|_| now.ending != before.ending) {
             Some(RoundsEnd::SwitchOver) => {
-                self.note("as requested, the guest is paused whatever is left to be sent".into())
+                self.note("as requested, the guest is paused whatever is left to be sent".into());
             }
-            Some(RoundsEnd::PostCopy) => self.note("as requested, the guest will go on in post-copy".into()),
+            Some(RoundsEnd::PostCopy) => {
+                self.note("as requested, the guest will go on in post-copy".into());
+            }
             None => {}
         }
     }
