@@ -12,7 +12,7 @@ use sterna_wire::reason::{ErrorKind, Reason};
 use super::placing::Placing;
 use super::{after, passed};
 use crate::cpu_time;
-use crate::migration::Phase;
+use crate::migration::{DEVICE_STATE, Phase};
 use crate::report::Observer;
 use crate::session::ChannelAcceptor;
 use crate::transport::Incoming;
@@ -73,7 +73,8 @@ impl Receiving {
         })
     }
 
-    /// Compares the source's totals with what each channel has placed: both must be the same, packet by packet.
+    /// Compares the source's totals with what each channel has placed: both must be the same, packet by packet, where the channels
+    /// carry pages only.
     ///
     /// # Errors
     /// Pages are missing, or the source sent more than its totals say.
@@ -83,6 +84,13 @@ impl Receiving {
             return Ok(());
         }
         let more = placed.iter().zip(&totals.ram).any(|(placed, last)| placed > last);
+        let less =
+            placed.len() != totals.ram.len() || placed.iter().zip(&totals.ram).any(|(placed, last)| placed < last);
+        let session = self.acceptor.session();
+        if !less && session.has(DEVICE_STATE) && session.device_channels == 0 {
+            // The state of devices goes on over the channels of RAM.
+            return Ok(());
+        }
         Err(Reason::other(match more {
             true => "the source sent more packets than its totals say",
             false => "pages are missing: the totals of the source are not what was placed",

@@ -485,7 +485,7 @@ const MOMENTS: [&str; 12] = [
 ];
 
 /// Runs a migration and calls `at` with the name of each moment.
-fn run_observed(pair: &mut Pair, mut source: Source, at: impl Fn(&str) + Clone + Send + Sync + 'static) -> Ends {
+fn run_observed(pair: &mut Pair, source: Source, at: impl Fn(&str) + Clone + Send + Sync + 'static) -> Ends {
     let at_call = at.clone();
     pair.from.on_call = Some(Box::new(move |method| at_call(method)));
     let observer = Watching(move |seen: Seen<'_>| match seen {
