@@ -34,6 +34,8 @@ impl GatewayError {
     }
 
     /// Makes an error from before anything was begun.
+    // By value: for map_err.
+    #[allow(clippy::needless_pass_by_value)]
     pub(super) fn refused(cause: impl Cause) -> Self {
         Self { kind: cause.kind(), outcome: None, text: cause.to_string() }
     }

@@ -426,7 +426,7 @@ impl DestinationSwitchover {
                 self.abort(reason.from_peer().within("the source gave up"), actions);
             }
             M::Outcome(Outcome::Aborted) if waits => {
-                self.abort(Reason::new(ErrorKind::OtherSide, "the source had given up"), actions)
+                self.abort(Reason::new(ErrorKind::OtherSide, "the source had given up"), actions);
             }
             _ if self.phase.unprepared() => {
                 self.abort(Reason::other("the source sent a message that does not belong here"), actions);
