@@ -37,6 +37,8 @@ mod occupied;
 mod off_cpu;
 pub mod opening;
 pub mod pacer;
+mod panics;
+pub mod phase;
 pub mod process;
 mod random;
 mod reading;

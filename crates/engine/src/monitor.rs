@@ -4,11 +4,9 @@
 //! the monitor is called, and handled like an error of the same method: the guest is resumed if this side owns it, the peer receives the
 //! failure, and the error that `run` returns names where the guest is.
 
-use std::any::Any;
 use std::error::Error;
 use std::fmt;
 use std::io::{Read, Write};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use sterna_memory::bitmap::PageBitmap;
@@ -17,32 +15,12 @@ use sterna_wire::switchover::{Moment, Step};
 
 use crate::cpu_time::CpuTime;
 use crate::opening::{Opening, Prepared};
+use crate::panics::caught;
 use crate::report::{Observer, Progress, ReceiveProgress};
 use crate::vmm::{AfterMove, DestinationVmm, ResumeReason, SourceVmm, VmmError};
 
 /// The most errors of the monitor that are kept.
 const MAX_FAILURES: usize = 16;
-
-/// Makes a call. Returns the text of a panic in it as the error.
-pub(crate) fn caught<R>(call: impl FnOnce() -> R) -> Result<R, String> {
-    // Only the monitor's own state may be left half done; its documentation says what a panic leaves.
-    catch_unwind(AssertUnwindSafe(call)).map_err(panic_text)
-}
-
-/// Returns the text of a panic.
-pub(crate) fn panic_text(panic: Box<dyn Any + Send>) -> String {
-    match panic.downcast::<String>() {
-        Ok(text) => *text,
-        Err(panic) => match panic.downcast::<&str>() {
-            Ok(text) => (*text).to_owned(),
-            Err(other) => {
-                // Dropping something unknown may panic again.
-                std::mem::forget(other);
-                "the panic has no text".to_owned()
-            }
-        },
-    }
-}
 
 /// An error of a method of the monitor, which the migration's error will name as its source.
 #[derive(Clone, Debug)]
@@ -317,18 +295,5 @@ impl Observer for CaughtObserver<'_> {
         if let Err(said) = caught(|| self.0.note(text)) {
             tracing::warn!(said, note = text, "the observer panicked in note");
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_text_of_a_panic_is_kept_whatever_its_type() {
-        assert_eq!(caught(|| 7), Ok(7));
-        assert_eq!(caught(|| panic!("a text")), Err::<(), _>("a text".into()));
-        assert_eq!(caught(|| panic!("number {}", 7)), Err::<(), _>("number 7".into()));
-        assert_eq!(caught(|| std::panic::panic_any(7)), Err::<(), _>("the panic has no text".into()));
     }
 }

@@ -29,7 +29,7 @@ use sterna_wire::text::cleaned;
 pub(crate) use self::save::{SavingDevices, SharedDevice};
 pub(crate) use self::threads::Threads;
 pub use crate::device_bytes::DeviceBytes;
-use crate::monitor::panic_text;
+use crate::panics::panic_text;
 pub use crate::report::DevicePhase;
 use crate::report::named;
 pub(crate) use crate::report::waiting_for;

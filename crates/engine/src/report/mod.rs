@@ -16,7 +16,7 @@ pub use self::devices::{DevicePhase, DeviceProgress, DeviceReport};
 pub(crate) use self::devices::{named, waiting_for};
 pub use self::downtime::{DowntimeParts, Moments, between};
 pub(crate) use self::time_left::{Shrinking, milliseconds};
-use crate::migration::Phase;
+use crate::phase::Phase;
 
 /// Placements that are shown on a terminal: a destination may have thousands of RAM blocks, or claim so.
 const MAX_PLACEMENTS: usize = 64;

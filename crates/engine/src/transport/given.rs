@@ -17,7 +17,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use socket2::{Domain, SockRef};
 
 use super::Socket;
-use crate::monitor::caught;
+use crate::panics::caught;
 
 /// Maximum number of connections in a [`SocketQueue`]: as many as a listening socket has that wait to be accepted.
 const MAX_QUEUED: usize = 128;

@@ -17,7 +17,7 @@ use crate::cancel::Cancel;
 use crate::cpu_time;
 use crate::entry::{PageSearch, Pipeline};
 use crate::migration::{Phase, RETRANSMIT};
-use crate::monitor;
+use crate::panics;
 use crate::send::{DeltaSetting, SendChannel, SendContext};
 use crate::session::SessionError;
 use crate::source::convergence::Convergence;
@@ -124,7 +124,7 @@ impl Driver<'_> {
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| rounds.run())) {
                 // The first error is the one to report.
                 let _ = log.stop();
-                let text = monitor::panic_text(panic);
+                let text = panics::panic_text(panic);
                 let reason = Reason::other(format_args!("the thread of the rounds panicked: {text}"));
                 panicked.send(Event::Rounds(RoundEvent::Failed(reason)));
             }
