@@ -51,10 +51,10 @@ pub fn take_userfault(process: &Process, origin: UserfaultOrigin) -> Result<Take
     let pid = process.pid();
     let number = make(&mut thread, origin)?;
     let taken = take(&thread, pid, number);
-    // A descriptor that is not ours stays open.
-    if !matches!(taken, Err(AttachError::WrongDescriptor { .. })) {
-        close_there(&mut thread, pid, number, taken.as_ref().err())?;
+    if let Err(wrong @ AttachError::WrongDescriptor { .. }) = taken {
+        return Err(leave_open(thread, wrong));
     }
+    close_there(&mut thread, pid, number, taken.as_ref().err())?;
     let descriptor = taken?;
     let stopped = thread.resume()?;
     Ok(TakenUserfault { descriptor, stopped })
@@ -95,7 +95,7 @@ pub fn share_userfault(process: &Process, origin: UserfaultOrigin) -> Result<Sha
             let copy = UserfaultCopy { process: process.clone(), number, identity };
             Ok(SharedUserfault { descriptor, copy, stopped: thread.resume()? })
         }
-        Err(error @ AttachError::WrongDescriptor { .. }) => Err(error),
+        Err(wrong @ AttachError::WrongDescriptor { .. }) => Err(leave_open(thread, wrong)),
         Err(error) => {
             close_there(&mut thread, pid, number, Some(&error))?;
             Err(error)
@@ -166,6 +166,15 @@ fn take(thread: &StoppedThread<'_>, pid: i32, number: i32) -> Result<OwnedFd, At
             Err(AttachError::WrongDescriptor { pid, number, found, expected: USERFAULTFD })
         }
         _ => Ok(descriptor),
+    }
+}
+
+/// Lets the thread run on, and leaves a descriptor open that is not ours. Returns the reason: another thread may have executed a program
+/// meanwhile, in which the number means another file.
+fn leave_open(thread: StoppedThread<'_>, wrong: AttachError) -> AttachError {
+    match thread.resume() {
+        Err(gone @ (AttachError::Ended { .. } | AttachError::Replaced { .. })) => gone,
+        _ => wrong,
     }
 }
 
