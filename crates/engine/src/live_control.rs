@@ -103,7 +103,7 @@ struct Shared {
 /// # use sterna_engine::{cancel::Cancel, live_control::{Answer, Control}, source::Source, transport::Security, vmm::SourceVmm};
 /// # fn migrate(source: Source, vmm: &mut dyn SourceVmm) -> Result<(), Box<dyn std::error::Error>> {
 /// let control = Control::new();
-/// let source = source.control(&control);
+/// let mut source = source.control(&control);
 /// std::thread::spawn(move || match control.switch_over() {
 ///     Answer::Accepted => println!("the guest is paused as soon as possible"),
 ///     answer => println!("not any more: {answer:?}"),
