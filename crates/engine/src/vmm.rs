@@ -94,7 +94,7 @@ pub trait SourceVmm {
     fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError>;
 
     /// Writes the state of vCPUs and devices, everything but RAM, while the guest is paused. Saving may itself write guest RAM (rings of
-    /// virtio devices, clocks, steal time), as long as the dirty log names these pages: the log is collected once more after this method
+    /// virtio devices, clocks, steal time), as long as the dirty log names these pages: the log is collected again after this method
     /// and [`SaveDevice::save`](crate::device_state::SaveDevice::save) of every device have returned. Afterwards guest RAM must not be
     /// written any more. `state` never waits for the network: what the connection does not take at once is kept in memory, so a device
     /// with more state than some MiB should be [passed separately](crate::source::Source::device).

@@ -102,7 +102,7 @@ impl Part {
             Plan { name: format!("{}{rest}, {name}", self.name), way, writes }
         };
         let qemu = |name: &str, compression, encrypted, writes| {
-            // A placeholder until the best number is known.
+            // Replaced by the best number of channels before anything is counted.
             named(&format!("QEMU {name}"), Way::Qemu { channels: QEMU_CHANNELS[0], compression, encrypted }, writes)
         };
         let sterna = |mode, name: &str, method, encrypted, writes| {
