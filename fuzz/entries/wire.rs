@@ -25,7 +25,7 @@ pub(crate) fn channel_header(data: &[u8]) -> bool {
     let Some((bytes, rest)) = data.split_first_chunk::<CHANNEL_HEADER_LENGTH>() else { return false };
     reply(rest);
     let Ok(header) = ChannelHeader::decode(bytes) else { return false };
-    assert!(header.incarnation >= 1 && header.index < header.kind.most());
+    assert!(header.incarnation >= 1 && header.index < header.kind.max_channels());
     assert_eq!(ChannelHeader::decode(&header.encode()), Ok(header));
     true
 }

@@ -119,12 +119,15 @@
 //! exclude this as well, run [`take_userfault`] in a process of its own that nothing kills, and send the descriptor over a socket.
 //! `tests/hostile/deaths.rs` kills tracers at random moments: each process continued.
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 mod advise;
 mod error;
 // On other CPUs only its types are used.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod process;
 mod slowdown;
+mod stopped_at;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod system;
 mod thread;
@@ -138,6 +141,7 @@ mod userfault;
 pub use advise::{Advised, advise};
 pub use error::AttachError;
 pub use process::Process;
-pub use slowdown::{Slowdown, SlowdownStats, StoppedAt};
+pub use slowdown::{Slowdown, SlowdownStats};
+pub use stopped_at::StoppedAt;
 pub use thread::StoppedThread;
 pub use userfault::{SharedUserfault, TakenUserfault, UserfaultCopy, UserfaultOrigin, share_userfault, take_userfault};

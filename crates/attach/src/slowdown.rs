@@ -13,11 +13,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use libc::{c_int, c_long};
+use libc::c_int;
 
 use crate::system::{self, Resume, Tid};
 use crate::tracee::{self, LIMIT};
-use crate::{AttachError, Process};
+use crate::{AttachError, Process, StoppedAt};
 
 /// How long the threads run between two slices in which they are held, as in QEMU's own throttle (`CPU_THROTTLE_TIMESLICE_NS` in
 /// system/cpu-throttle.c).
@@ -45,15 +45,6 @@ const TRANSITION: Duration = Duration::from_millis(250);
 const PATIENCE: Duration = LIMIT.saturating_mul(3);
 /// The step in progress, for errors.
 const DURING: &str = "its threads were slowed down";
-
-/// Where a thread was when it was stopped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StoppedAt {
-    /// The address of its next instruction; in a system call, the one after `syscall`.
-    pub instruction: u64,
-    /// Number and arguments of the system call that the thread was in; `None` if it ran user code.
-    pub system_call: Option<(c_long, [u64; 6])>,
-}
 
 /// Statistics of a [`Slowdown`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

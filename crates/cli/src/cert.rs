@@ -129,7 +129,7 @@ fn authority(open: &Directory) -> Result<(Issuer<'static, KeyPair>, bool), CertE
         (true, false) => Err(CertError::HalfAuthority { dir: dir.to_owned(), present: CA_CERT, missing: CA_KEY }),
         (false, true) => Err(CertError::HalfAuthority { dir: dir.to_owned(), present: CA_KEY, missing: CA_CERT }),
         (false, false) => {
-            // Two authorities of one name would be told apart only by a signature that does not fit.
+            // Between two authorities of one name, only a signature that does not fit would show the difference.
             let made = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
             let mut params = named(&format!("Sterna authority {made}"), AUTHORITY_DAYS);
             params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));

@@ -2,11 +2,14 @@
 //!
 //! The program makes no decisions about a migration: it parses options (`args`, `units`), passes them to the library (`commands`),
 //! and shows the progress (`progress`) until the migration ends or is cancelled (`signals`). Every failure ends in one message that
-//! begins with `sterna: ` and in an exit code that shows where the guest is.
+//! begins with `sterna: ` and in an exit code that shows where the guest is (`exit`).
+
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
 mod args;
 mod cert;
 mod commands;
+mod exit;
 mod progress;
 mod signals;
 mod stdout;
@@ -19,7 +22,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use crate::args::{Cli, LogFilter};
-use crate::commands::Exit;
+use crate::exit::Exit;
 
 fn main() -> ExitCode {
     std::panic::set_hook(Box::new(explain_panic));

@@ -1,6 +1,6 @@
 //! The user's choice of a method, its engine and its level, as a type that is always valid.
 
-use crate::method::{AUTO, DEFLATE};
+use crate::method::{AUTO, DEFLATE, LEFT_OUT};
 use crate::{Encoding, Engine, METHODS, Method};
 use std::fmt;
 use std::str::FromStr;
@@ -96,7 +96,7 @@ pub enum ChoiceError {
 /// No compression.
 impl Default for MethodChoice {
     fn default() -> Self {
-        Self { method: Method::from_first_row(), engine: EngineChoice::Auto, level: None }
+        Self { method: Method::first(), engine: EngineChoice::Auto, level: None }
     }
 }
 
@@ -186,6 +186,23 @@ impl EngineChoice {
     }
 }
 
+impl FromStr for Method {
+    type Err = ChoiceError;
+
+    fn from_str(name: &str) -> Result<Self, ChoiceError> {
+        let given = || name.to_owned();
+        Self::find(name).ok_or_else(|| {
+            if let Some(feature) = LEFT_OUT.iter().find(|left_out| **left_out == name) {
+                return ChoiceError::LeftOut { given: format!("method {name}"), feature };
+            }
+            match engine_named(name) {
+                Some(engine) => ChoiceError::IsEngine { given: given(), engine },
+                None => ChoiceError::UnknownMethod { given: given() },
+            }
+        })
+    }
+}
+
 impl FromStr for EngineChoice {
     type Err = ChoiceError;
 
@@ -243,14 +260,8 @@ impl fmt::Display for MethodChoice {
     }
 }
 
-impl Method {
-    fn from_first_row() -> Self {
-        Self::named(METHODS[0].name)
-    }
-}
-
 /// Returns the engine that `name` is the name of, or of whose gzip it is.
-pub(crate) fn engine_named(name: &str) -> Option<Engine> {
+fn engine_named(name: &str) -> Option<Engine> {
     match name {
         "iaa" => Some(Engine::Iaa),
         "qat" | "qatzip" => Some(Engine::Qat),
@@ -292,7 +303,7 @@ mod tests {
     fn every_method_engine_and_level_of_the_table_can_be_chosen_and_reads_back() {
         for method in Method::all() {
             let of_each = |row: &crate::EncodingRow| {
-                let levels = row.levels.map_or(0..=-1, |levels| levels.min..=levels.max);
+                let levels = row.levels.into_iter().flat_map(|levels| levels.min..=levels.max);
                 let engines = [EngineChoice::Auto, EngineChoice::Only(row.engine)];
                 let levels: Vec<_> = levels.map(Some).chain([None]).collect();
                 engines.into_iter().flat_map(move |engine| levels.clone().into_iter().map(move |level| (engine, level)))

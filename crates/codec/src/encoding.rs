@@ -1,8 +1,7 @@
 //! The encoding of the sending side: a method by one engine of this host at one level.
 
-use crate::choice::MethodChoice;
-use crate::method::{AUTO, DEFLATE, EncodingRow, METHODS};
-use crate::{Adaptive, CodecError, Encoder, Engine, Engines, Format, Method};
+use crate::method::{AUTO, EncodingRow};
+use crate::{CodecError, Encoder, Engine, Format, Method};
 use std::fmt;
 
 /// A method by one engine at one level.
@@ -31,7 +30,8 @@ impl Encoding {
 
     /// Returns the method `auto`.
     pub fn auto() -> Self {
-        MethodChoice::auto().by_cpu().expect("the table has it")
+        let method = Method::named(AUTO);
+        Self::new(method, &method.row().encodings[0], None).expect("no level was given")
     }
 
     /// Returns all encodings by this engine, each at each of its levels.
@@ -41,18 +41,6 @@ impl Encoding {
             let levels = row.levels.map_or(0..=0, |levels| levels.min..=levels.max);
             levels.map(move |level| Self { method, row, level })
         })
-    }
-
-    /// Returns the encodings from which `auto` chooses, the cheapest first. According to the measurements, each is the best at some
-    /// price.
-    pub fn auto_candidates(engines: &Engines) -> Vec<Self> {
-        // A build may leave methods and engines out.
-        let by = |engine, text: &str| text.parse::<MethodChoice>().ok()?.encoding(engine);
-        let accelerated = [Engine::Iaa, Engine::Qat].into_iter().filter(|engine| engines.has_hardware(*engine));
-        let deflate = accelerated.filter_map(|engine| by(engine, DEFLATE));
-        let by_cpu = |text: &&str| by(Engine::Cpu, text);
-        let cheap = ["none", "lz4"].iter().filter_map(by_cpu);
-        cheap.chain(deflate).chain(["zstd -1", "zstd 1", "zstd 3", "zstd 6"].iter().filter_map(by_cpu)).collect()
     }
 
     /// Returns the method.
@@ -80,23 +68,6 @@ impl Encoding {
         self.method.name() == AUTO
     }
 
-    /// Returns an encoder that skips most attempts while content does not shrink. The CPU's fails only for lack of memory.
-    ///
-    /// # Errors
-    /// The engine is not among `engines`, or has no encoder.
-    pub fn encoder(self, engines: &Engines) -> Result<Adaptive, CodecError> {
-        Ok(Adaptive::new(engines.encoder(self)?))
-    }
-
-    /// As [`Self::encoder`], but the encoder tries every batch: for callers that decide themselves which batches to
-    /// try.
-    ///
-    /// # Errors
-    /// As [`Encoding::encoder`].
-    pub fn non_adaptive_encoder(self, engines: &Engines) -> Result<Box<dyn Encoder>, CodecError> {
-        engines.encoder(self)
-    }
-
     pub(crate) fn cpu_encoder(self) -> Result<Box<dyn Encoder>, CodecError> {
         (self.row.format.encoder)(self.level)
     }
@@ -105,7 +76,8 @@ impl Encoding {
 /// Pages as they are.
 impl Default for Encoding {
     fn default() -> Self {
-        Self { method: Method::named(METHODS[0].name), row: &METHODS[0].encodings[0], level: 0 }
+        let method = Method::first();
+        Self { method, row: &method.row().encodings[0], level: 0 }
     }
 }
 

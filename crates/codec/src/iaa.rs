@@ -28,7 +28,7 @@ pub struct Iaa {
 }
 
 impl Iaa {
-    /// Returns those of `offload` for one of its guests; none if it has no device that deflates.
+    /// Returns the IAA devices of `offload` for one of its guests; none if `offload` has no device that deflates.
     pub fn new(offload: &Arc<Offload>, guest: &Arc<Guest>) -> Option<Self> {
         offload.accelerates(Operation::Deflate).then(|| Self {
             offload: Arc::clone(offload),
@@ -63,12 +63,12 @@ impl EncoderSource for Iaa {
     }
 }
 
-/// Allocates memory for one batch that a device may read. It lives as long as a request in flight names it, also after
-/// its owner is dropped.
+/// Allocates memory for one batch that a device may read. The memory lives as long as a request in flight names it, even
+/// after its owner was dropped.
 fn batch_memory(offload: &Offload) -> Arc<Region> {
     let memory = Memory::new(offload.batch_pages() * PAGE);
     let (start, bytes) = (memory.start, memory.layout.size());
-    // SAFETY: mapped as long as its owner lives, which the region keeps; nobody refers to it.
+    // SAFETY: mapped as long as its owner lives, which the region keeps; no reference to it exists.
     let region = unsafe { Region::new(start, bytes, Some(Arc::new(memory))) };
     // Only the encoder writes it, and not while a batch whose result is wanted is in progress.
     region.set_racing(false);
@@ -81,7 +81,7 @@ struct Memory {
     layout: Layout,
 }
 
-// SAFETY: only the address is handed around; whoever uses it answers for that.
+// SAFETY: only the address moves between threads; each use of the address has its own SAFETY reason.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}

@@ -5,12 +5,15 @@
 //! engine that can encode a method on this side writes one format ([`Encoding`]). Everything else (options, negotiation,
 //! contexts) follows from the two tables. The input is a snapshot, never racing guest memory. Every packet decodes alone.
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 mod account;
 mod adaptive;
 mod choice;
 mod deflate;
 mod encoding;
 mod engine;
+mod engines;
 mod format;
 mod gzip;
 mod iaa;
@@ -29,7 +32,8 @@ mod zstd;
 pub use adaptive::Adaptive;
 pub use choice::{ChoiceError, EngineChoice, MethodChoice};
 pub use encoding::Encoding;
-pub use engine::{EncoderSource, Engine, EngineMissing, Engines};
+pub use engine::{EncoderSource, Engine, EngineMissing};
+pub use engines::Engines;
 pub use format::{FORMATS, Format, FormatRow};
 pub use iaa::Iaa;
 pub use method::{EncodingRow, Levels, METHODS, Method, MethodRow};
@@ -77,7 +81,7 @@ pub enum CodecError {
         reason: &'static str,
     },
     /// The encoded bytes decode to fewer bytes than the packet's header states.
-    #[error("{format} content decodes to {got} bytes, the packet says {expected}")]
+    #[error("{format} content decodes to {got} bytes instead of the packet's {expected}")]
     Length {
         /// The format's name.
         format: &'static str,

@@ -2,10 +2,8 @@
 //! format that arrives with its own means.
 
 use crate::Engine;
-use crate::choice::{ChoiceError, engine_named};
 use crate::format::{self, Format, FormatRow};
 use std::fmt;
-use std::str::FromStr;
 
 /// All methods of this build, in the order in which they are listed to users.
 pub static METHODS: &[MethodRow] = &[
@@ -54,7 +52,7 @@ pub(crate) const AUTO: &str = "auto";
 pub(crate) const DEFLATE: &str = "deflate";
 
 /// The methods that this build leaves out; each has the name of the feature that adds it.
-const LEFT_OUT: &[&str] = &[
+pub(crate) const LEFT_OUT: &[&str] = &[
     #[cfg(not(feature = "zstd"))]
     "zstd",
 ];
@@ -125,26 +123,18 @@ impl Method {
         self.0.encodings.iter().map(|row| row.format.into())
     }
 
-    pub(crate) fn named(name: &str) -> Self {
-        name.parse().expect("the table has this method")
+    /// Returns the method of the first row: pages as they are.
+    pub(crate) fn first() -> Self {
+        Self(&METHODS[0])
     }
-}
 
-impl FromStr for Method {
-    type Err = ChoiceError;
+    /// Returns the method of this name; none where this build has no such method.
+    pub(crate) fn find(name: &str) -> Option<Self> {
+        Self::all().find(|method| method.0.name == name)
+    }
 
-    fn from_str(name: &str) -> Result<Self, ChoiceError> {
-        let given = || name.to_owned();
-        let found = Self::all().find(|method| method.0.name == name);
-        found.ok_or_else(|| {
-            if let Some(feature) = LEFT_OUT.iter().find(|left_out| **left_out == name) {
-                return ChoiceError::LeftOut { given: format!("method {name}"), feature };
-            }
-            match engine_named(name) {
-                Some(engine) => ChoiceError::IsEngine { given: given(), engine },
-                None => ChoiceError::UnknownMethod { given: given() },
-            }
-        })
+    pub(crate) fn named(name: &str) -> Self {
+        Self::find(name).expect("the table has this method")
     }
 }
 

@@ -66,17 +66,14 @@ impl std::fmt::Debug for Sampler {
 
 #[cfg(test)]
 mod tests {
+    use sterna_test_kit::content::noise;
+
     use super::*;
 
     #[test]
     fn pieces_are_from_all_over_a_batch_and_what_is_too_small_has_no_class() {
         let mut sampler = Sampler::new().unwrap();
-        let mut state = 1u64;
-        let mut noise = vec![0u8; 64 << 10];
-        noise.fill_with(|| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (state >> 56) as u8
-        });
+        let noise = noise(1, 64 << 10);
         let [text, mut half] = [vec![b'x'; 64 << 10], noise.clone()];
         half[..32 << 10].fill(b'x');
         let mut class = |content: &[u8]| sampler.class(content).unwrap();

@@ -12,6 +12,7 @@ use sterna_codec::{Encoded, Encoder, Encoding, Engine, Engines, Iaa, MethodChoic
 use sterna_idxd::{Submission, WorkQueue};
 use sterna_idxd_model::{Model, ModelConfig};
 use sterna_offload::{Offload, Settings};
+use sterna_test_kit::content::noise;
 use sterna_test_kit::portal::FakePortal;
 use sterna_test_kit::qatzip;
 
@@ -76,13 +77,7 @@ fn with_iaa(faults: &str) -> Arc<Offload> {
 #[test]
 fn no_batch_allocates_whether_it_shrinks_or_not_or_is_broken() {
     let shrinks: Vec<u8> = (0..524_288u32).map(|at| (at / 9) as u8 & 7).collect();
-    let mut state = 1u64;
-    let noise: Vec<u8> = std::iter::repeat_with(|| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (state >> 56) as u8
-    })
-    .take(shrinks.len())
-    .collect();
+    let noise = noise(1, shrinks.len());
     // SAFETY: before any other use of libdeflate, and for the whole program.
     unsafe { libdeflate_sys::libdeflate_set_memory_allocator(counted, given_back) };
     let (mut packet, mut decoded) = (vec![0; shrinks.len()], vec![0; shrinks.len()]);

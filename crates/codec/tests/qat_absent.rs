@@ -1,4 +1,4 @@
-//! The engine `qat` where there is no library: in a process of its own, because there is one library per process.
+//! Tests the engine `qat` without QATzip. A process of its own, since a process loads the library once.
 
 use std::path::PathBuf;
 

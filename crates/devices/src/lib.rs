@@ -11,6 +11,8 @@
 //! | [`vfio_user`] | separate processes, by the vfio-user protocol: the same interface in messages |
 //! | [`vhost_user`] | separate processes, by the vhost-user protocol |
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 pub mod migration;
 pub mod vfio;
 pub mod vfio_user;

@@ -5,6 +5,9 @@
 //!
 //! A driver may be busy for seconds (QMP, the disk) while the peer sends on. Messages that have been read but not handled are bounded:
 //! beyond 1 MiB the link stops reading, and TCP makes the peer wait.
+//!
+//! The peer may do the same, or be hostile. A driver never waits for that: messages that the network does not accept are queued, and the
+//! link's second thread sends them.
 
 use std::io::{self, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,12 +18,19 @@ use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::limits::{HEARTBEAT_INTERVAL, MAX_CONTROL_MESSAGE, SILENCE_LIMIT};
+use sterna_wire::reason::Reason;
 
 use crate::cpu_time;
-use crate::transport::{Closer, Reader, Writer};
+use crate::transport::{Closer, QueuedWriter, Reader, Writer};
 
 /// Maximum bytes on the wire that the links of a driver read ahead of it: the largest message, or many small ones.
 const MAX_AHEAD: usize = MAX_CONTROL_MESSAGE;
+/// Maximum bytes on the wire that are queued for a peer that does not read, beyond the largest message.
+const MAX_QUEUED: usize = MAX_CONTROL_MESSAGE;
+/// Why a link is closed whose queue is full.
+const QUEUE_FULL: &str = "the peer does not read: 1 MiB of control messages is queued for it";
+/// Why a link is closed whose queue did not become empty in time.
+const QUEUED_TOO_LONG: &str = "the peer does not read: control messages have been queued for it for 10 s";
 /// Maximum number of links of one allowance at a time.
 const MAX_LINKS: usize = 8;
 /// Minimum bytes that a message counts: a short one takes more in memory than on the wire.
@@ -39,11 +49,11 @@ pub enum ControlEvent {
 /// One end of a control channel. Dropping it closes the connection at once; [`ControlLink::finish`] ends it in good order.
 #[derive(Debug)]
 pub struct ControlLink {
-    writer: Arc<Mutex<Writer>>,
-    /// None once the link is ended in good order.
-    closer: Option<Closer>,
-    heartbeat: Arc<Heartbeat>,
-    open: Open,
+    outgoing: Arc<Outgoing>,
+    /// Whether the link is ended in good order.
+    finished: bool,
+    #[expect(dead_code, reason = "dropping it releases the place")]
+    place: Place,
 }
 
 /// What the links of one driver may read ahead, all together. Clones are the same allowance.
@@ -73,11 +83,17 @@ pub struct Share {
     bytes: usize,
 }
 
-/// A link's place among those of its allowance, released when dropped, and whether this side has closed the link.
+/// A link's place among those of its allowance, released when dropped.
 #[derive(Debug)]
-struct Open {
+struct Place(Arc<Unhandled>);
+
+/// Closes a link.
+#[derive(Debug)]
+struct Closing {
+    closer: Closer,
     unhandled: Arc<Unhandled>,
-    closed: Arc<AtomicBool>,
+    /// Whether this side has closed the link.
+    closed: AtomicBool,
 }
 
 impl Unhandled {
@@ -100,18 +116,19 @@ impl Unhandled {
         Ok(Share { unhandled: Arc::clone(self), bytes })
     }
 
-    fn open(self: &Arc<Self>) -> io::Result<Open> {
+    fn place(self: &Arc<Self>) -> io::Result<Place> {
         let mut counts = self.counts();
         if counts.links == MAX_LINKS {
             return Err(io::Error::other("too many control channels have connected that were not dealt with yet"));
         }
         counts.links += 1;
-        Ok(Open { unhandled: Arc::clone(self), closed: Arc::default() })
+        Ok(Place(Arc::clone(self)))
     }
 }
 
-impl Open {
+impl Closing {
     fn close(&self) {
+        self.closer.close();
         self.closed.store(true, Ordering::Release);
         // With the lock, so that no thread is between reading `closed` and waiting.
         drop(self.unhandled.counts());
@@ -119,9 +136,9 @@ impl Open {
     }
 }
 
-impl Drop for Open {
+impl Drop for Place {
     fn drop(&mut self) {
-        self.unhandled.counts().links -= 1;
+        self.0.counts().links -= 1;
     }
 }
 
@@ -132,20 +149,148 @@ impl Drop for Share {
     }
 }
 
-#[derive(Debug, Default)]
-struct Heartbeat {
-    phase: Mutex<HeartbeatPhase>,
+/// The sending side of a link, which the link, its senders and its two threads share.
+///
+/// A message is written by the thread that sends it, as far as there is room, so that messages leave in order and without a change of
+/// threads. For the rest the link's own thread waits: no sender does, because a driver has time limits to keep while its peer may read
+/// slowly, or not at all.
+#[derive(Debug)]
+struct Outgoing {
+    state: Mutex<OutgoingState>,
+    /// Signals that the state has changed.
     changed: Condvar,
+    closing: Closing,
+    /// How long messages may be queued without the queue becoming empty.
+    limit: Duration,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-enum HeartbeatPhase {
-    #[default]
+#[derive(Debug)]
+struct OutgoingState {
+    /// None once nothing more can be sent, or will be.
+    writer: Option<QueuedWriter>,
+    /// Since when there are queued messages, if there are any.
+    behind: Option<Instant>,
+    phase: LinkPhase,
+    /// Why this side has closed the link, where the peer is to blame.
+    failure: Option<&'static str>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum LinkPhase {
     Running,
     /// This side has ended in good order and waits for the peer to end.
     Finishing,
     /// The connection has ended.
     Over,
+}
+
+impl OutgoingState {
+    /// Sends `bytes`, or else as many of the queued bytes as there is room for.
+    fn write(&mut self, bytes: Option<&[u8]>) -> io::Result<()> {
+        let Some(writer) = &mut self.writer else { return Err(io::ErrorKind::BrokenPipe.into()) };
+        let written = match bytes {
+            Some(bytes) => writer.send(bytes),
+            None => writer.send_queued(),
+        };
+        if written.is_ok() && writer.queued() > 0 {
+            self.behind.get_or_insert_with(Instant::now);
+        } else {
+            self.behind = None;
+        }
+        if written.is_err() || (self.behind.is_none() && self.phase == LinkPhase::Finishing) {
+            // Ends the direction. After an error, the reading side reports the loss.
+            self.writer = None;
+        }
+        written
+    }
+}
+
+impl Outgoing {
+    fn state(&self) -> MutexGuard<'_, OutgoingState> {
+        self.state.lock().expect("sending does not panic")
+    }
+
+    fn set(&self, phase: LinkPhase) {
+        let mut state = self.state();
+        state.phase = phase.max(state.phase);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn send(&self, message: &ControlMessage) -> io::Result<()> {
+        let bytes = message.encode();
+        let mut state = self.state();
+        let queued = state.writer.as_ref().map_or(0, QueuedWriter::queued);
+        if queued > 0 && queued + bytes.len() > MAX_QUEUED {
+            return Err(self.give_up(state, QUEUE_FULL));
+        }
+        let sent = state.write(Some(&bytes));
+        let thread_concerned = state.behind.is_some() || state.writer.is_none();
+        drop(state);
+        if thread_concerned {
+            self.changed.notify_all();
+        }
+        sent
+    }
+
+    /// Closes the link, because the peer does not read. The reading side reports the loss, with the reason.
+    fn give_up(&self, mut state: MutexGuard<'_, OutgoingState>, failure: &'static str) -> io::Error {
+        (state.writer, state.behind) = (None, None);
+        state.failure.get_or_insert(failure);
+        drop(state);
+        self.closing.close();
+        self.changed.notify_all();
+        io::Error::new(io::ErrorKind::TimedOut, failure)
+    }
+
+    /// Waits until no message is queued, for `time` at most.
+    fn flush(&self, time: Duration) {
+        let behind = |state: &mut OutgoingState| state.behind.is_some() && state.phase != LinkPhase::Over;
+        drop(self.changed.wait_timeout_while(self.state(), time, behind).expect("sending does not panic"));
+    }
+
+    /// Sends heartbeats and what is queued, until the link has ended.
+    fn run(&self) {
+        let mut beat = Instant::now() + HEARTBEAT_INTERVAL;
+        let mut state = self.state();
+        while let Some(writer) = &state.writer {
+            if let Some(behind) = state.behind {
+                let (deadline, room) = (behind + self.limit, writer.room());
+                if deadline <= Instant::now() {
+                    self.give_up(state, QUEUED_TOO_LONG);
+                    return;
+                }
+                drop(state);
+                room.wait(deadline);
+                state = self.state();
+                // The thread of a sender may have been faster. An error ends the loop.
+                let _ = state.write(None);
+                self.changed.notify_all();
+                continue;
+            }
+            match state.phase {
+                LinkPhase::Running if beat <= Instant::now() => {
+                    beat = Instant::now() + HEARTBEAT_INTERVAL;
+                    let _ = state.write(Some(&ControlMessage::Heartbeat.encode()));
+                }
+                LinkPhase::Running => {
+                    let idle = |state: &mut OutgoingState| state.behind.is_none() && state.phase == LinkPhase::Running;
+                    let left = beat.saturating_duration_since(Instant::now());
+                    state = self.changed.wait_timeout_while(state, left, idle).expect("sending does not panic").0;
+                }
+                // All was sent.
+                LinkPhase::Finishing => state.writer = None,
+                LinkPhase::Over => return,
+            }
+        }
+        let finishing = |state: &mut OutgoingState| state.phase == LinkPhase::Finishing;
+        let waited = self.changed.wait_timeout_while(state, SILENCE_LIMIT, finishing).expect("sending does not panic");
+        let unended = waited.1.timed_out();
+        drop(waited);
+        if unended {
+            self.closing.close();
+        }
+    }
 }
 
 impl ControlLink {
@@ -168,119 +313,116 @@ impl ControlLink {
     pub fn start_within(
         allowance: &Allowance,
         writer: Writer,
-        mut reader: Reader,
+        reader: Reader,
         closer: Closer,
+        messages: ControlReader,
+        events: impl FnMut(ControlEvent) + Send + 'static,
+    ) -> io::Result<Self> {
+        Self::start_limited(allowance, SILENCE_LIMIT, (writer, reader, closer), messages, events)
+    }
+
+    /// `limit`: how long messages may be queued.
+    fn start_limited(
+        allowance: &Allowance,
+        limit: Duration,
+        (writer, mut reader, closer): (Writer, Reader, Closer),
         mut messages: ControlReader,
         mut events: impl FnMut(ControlEvent) + Send + 'static,
     ) -> io::Result<Self> {
-        let open = allowance.0.open()?;
+        let place = allowance.0.place()?;
         reader.set_timeout(Some(SILENCE_LIMIT))?;
-        let writer = Arc::new(Mutex::new(writer));
-        let heartbeat = Arc::new(Heartbeat::default());
+        let state =
+            OutgoingState { writer: Some(writer.into()), behind: None, phase: LinkPhase::Running, failure: None };
+        let closing = Closing { closer, unhandled: Arc::clone(&allowance.0), closed: AtomicBool::new(false) };
+        let outgoing = Arc::new(Outgoing { state: Mutex::new(state), changed: Condvar::new(), closing, limit });
 
-        let (unhandled, closed) = (Arc::clone(&allowance.0), Arc::clone(&open.closed));
-        let of_reader = Arc::clone(&heartbeat);
+        let of_reader = Arc::clone(&outgoing);
         cpu_time::spawn(Builder::new().name("control".into()), move || {
-            let take = |bytes| unhandled.take(bytes, &closed);
-            let reason = match read_messages(&mut reader, &mut messages, take, &mut events) {
+            let closing = &of_reader.closing;
+            let take = |bytes| closing.unhandled.take(bytes, &closing.closed);
+            let mut reason = match read_messages(&mut reader, &mut messages, take, &mut events) {
                 Ok(()) => CLOSED_BY_PEER.into(),
                 Err(error) => error.to_string(),
             };
-            of_reader.set(HeartbeatPhase::Over);
+            of_reader.set(LinkPhase::Over);
+            if let Some(failure) = of_reader.state().failure {
+                reason = failure.into();
+            }
             events(ControlEvent::Lost(reason));
         })?;
-        let (kept_writer, kept_heartbeat) = (Arc::clone(&writer), Arc::clone(&heartbeat));
-        let kept_closer = closer.clone();
-        cpu_time::spawn(Builder::new().name("heartbeat".into()), move || {
-            kept_heartbeat.run(kept_writer, &kept_closer);
-        })?;
-        Ok(Self { writer, closer: Some(closer), heartbeat, open })
+        let of_sender = Arc::clone(&outgoing);
+        let sender = cpu_time::spawn(Builder::new().name("heartbeat".into()), move || of_sender.run());
+        // The other thread reads, and would keep the connection of a link that nobody has.
+        sender.inspect_err(|_| outgoing.closing.close())?;
+        Ok(Self { outgoing, finished: false, place })
     }
 
     /// Returns a sender for another thread, which works as long as this link lives.
     pub fn sender(&self) -> ControlSender {
-        ControlSender(Arc::clone(&self.writer))
+        ControlSender(Arc::clone(&self.outgoing))
     }
 
-    /// Sends a message to the peer.
+    /// Sends a message to the peer, behind all that were sent before. Never waits: where the peer does not read, up to 1 MiB of messages is
+    /// queued for up to 10 s; then the link is closed.
+    ///
+    /// # Errors
+    /// The connection is lost, which the link reports to its driver.
     pub fn send(&self, message: &ControlMessage) -> io::Result<()> {
-        send(&self.writer, message)
+        self.outgoing.send(message)
     }
 
-    /// Closes the connection; the reading thread reports the loss.
+    /// Returns whether messages are queued: the peer reads too slowly. What can be left out should be.
+    pub fn is_behind(&self) -> bool {
+        self.outgoing.state().behind.is_some()
+    }
+
+    /// Waits until no message is queued any more, for `time` at most.
+    pub fn flush(&self, time: Duration) {
+        self.outgoing.flush(time);
+    }
+
+    /// Closes the connection; the reading thread reports the loss. What is queued is lost.
     pub fn close(&self) {
-        if let Some(closer) = &self.closer {
-            closer.close();
-            self.open.close();
-        }
+        self.outgoing.closing.close();
     }
 
     /// Ends this side's direction after all that was sent, with TLS's closing alert, so that the peer sees an end and no loss. The peer has
     /// 10 s to end its own direction; then the connection is closed.
     pub fn finish(mut self) {
-        // The last owner of the writer, this link or the heartbeat's thread, sends the closing alert when it drops the writer.
-        self.closer = None;
-        self.heartbeat.set(HeartbeatPhase::Finishing);
+        self.finished = true;
+        let mut state = self.outgoing.state();
+        state.phase = state.phase.max(LinkPhase::Finishing);
+        if state.behind.is_none() {
+            // Ends the direction here and now: the process may end next.
+            state.writer = None;
+        }
+        drop(state);
+        self.outgoing.changed.notify_all();
     }
 }
 
 /// Sends messages on a control channel that a driver owns.
 #[derive(Clone, Debug)]
-pub struct ControlSender(Arc<Mutex<Writer>>);
+pub struct ControlSender(Arc<Outgoing>);
 
 impl ControlSender {
-    /// Sends a message to the peer.
+    /// Sends a message to the peer, as [`ControlLink::send`] does.
     ///
     /// # Errors
     /// The connection is lost, which the link reports to its driver.
     pub fn send(&self, message: &ControlMessage) -> io::Result<()> {
-        send(&self.0, message)
+        self.0.send(message)
     }
 }
 
 impl Drop for ControlLink {
     fn drop(&mut self) {
-        self.close();
-        if self.closer.is_some() {
-            self.heartbeat.set(HeartbeatPhase::Over);
-        }
-        // Both threads end by themselves now. They are not waited for, since their owner's events may be held back.
-        self.close();
-    }
-}
-
-impl Heartbeat {
-    fn set(&self, phase: HeartbeatPhase) {
-        let mut current = self.phase.lock().expect("the heartbeat does not panic");
-        *current = phase.max(*current);
-        drop(current);
-        self.changed.notify_all();
-    }
-
-    /// Waits until `done`, for `time` at most. Returns the phase then.
-    fn wait(&self, time: Duration, done: impl Fn(HeartbeatPhase) -> bool) -> HeartbeatPhase {
-        let phase = self.phase.lock().expect("the heartbeat does not panic");
-        let waited = self.changed.wait_timeout_while(phase, time, |phase| !done(*phase));
-        *waited.expect("the heartbeat does not panic").0
-    }
-
-    fn run(&self, writer: Arc<Mutex<Writer>>, closer: &Closer) {
-        let beat = || self.wait(HEARTBEAT_INTERVAL, |phase| phase > HeartbeatPhase::Running);
-        while beat() == HeartbeatPhase::Running {
-            if send(&writer, &ControlMessage::Heartbeat).is_err() {
-                return; // The reading side reports the loss.
-            }
-        }
-        // Sends the closing alert, where this is the last owner of the writer.
-        drop(writer);
-        if self.wait(SILENCE_LIMIT, |phase| phase == HeartbeatPhase::Over) == HeartbeatPhase::Finishing {
-            closer.close();
+        if !self.finished {
+            self.close();
+            // Both threads end by themselves now. They are not waited for, since their owner's events may be held back.
+            self.outgoing.set(LinkPhase::Over);
         }
     }
-}
-
-fn send(writer: &Mutex<Writer>, message: &ControlMessage) -> io::Result<()> {
-    writer.lock().expect("writers do not panic").write_all(&message.encode())
 }
 
 /// Holds back the events of a link until it is dropped.
@@ -303,6 +445,12 @@ pub fn held_back(
 /// Sends a message on a connection that has no link yet.
 pub fn send_message(writer: &mut Writer, message: &ControlMessage) -> io::Result<()> {
     writer.write_all(&message.encode())
+}
+
+/// Returns the reason of a failure by a message that `sender` may not send now. It is named, and its content is not quoted: that may be as
+/// long as a message and is the peer's.
+pub fn out_of_phase(sender: &str, message: &ControlMessage) -> Reason {
+    Reason::other(format_args!("{sender} sent `{}`, which may not be sent now", message.kind()))
 }
 
 /// Reads the next message from a connection that has no link yet. Fails at `deadline`, however slowly bytes trickle in.
@@ -446,6 +594,14 @@ mod tests {
     }
 
     fn link_within(allowance: &Allowance) -> (io::Result<ControlLink>, Receiver<ControlEvent>, TcpStream) {
+        link_limited(allowance, SILENCE_LIMIT)
+    }
+
+    /// `limit`: how long messages may be queued.
+    fn link_limited(
+        allowance: &Allowance,
+        limit: Duration,
+    ) -> (io::Result<ControlLink>, Receiver<ControlEvent>, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         peer.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -454,7 +610,8 @@ mod tests {
         let (writer, reader) = connection.split();
         let (sender, events) = channel();
         let send = move |event| drop(sender.send(event));
-        let link = ControlLink::start_within(allowance, writer, reader, closer, ControlReader::default(), send);
+        let halves = (writer, reader, closer);
+        let link = ControlLink::start_limited(allowance, limit, halves, ControlReader::default(), send);
         (link, events, peer)
     }
 
@@ -557,6 +714,127 @@ mod tests {
         assert!(refused.to_string().contains("too many"), "{refused}");
         links.pop();
         assert!(link_within(&allowance).0.is_ok());
+    }
+
+    /// Sends messages with numbers until some of them are queued, and returns how many.
+    fn fall_behind(link: &ControlLink, length: usize) -> usize {
+        let mut count = 0;
+        while !link.is_behind() {
+            link.send(&numbered(count, length)).unwrap();
+            count += 1;
+            assert!(count * length < FLOOD, "the peer reads nothing, and all was sent");
+        }
+        count
+    }
+
+    fn numbered(number: usize, length: usize) -> ControlMessage {
+        ControlMessage::Ready { placement: vec![number.to_string(), "x".repeat(length)], deltas: Vec::new() }
+    }
+
+    /// Reads `count` messages that are not heartbeats, and then to the end if `end`.
+    fn read_numbered(peer: &mut TcpStream, count: usize, length: usize, end: bool) {
+        let (mut received, mut bytes) = (ControlReader::default(), vec![0; 64 << 10]);
+        let mut next = 0;
+        loop {
+            while let Some(message) = received.next_message().unwrap() {
+                if message != ControlMessage::Heartbeat {
+                    assert_eq!(message, numbered(next, length));
+                    next += 1;
+                }
+            }
+            if next == count && !end {
+                return;
+            }
+            match peer.read(&mut bytes).unwrap() {
+                0 => break,
+                read => received.push(&bytes[..read]),
+            }
+        }
+        assert_eq!(next, count, "the connection has ended");
+    }
+
+    #[test]
+    fn messages_for_a_peer_that_does_not_read_yet_are_queued_and_arrive_in_order_from_all_senders() {
+        const LENGTH: usize = 10_000;
+        let (link, _events, mut peer) = link();
+        let sender = link.sender();
+        let mut count = fall_behind(&link, LENGTH);
+        for _ in 0..10 {
+            sender.send(&numbered(count, LENGTH)).unwrap();
+            link.send(&numbered(count + 1, LENGTH)).unwrap();
+            count += 2;
+        }
+        read_numbered(&mut peer, count, LENGTH, false);
+        // It has read all of them, so the link's thread has sent them, and says so.
+        link.flush(PATIENCE);
+        assert!(!link.is_behind());
+        link.send(&numbered(0, LENGTH)).unwrap();
+        read_numbered(&mut peer, 1, LENGTH, false);
+    }
+
+    #[test]
+    fn a_link_that_ends_in_good_order_sends_what_is_queued_first() {
+        const LENGTH: usize = 10_000;
+        let (link, events, mut peer) = link();
+        let count = fall_behind(&link, LENGTH);
+        let sender = link.sender();
+        link.finish();
+        read_numbered(&mut peer, count, LENGTH, true);
+        assert!(sender.send(&numbered(0, LENGTH)).is_err(), "this side's direction has ended");
+        drop(peer);
+        assert!(matches!(events.recv_timeout(PATIENCE).unwrap(), ControlEvent::Lost(_)));
+    }
+
+    #[test]
+    fn a_peer_that_does_not_read_fills_the_queue_and_is_lost_for_that_reason() {
+        let (link, events, mut peer) = link();
+        // A peer that sends is not silent.
+        peer.write_all(&ControlMessage::Heartbeat.encode()).unwrap();
+        let before = fall_behind(&link, 60_000);
+        let one = numbered(before, 60_000);
+        let accepted = (0..FLOOD / 60_000).take_while(|_| link.send(&one).is_ok()).count();
+        assert!(accepted <= MAX_QUEUED / 60_000, "{accepted} messages were queued");
+        let ControlEvent::Lost(reason) = events.recv_timeout(PATIENCE).unwrap() else { panic!("a message") };
+        assert_eq!(reason, QUEUE_FULL);
+        assert!(link.send(&one).is_err() && !link.is_behind());
+    }
+
+    #[test]
+    fn a_message_that_is_queued_for_too_long_ends_the_link_also_while_its_driver_is_busy() {
+        let (link, events, mut peer) = link_limited(&Allowance::default(), Duration::from_millis(100));
+        let link = link.unwrap();
+        peer.write_all(&message(MAX_CONTROL_MESSAGE - 100).encode().repeat(2)).unwrap();
+        let ControlEvent::Message(_, _unhandled) = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
+        // The reading thread waits for the driver, which never handles the message.
+        fall_behind(&link, 60_000);
+        let ControlEvent::Lost(reason) = events.recv_timeout(PATIENCE).unwrap() else { panic!("a message") };
+        assert_eq!(reason, QUEUED_TOO_LONG);
+    }
+
+    #[test]
+    fn a_link_whose_messages_are_queued_is_closed_or_dropped_at_once() {
+        for dropped in [false, true] {
+            let (link, events, _peer) = link();
+            fall_behind(&link, 60_000);
+            let outgoing = Arc::downgrade(&link.outgoing);
+            let kept = if dropped {
+                drop(link);
+                None
+            } else {
+                link.close();
+                Some(link)
+            };
+            let ControlEvent::Lost(reason) = events.recv_timeout(PATIENCE).unwrap() else { panic!("a message") };
+            assert!(reason.contains("closed on this side"), "{reason}");
+            drop(kept);
+            // Disconnected: the reading thread has ended. The other one has, too, or is about to.
+            assert!(events.recv_timeout(PATIENCE).is_err());
+            let since = Instant::now();
+            while outgoing.strong_count() > 0 {
+                assert!(since.elapsed() < PATIENCE, "the link's thread does not end");
+                std::thread::yield_now();
+            }
+        }
     }
 
     #[test]

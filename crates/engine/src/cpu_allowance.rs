@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum CPU time that is saved up; also the debt up to which no thread pauses, so that `auto` can choose cheaper methods instead.
-const SPAN: Duration = Duration::from_millis(10);
-/// Maximum debt: more than 64 threads owe that each have encoded a packet at the slowest level.
+/// The bucket's capacity. Debt up to the same amount pauses no thread: `auto` reacts first.
+const MAX_CREDIT: Duration = Duration::from_millis(10);
+/// Maximum debt. More than the debt of 64 threads after one packet each at the slowest level.
 const MAX_DEBT: Duration = Duration::from_secs(2);
 /// Maximum time of one pause, so that a thread notices soon that the guest is paused or that the migration has ended.
 const MAX_PAUSE: Duration = Duration::from_millis(20);
@@ -19,8 +19,7 @@ const MAX_PAUSE: Duration = Duration::from_millis(20);
 pub(crate) struct CpuAllowance {
     cores: f64,
     bucket: Mutex<Bucket>,
-    /// Whether there is no limit now.
-    lifted: AtomicBool,
+    limited: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -35,17 +34,17 @@ impl CpuAllowance {
     pub(crate) fn new(cores: f64) -> Self {
         assert!(cores > 0.0, "threads without CPU time cannot send");
         let bucket = Mutex::new(Bucket { level: 0.0, at: Instant::now() });
-        Self { cores, bucket, lifted: AtomicBool::new(false) }
+        Self { cores, bucket, limited: AtomicBool::new(true) }
     }
 
-    /// Lifts the limit, or puts it in force again.
-    pub(crate) fn lift(&self, lifted: bool) {
-        self.lifted.store(lifted, Ordering::Relaxed);
+    /// Sets whether the limit holds from now on; it does at first.
+    pub(crate) fn set_limited(&self, limited: bool) {
+        self.limited.store(limited, Ordering::Relaxed);
     }
 
     /// Records that a thread has run for `running` since its last call. Returns how long the thread must pause now.
     pub(crate) fn use_up(&self, running: Duration) -> Duration {
-        if self.lifted.load(Ordering::Relaxed) {
+        if !self.limited.load(Ordering::Relaxed) {
             return Duration::ZERO;
         }
         let mut bucket = self.bucket();
@@ -67,17 +66,17 @@ impl Bucket {
     fn use_up(&mut self, running: Duration, now: Instant, cores: f64) {
         let elapsed = now.saturating_duration_since(self.at);
         self.at += elapsed;
-        self.level = (self.level + cores * elapsed.as_secs_f64()).min(SPAN.as_secs_f64()) - running.as_secs_f64();
+        self.level = (self.level + cores * elapsed.as_secs_f64()).min(MAX_CREDIT.as_secs_f64()) - running.as_secs_f64();
         self.level = self.level.max(-MAX_DEBT.as_secs_f64());
     }
 
     fn beyond(&self) -> f64 {
-        (-self.level / SPAN.as_secs_f64()).clamp(0.0, 1.0)
+        (-self.level / MAX_CREDIT.as_secs_f64()).clamp(0.0, 1.0)
     }
 
-    /// Returns how long it takes until the debt is one that `auto` alone deals with.
+    /// Returns how long it takes until the debt is at most [`MAX_CREDIT`].
     fn pause(&self, cores: f64) -> Duration {
-        let debt = -self.level - SPAN.as_secs_f64();
+        let debt = -self.level - MAX_CREDIT.as_secs_f64();
         Duration::try_from_secs_f64(debt.max(0.0) / cores).unwrap_or(MAX_PAUSE)
     }
 }
@@ -134,21 +133,21 @@ mod tests {
     fn a_clock_that_stops_or_goes_back_adds_nothing() {
         let mut bucket = empty();
         let at = bucket.at;
-        bucket.use_up(SPAN, at, 4.0);
+        bucket.use_up(MAX_CREDIT, at, 4.0);
         assert_eq!(bucket.beyond(), 1.0);
         bucket.use_up(Duration::ZERO, at, 4.0);
         assert_eq!(bucket.beyond(), 1.0);
-        bucket.use_up(Duration::ZERO, at + SPAN, 1.0);
+        bucket.use_up(Duration::ZERO, at + MAX_CREDIT, 1.0);
         assert_eq!(bucket.beyond(), 0.0);
     }
 
     #[test]
-    fn while_the_limit_is_lifted_no_thread_pauses_and_nothing_is_owed_for_it() {
+    fn without_the_limit_no_thread_pauses_and_no_debt_is_recorded() {
         let allowance = CpuAllowance::new(0.001);
-        allowance.lift(true);
+        allowance.set_limited(false);
         assert_eq!(allowance.use_up(Duration::from_secs(1)), Duration::ZERO);
         assert_eq!(allowance.beyond(), 0.0);
-        allowance.lift(false);
+        allowance.set_limited(true);
         assert_eq!(allowance.use_up(Duration::from_secs(1)), MAX_PAUSE);
     }
 }

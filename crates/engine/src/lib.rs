@@ -16,6 +16,8 @@
 //! * the rest of the guest: [`device_state`];
 //! * outcome: [`report`], [`record_file`]; after a crash: [`recovery`].
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 pub mod abort;
 pub mod accelerator;
 pub mod batch;
@@ -28,11 +30,13 @@ mod device_bytes;
 pub mod device_state;
 pub mod directory;
 pub mod entry;
+mod hand_over;
 mod in_place;
 pub mod item;
 pub mod live_control;
 pub mod migration;
 mod monitor;
+pub mod name_lock;
 mod occupied;
 mod off_cpu;
 pub mod opening;

@@ -21,11 +21,11 @@ use crate::cancel::Cancel;
 use crate::pacer::Pacer;
 use crate::wakers::{Registration, Waker};
 
-/// The answer to a request that was made of a [`Control`].
+/// The outcome of a request to a [`Control`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[must_use = "the request may have been refused"]
 #[non_exhaustive]
-pub enum Answer {
+pub enum RequestOutcome {
     /// The request is carried out, unless the migration fails before.
     Accepted,
     /// The two sides have not agreed on what the request needs, or not yet. Nothing was changed.
@@ -100,12 +100,12 @@ struct Shared {
 /// Controls one migration at its source while the migration runs, from any thread: [`Source::control`](crate::source::Source::control).
 ///
 /// ```no_run
-/// # use sterna_engine::{cancel::Cancel, live_control::{Answer, Control}, source::Source, transport::Security, vmm::SourceVmm};
+/// # use sterna_engine::{cancel::Cancel, live_control::{RequestOutcome, Control}, source::Source, transport::Security, vmm::SourceVmm};
 /// # fn migrate(source: Source, vmm: &mut dyn SourceVmm) -> Result<(), Box<dyn std::error::Error>> {
 /// let control = Control::new();
 /// let mut source = source.control(&control);
 /// std::thread::spawn(move || match control.switch_over() {
-///     Answer::Accepted => println!("the guest is paused as soon as possible"),
+///     RequestOutcome::Accepted => println!("the guest is paused as soon as possible"),
 ///     answer => println!("not any more: {answer:?}"),
 /// });
 /// let report = source.run("destination:4920", &Security::Insecure, vmm, &Cancel::new(), &())?;
@@ -153,12 +153,12 @@ impl Control {
     /// new one. Afterwards the speed is measured again before the guest is paused.
     ///
     /// `TooLate`: the guest's memory has been sent. In post-copy a limit is accepted until the end.
-    pub fn set_bandwidth(&self, bytes_per_second: Option<u64>) -> Answer {
+    pub fn set_bandwidth(&self, bytes_per_second: Option<u64>) -> RequestOutcome {
         self.request(
             |state| match state.stage {
-                Stage::Ended => Answer::TooLate,
-                Stage::Decided if !state.post_copy_begun => Answer::TooLate,
-                _ => Answer::Accepted,
+                Stage::Ended => RequestOutcome::TooLate,
+                Stage::Decided if !state.post_copy_begun => RequestOutcome::TooLate,
+                _ => RequestOutcome::Accepted,
             },
             |state| {
                 let limit = bytes_per_second.filter(|limit| *limit > 0);
@@ -171,7 +171,7 @@ impl Control {
     /// Sets the target downtime with which predictions are compared from now on.
     ///
     /// `TooLate`: the guest is paused and stays paused, or post-copy has begun.
-    pub fn set_downtime(&self, downtime: Duration) -> Answer {
+    pub fn set_downtime(&self, downtime: Duration) -> RequestOutcome {
         self.request(Self::while_it_may_run_on, |state| state.requests.downtime = Some(downtime))
     }
 
@@ -180,7 +180,7 @@ impl Control {
     /// arrived), and what was saved ahead has been loaded.
     ///
     /// `TooLate`: the guest is paused already and stays paused, or post-copy has begun.
-    pub fn switch_over(&self) -> Answer {
+    pub fn switch_over(&self) -> RequestOutcome {
         self.request(Self::while_it_may_run_on, |state| state.requests.ending = Some(RoundsEnd::SwitchOver))
     }
 
@@ -188,13 +188,13 @@ impl Control {
     ///
     /// `NotAgreed`: post-copy was neither chosen nor [allowed](crate::source::Source::allow_post_copy), or the destination has not been
     /// reached yet. `TooLate`: the guest is being paused for another switchover, or post-copy has begun.
-    pub fn post_copy(&self) -> Answer {
+    pub fn post_copy(&self) -> RequestOutcome {
         self.request(
             |state| match state.stage {
-                Stage::Ended => Answer::TooLate,
-                _ if !state.post_copy => Answer::NotAgreed,
-                Stage::Running => Answer::Accepted,
-                _ => Answer::TooLate,
+                Stage::Ended => RequestOutcome::TooLate,
+                _ if !state.post_copy => RequestOutcome::NotAgreed,
+                Stage::Running => RequestOutcome::Accepted,
+                _ => RequestOutcome::TooLate,
             },
             |state| state.requests.ending = Some(RoundsEnd::PostCopy),
         )
@@ -204,15 +204,15 @@ impl Control {
     ///
     /// `TooLate`: the guest belongs to the destination, or the migration has ended. A destination that is lost from now on is then waited for
     /// no longer than [`TimeLimits::delivery`](crate::source::TimeLimits::delivery), in post-copy too.
-    pub fn cancel(&self) -> Answer {
+    pub fn cancel(&self) -> RequestOutcome {
         let answer = {
             let mut state = self.state();
             match state.stage {
-                Stage::Ended => return Answer::TooLate,
-                Stage::Decided => Answer::TooLate,
+                Stage::Ended => return RequestOutcome::TooLate,
+                Stage::Decided => RequestOutcome::TooLate,
                 _ => {
                     state.cancelled = true;
-                    Answer::Accepted
+                    RequestOutcome::Accepted
                 }
             }
         };
@@ -221,17 +221,21 @@ impl Control {
         answer
     }
 
-    fn while_it_may_run_on(state: &State) -> Answer {
+    fn while_it_may_run_on(state: &State) -> RequestOutcome {
         match state.stage {
-            Stage::NotBegun | Stage::Running | Stage::Pausing => Answer::Accepted,
-            Stage::Paused | Stage::Decided | Stage::Ended => Answer::TooLate,
+            Stage::NotBegun | Stage::Running | Stage::Pausing => RequestOutcome::Accepted,
+            Stage::Paused | Stage::Decided | Stage::Ended => RequestOutcome::TooLate,
         }
     }
 
-    fn request(&self, answer: impl FnOnce(&State) -> Answer, change: impl FnOnce(&mut State)) -> Answer {
+    fn request(
+        &self,
+        answer: impl FnOnce(&State) -> RequestOutcome,
+        change: impl FnOnce(&mut State),
+    ) -> RequestOutcome {
         let mut state = self.state();
         let answer = answer(&state);
-        if answer == Answer::Accepted {
+        if answer == RequestOutcome::Accepted {
             change(&mut state);
             self.0.changes.fetch_add(1, Ordering::Release);
             state.wake.iter().for_each(|wake| wake());

@@ -72,7 +72,7 @@ impl From<Reason> for Cause {
 }
 
 impl From<String> for Cause {
-    /// Before a migration has begun, what is wrong in words is wrong with the settings of the two sides.
+    /// Before a migration has begun, an error that is only text is a disagreement of settings.
     fn from(text: String) -> Self {
         Self::new(ErrorKind::Settings, text)
     }
@@ -180,7 +180,11 @@ impl MigrationError {
         if outcome == Outcome::Cancelled {
             reason = Reason::new(ErrorKind::Cancelled, reason.text);
         }
-        let quoted = |failure: &&MonitorError| reason.text.contains(&failure.to_string());
+        let quoted = |failure: &&MonitorError| {
+            let text = failure.to_string();
+            // Every reason contains an empty text.
+            !text.is_empty() && reason.text.contains(&text)
+        };
         let behind = failures.iter().find(quoted).filter(|_| reason.kind == ErrorKind::Monitor);
         let source = behind.map(|failure| Arc::clone(&failure.0));
         Self { source, ..Self::of(place, reason) }
@@ -300,7 +304,8 @@ mod tests {
         let disk = || MonitorError::from(VmmError::from("the disk is full"));
         let ended = |outcome, reason: Reason| {
             let place = (Side::Source, Phase::SwitchingOver, GuestState::RunsAtSource);
-            MigrationError::ended(place, outcome, reason, &[disk()])
+            let silent = MonitorError::from(VmmError::from(""));
+            MigrationError::ended(place, outcome, reason, &[silent, disk()])
         };
         let text = "the state could not be saved: the disk is full";
         let monitor = ended(Outcome::Failed, Reason::new(ErrorKind::Monitor, text));

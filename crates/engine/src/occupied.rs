@@ -4,29 +4,48 @@
 //! call. Each of them raises the alarm itself; the alarm closes the channels that the monitor writes to or reads from,
 //! and the call fails.
 
-use std::fmt::Display;
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::JoinHandle;
+use std::fmt::{self, Display};
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
 use sterna_wire::reason::Reason;
 
 use crate::abort::Abort;
+use crate::cpu_time;
 
 /// The time by which a call must have ended, and the reason of the alarm if it has not.
 pub(crate) type Deadline = (Instant, Box<dyn FnOnce() -> Reason + Send>);
 
 /// Records whether a driver is inside a call of its monitor. Clones belong to the same driver.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Occupied(Arc<Mutex<State>>);
+pub(crate) struct Occupied(Arc<Shared>);
 
 #[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    /// Signalled when a deadline is set or removed, and when the thread that watches deadlines is to end.
+    changed: Condvar,
+}
+
+#[derive(Default)]
 struct State {
     /// The alarm that ends the current call.
     inside: Option<Arc<Abort>>,
+    /// By when the current call must have ended.
+    deadline: Option<Deadline>,
     /// Why every later call fails at once.
     end: Option<End>,
+    /// Whether no deadline will be set any more.
+    over: bool,
+}
+
+impl fmt::Debug for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { inside, deadline: _, end, over } = self;
+        f.debug_struct("State").field("inside", inside).field("end", end).field("over", over).finish_non_exhaustive()
+    }
 }
 
 /// Why calls of the monitor end.
@@ -47,28 +66,32 @@ impl End {
 }
 
 impl Occupied {
-    /// Begins a call, which lasts until the returned value is dropped. Raises `abort` if the call has not ended at
-    /// `deadline`.
-    pub(crate) fn enter(&self, abort: &Arc<Abort>, deadline: Option<Deadline>) -> Inside<'_> {
+    /// Starts the thread that watches the deadlines of calls.
+    ///
+    /// # Errors
+    /// The system cannot start a thread.
+    pub(crate) fn watch_deadlines(&self) -> io::Result<Deadlines> {
+        let watched = self.clone();
+        let thread = cpu_time::spawn(Builder::new().name("deadlines".into()), move || watched.raise_overdue())?;
+        Ok(Deadlines { occupied: self.clone(), thread: Some(thread) })
+    }
+
+    /// Begins a call, which lasts until the returned value is dropped.
+    pub(crate) fn enter(&self, abort: &Arc<Abort>) -> Inside<'_> {
+        self.begin(abort, None)
+    }
+
+    fn begin(&self, abort: &Arc<Abort>, deadline: Option<Deadline>) -> Inside<'_> {
         let mut state = self.state();
         // The driver has not handled the event yet.
         if let Some(end) = &state.end {
             end.raise(abort);
         }
         state.inside = Some(Arc::clone(abort));
+        state.deadline = deadline;
         drop(state);
-        let watch = deadline.map(|(deadline, reason)| {
-            let (left, leaving) = channel::<()>();
-            let abort = Arc::clone(abort);
-            let watching = std::thread::spawn(move || {
-                let time = deadline.saturating_duration_since(Instant::now());
-                if leaving.recv_timeout(time) == Err(RecvTimeoutError::Timeout) {
-                    abort.raise(reason());
-                }
-            });
-            (left, watching)
-        });
-        Inside { occupied: self, watch }
+        self.0.changed.notify_all();
+        Inside(self)
     }
 
     /// Ends the current call, and every later one, for `reason`.
@@ -89,31 +112,72 @@ impl Occupied {
         state.end.get_or_insert(end);
     }
 
+    /// Ends each call that is still under way at its deadline.
+    fn raise_overdue(&self) {
+        let mut state = self.state();
+        while !state.over {
+            let left = state.deadline.as_ref().map(|(at, _)| at.saturating_duration_since(Instant::now()));
+            state = match left {
+                None => self.0.changed.wait(state).expect("wakers do not panic"),
+                Some(left) if !left.is_zero() => {
+                    self.0.changed.wait_timeout(state, left).expect("wakers do not panic").0
+                }
+                Some(_) => {
+                    // Under the lock, so that a call which has ended is not ended again.
+                    if let (Some((_, reason)), Some(abort)) = (state.deadline.take(), &state.inside) {
+                        abort.raise(reason());
+                    }
+                    state
+                }
+            };
+        }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().expect("wakers do not panic")
+        self.0.state.lock().expect("wakers do not panic")
+    }
+}
+
+/// Begins calls that have a deadline. A thread watches the deadlines; it is started before the guest is paused, when a system
+/// that has no thread left costs no more than the migration.
+#[derive(Debug)]
+pub(crate) struct Deadlines {
+    occupied: Occupied,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Deadlines {
+    /// Begins a call, which lasts until the returned value is dropped. Raises `abort` if the call has not ended at `deadline`.
+    pub(crate) fn enter(&self, abort: &Arc<Abort>, deadline: Option<Deadline>) -> Inside<'_> {
+        self.occupied.begin(abort, deadline)
+    }
+}
+
+impl Drop for Deadlines {
+    fn drop(&mut self) {
+        self.occupied.state().over = true;
+        self.occupied.0.changed.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // The thread does not panic.
+            let _ = thread.join();
+        }
     }
 }
 
 /// A call of the monitor by the driver; dropping this ends it.
 #[derive(Debug)]
-pub(crate) struct Inside<'a> {
-    occupied: &'a Occupied,
-    watch: Option<(Sender<()>, JoinHandle<()>)>,
-}
+pub(crate) struct Inside<'a>(&'a Occupied);
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
-        self.occupied.state().inside = None;
-        if let Some((left, watching)) = self.watch.take() {
-            drop(left);
-            // The thread does not panic.
-            let _ = watching.join();
-        }
+        let mut state = self.0.state();
+        (state.inside, state.deadline) = (None, None);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::channel;
     use std::time::Duration;
 
     use sterna_wire::reason::ErrorKind;
@@ -127,7 +191,8 @@ mod tests {
     #[test]
     fn a_call_that_is_under_way_is_ended_and_so_are_those_after_it() {
         let (occupied, abort) = (Occupied::default(), Arc::new(Abort::default()));
-        let inside = occupied.enter(&abort, within(Duration::from_secs(3600)));
+        let deadlines = occupied.watch_deadlines().unwrap();
+        let inside = deadlines.enter(&abort, within(Duration::from_secs(3600)));
         assert!(!abort.is_over());
         occupied.clone().lost("amid");
         drop(inside);
@@ -135,7 +200,7 @@ mod tests {
         assert_eq!((abort.reason().as_ref(), abort.was_lost()), (Some(&amid), true));
         occupied.raise(Reason::other("after"));
         let later = Arc::new(Abort::default());
-        drop(occupied.enter(&later, None));
+        drop(occupied.enter(&later));
         assert_eq!((later.reason(), later.was_lost()), (Some(amid), true));
     }
 
@@ -146,9 +211,22 @@ mod tests {
         abort.on_end(move || {
             let _ = ended.send(());
         });
-        let inside = occupied.enter(&abort, within(Duration::ZERO));
+        let deadlines = occupied.watch_deadlines().unwrap();
+        let inside = deadlines.enter(&abort, within(Duration::ZERO));
         end.recv().unwrap();
         drop(inside);
-        assert_eq!(abort.reason(), Some(Reason::new(ErrorKind::TimeLimit, "it took too long")));
+        let too_long = Reason::new(ErrorKind::TimeLimit, "it took too long");
+        assert_eq!(abort.reason().as_ref(), Some(&too_long));
+
+        // One thread watches all calls.
+        let next = Arc::new(Abort::default());
+        let (ended, end) = channel();
+        next.on_end(move || {
+            let _ = ended.send(());
+        });
+        let inside = deadlines.enter(&next, within(Duration::from_millis(1)));
+        end.recv().unwrap();
+        drop(inside);
+        assert_eq!(next.reason(), Some(too_long));
     }
 }

@@ -8,7 +8,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 /// Fills `bytes` with random numbers. Opens no file (getrandom(2), Linux 3.17).
 ///
 /// # Errors
-/// The kernel has none to give, or a filter forbids the call.
+/// The kernel returns no random numbers, or a filter forbids the call.
 pub(crate) fn fill(bytes: &mut [u8]) -> io::Result<()> {
     let mut filled = 0;
     while filled < bytes.len() {

@@ -5,6 +5,7 @@
 //! there and compared afterwards. Otherwise it is received into a buffer that stays in the cache, and placed after it
 //! was compared. No memory is reserved for a length that was not bounded.
 
+pub mod placer;
 mod sink;
 
 use std::io::{Read, Write};

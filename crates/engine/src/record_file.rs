@@ -16,13 +16,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::fs::{FlockOperation, flock};
 use sterna_wire::control::Mode;
 use sterna_wire::identity::MigrationId;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordError, RecordState};
 
 use crate::directory::Directory;
+use crate::name_lock::lock_name;
 use crate::process;
 
 /// Maximum bytes of a record: a longer file is not a record.
@@ -271,10 +271,16 @@ impl RecordFile {
         }
         let dir = place.open()?;
         let name = name_of(id, side);
-        if dir.identity_of(&name).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+        let is_missing = || dir.identity_of(&name).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        if is_missing() {
             return Err(missing());
         }
         let lock = lock(&dir, &name)?;
+        // Its owner may have removed it, together with the lock, just before the lock was taken here.
+        if is_missing() {
+            let _ = dir.remove(beside(&name, "lock"));
+            return Err(missing());
+        }
         let record = read(&dir, &name)?;
         Ok(Self { dir, name, record, written: true, _lock: lock })
     }
@@ -340,19 +346,27 @@ fn beside(record: &str, ending: &str) -> String {
 /// Removes records that were settled long ago, and files that crashes have left. Before that time the other side may
 /// still request the outcome.
 fn remove_old(dir: &Directory, now_ms: u64) {
-    for name in names(dir, &["json"]) {
-        let old = |record: &Record| record.updated_ms + RETENTION_MS < now_ms && is_over(record);
-        if read(dir, &name).is_ok_and(|record| old(&record)) {
-            // Fails if another process removes the file at the same time.
-            let _ = dir.remove(&name);
-            let _ = dir.remove(beside(&name, "lock"));
+    for name in names(dir, &["json", "lock", "new"]) {
+        let removable = match extension(&name) {
+            Some("json") => is_old,
+            _ => is_leftover,
+        };
+        // Asked again with the lock held: another process may have been at work on the record.
+        if removable(dir, &name, now_ms)
+            && let Ok(_lock) = lock(dir, &name)
+            && removable(dir, &name, now_ms)
+        {
+            for ending in ["json", "new", "lock"] {
+                // A leftover has no record, and few records have a temporary file.
+                let _ = dir.remove(beside(&name, ending));
+            }
         }
     }
-    for name in names(dir, &["lock", "new"]) {
-        if is_leftover(dir, &name, now_ms) {
-            let _ = dir.remove(&name);
-        }
-    }
+}
+
+/// Returns whether `name` is a record that was settled long ago.
+fn is_old(dir: &Directory, name: &str, now_ms: u64) -> bool {
+    read(dir, name).is_ok_and(|record| is_over(&record) && record.updated_ms + RETENTION_MS < now_ms)
 }
 
 /// Returns whether the record is not needed any more. An aborted destination's record is needed while its monitor lives,
@@ -364,16 +378,14 @@ fn is_over(record: &Record) -> bool {
     record.state.settled() || aborted && (record.mode == Mode::Embedded || record.monitor_process.is_some_and(gone))
 }
 
-/// Returns whether an auxiliary file belongs to a record that does not exist, was made long ago and is not in use.
+/// Returns whether an auxiliary file belongs to a record that does not exist, and was made long ago.
 fn is_leftover(dir: &Directory, name: &str, now_ms: u64) -> bool {
     let stem = Path::new(name).file_stem().and_then(|stem| stem.to_str()).and_then(|stem| stem.rsplit_once('.'));
     let ours = stem.is_some_and(|(id, side)| {
         id.parse::<MigrationId>().is_ok() && [Side::Source, Side::Destination].iter().any(|known| known.name() == side)
     });
-    let unlocked = |file: File| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
     ours && dir.modified_ms(name).is_ok_and(|made_ms| made_ms + RETENTION_MS < now_ms)
         && dir.identity_of(beside(name, "json")).is_err()
-        && dir.open_file(name).is_ok_and(unlocked)
 }
 
 /// Returns the records of `dir` that are not settled yet. Unreadable records are omitted: `recover` reports what is
@@ -402,11 +414,10 @@ fn name_of(id: MigrationId, side: Side) -> String {
 
 fn lock(dir: &Directory, record: &str) -> Result<File, RecordFileError> {
     let name = beside(record, "lock");
-    let file = dir.lock_file(&name).map_err(|source| failed("open the lock file", dir, &name, source))?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(RecordFileError::Locked { path: dir.path().join(name) }),
-        Err(errno) => Err(failed("lock", dir, &name, errno.into())),
+    match lock_name(dir, &name) {
+        Ok(Some(file)) => Ok(file),
+        Ok(None) => Err(RecordFileError::Locked { path: dir.path().join(name) }),
+        Err(source) => Err(failed("open and lock the lock file", dir, &name, source)),
     }
 }
 
@@ -533,7 +544,11 @@ mod tests {
         remove_old(dir.path(), now_ms());
         assert!(file.path().exists());
         remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
-        assert!(!file.path().exists());
+        assert!(file.path().exists() && file.path().with_extension("lock").exists(), "a process is at work on it");
+        let path = file.path();
+        drop(file);
+        remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
+        assert!(!path.exists() && !path.with_extension("lock").exists());
     }
 
     #[test]
@@ -550,10 +565,12 @@ mod tests {
             remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
             assert!(file.path().exists(), "not settled");
             file.write(RecordState::Destination(DestinationState::Aborted)).unwrap();
+            let path = file.path();
+            drop(file);
             remove_old(dir.path(), now_ms());
-            assert!(file.path().exists(), "not old");
+            assert!(path.exists(), "not old");
             remove_old(dir.path(), now_ms() + 2 * RETENTION_MS);
-            assert_eq!(file.path().exists(), kept, "{qemu:?}");
+            assert_eq!(path.exists(), kept, "{qemu:?}");
         }
     }
 

@@ -76,7 +76,7 @@ pub enum TlsError {
         /// Why not.
         reason: String,
     },
-    /// The receiving side was not told who may send.
+    /// The receiving side names no sender that is allowed.
     #[error(
         "no name is allowed to send: with TLS the receiver needs at least one name in the sender's certificate (any host \
          with a certificate from the authority could send a guest here otherwise)"

@@ -1,7 +1,7 @@
 //! The interface that a monitor which embeds the library implements, at either side.
 //!
-//! All methods are called one at a time, on the thread that called `run`. They may block, but meanwhile the migration cannot be
-//! cancelled. A method that panics has failed with the panic's text; where the method returns no error, the migration fails. After a panic in
+//! All methods are called one at a time, on the thread that called `run`. They may block; a cancellation takes effect when
+//! the method returns. A method that panics has failed with the panic's text; where the method returns no error, the migration fails. After a panic in
 //! `resume` it is unknown whether the guest runs.
 
 use std::io::{Read, Write};

@@ -21,6 +21,8 @@
 //! Specifications: Intel DSA architecture 341204 rev. 3.0, Intel IAA architecture 721858; section and table numbers in this
 //! crate refer to them.
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 mod credits;
 mod descriptor;
 mod error;

@@ -9,6 +9,7 @@
 mod attribute;
 mod capabilities;
 mod info;
+mod judge;
 #[cfg(all(test, not(miri)))]
 mod tests;
 mod verdict;
@@ -21,7 +22,8 @@ use std::sync::Arc;
 use attribute::Attributes;
 pub use capabilities::{GeneralCapabilities, IaaCapabilities, OperationSet};
 pub use info::{Device, DeviceInfo, EngineInfo, GroupInfo, Kind, Mode, QueueInfo, QueueType};
-pub use verdict::{Reason, Remark, USUAL_BATCH, USUAL_TRANSFER, Unusable, usual_threshold};
+pub use judge::{USUAL_BATCH, USUAL_TRANSFER, usual_threshold};
+pub use verdict::{Reason, Remark, Unusable};
 
 /// The location of the kernel's attributes and of the device files.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -145,7 +147,7 @@ fn read_device(directories: &Directories, bus: &[String], name: &str, kind: Kind
         });
     }
     let mut info = DeviceInfo { device, groups, engines, queues, invalid_attributes };
-    verdict::judge(&mut info);
+    judge::judge(&mut info);
     info
 }
 

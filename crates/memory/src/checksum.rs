@@ -6,12 +6,12 @@
 //! `sterna-wire` has its own copy of this function: neither crate uses the other (`ARCHITECTURE.md`).
 //!
 //! `crc-fast` selects its implementation at run time; with carry-less vector multiplication it reads faster than
-//! memory. It needs slices, which memory that is being written cannot be: the raw forms read such memory once.
+//! memory. It needs slices, which memory that is being written cannot be: the raw forms ([`crate::copy`]) read such memory once.
 
 use crc_fast::{CrcAlgorithm, Digest};
 
-use crate::copy::copy_raw;
-use crate::fold::{POLYNOMIAL, fold_raw, power_of_x};
+/// The Castagnoli polynomial with its bits reflected: bit 31 is x^0.
+pub(crate) const POLYNOMIAL: u32 = 0x82f6_3b78;
 
 /// A CRC-32C in progress: bytes may come in any number of pieces.
 #[derive(Debug)]
@@ -89,6 +89,17 @@ fn shifted(crc: u32, mut bytes: u64) -> u32 {
     crc
 }
 
+/// Returns x^`power` mod P, reflected.
+pub(crate) const fn power_of_x(power: u32) -> u32 {
+    let mut value = 1u32 << 31;
+    let mut done = 0;
+    while done < power {
+        value = (value >> 1) ^ POLYNOMIAL & (value & 1).wrapping_neg();
+        done += 1;
+    }
+    value
+}
+
 /// Returns the product mod P of two reflected polynomials.
 const fn product(a: u32, mut b: u32) -> u32 {
     let mut sum = 0u32;
@@ -99,47 +110,6 @@ const fn product(a: u32, mut b: u32) -> u32 {
         b = (b >> 1) ^ POLYNOMIAL & (b & 1).wrapping_neg();
     }
     sum
-}
-
-/// Bytes that are copied before the checksum is computed over the copy, in the first-level cache.
-const PIECE: usize = 16 << 10;
-
-/// Copies the bytes at `source` to `target` and returns the CRC-32C of exactly these, as the continuation of `crc` (0
-/// to begin with). The memory may change meanwhile: each byte is loaded once. Any alignment.
-///
-/// # Safety
-/// `source` must be readable for the length of `target` and not overlap it.
-pub unsafe fn copy_crc32c_raw(source: *const u8, target: &mut [u8], crc: u32) -> u32 {
-    // SAFETY: passed on; the target is writable over its length.
-    let (mut at, crc) = unsafe { fold_raw(source, Some(target.as_mut_ptr()), target.len(), crc) };
-    let mut rest = Crc32c::after(crc);
-    for piece in target[at..].chunks_mut(PIECE) {
-        // SAFETY: the source is as long as the target, by the caller's word.
-        unsafe { copy_raw(source.add(at), piece.as_mut_ptr(), piece.len()) };
-        rest.update(piece);
-        at += piece.len();
-    }
-    rest.finish()
-}
-
-/// Returns the CRC-32C of `len` bytes at `source`, as the continuation of `crc` (0 to begin with). The memory may
-/// change meanwhile: each byte is loaded once. Any alignment.
-///
-/// # Safety
-/// `source` must be readable for `len` bytes.
-pub unsafe fn crc32c_raw(source: *const u8, len: usize, crc: u32) -> u32 {
-    // SAFETY: passed on.
-    let (mut at, crc) = unsafe { fold_raw(source, None, len, crc) };
-    let mut rest = Crc32c::after(crc);
-    let mut copy = [0; 4096];
-    while at < len {
-        let piece = &mut copy[..(len - at).min(4096)];
-        // SAFETY: the piece lies within the length.
-        unsafe { copy_raw(source.add(at), piece.as_mut_ptr(), piece.len()) };
-        rest.update(piece);
-        at += piece.len();
-    }
-    rest.finish()
 }
 
 #[cfg(test)]
@@ -177,27 +147,6 @@ mod tests {
             at.windows(2).for_each(|cut| pieces.update(&bytes[cut[0]..cut[1]]));
             prop_assert_eq!(pieces.finish(), by_definition(&bytes));
             prop_assert_eq!(crc32c(&bytes), by_definition(&bytes));
-        }
-
-        #[test]
-        fn the_checksum_of_raw_memory_and_of_its_copy_is_that_of_the_bytes(
-            bytes in proptest::collection::vec(any::<u8>(), 0..40_000),
-            before in proptest::collection::vec(any::<u8>(), 0..9),
-            offset in any::<prop::sample::Index>(),
-        ) {
-            let source = &bytes[offset.index(bytes.len() + 1)..];
-            let mut copy = vec![0xaa; source.len()];
-            let mut whole = before.clone();
-            whole.extend_from_slice(source);
-            // SAFETY: slices are readable over their whole length.
-            let (read, copied) = unsafe {
-                (
-                    crc32c_raw(source.as_ptr(), source.len(), crc32c(&before)),
-                    copy_crc32c_raw(source.as_ptr(), &mut copy, crc32c(&before)),
-                )
-            };
-            prop_assert_eq!((read, copied), (crc32c(&whole), crc32c(&whole)));
-            prop_assert_eq!(&copy[..], source);
         }
 
         #[test]

@@ -6,8 +6,8 @@
 
 use std::ops::ControlFlow;
 
-use crate::copy::load_block;
 use crate::cpu::{Implementation, prefetch};
+use crate::load::load_block;
 
 /// The longest block that is compared at once, in bytes.
 const BLOCK: usize = 256;

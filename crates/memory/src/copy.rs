@@ -1,15 +1,16 @@
 //! Reading memory that is being written: every byte is loaded once, and the zero test, the copy and the checksum use
 //! the value that was loaded.
 //!
-//! Loads are volatile, so that no compiler splits or repeats one, or assumes that memory is unchanged. One loop serves
-//! all vector types; the vector type and the further work on each block come from the caller, and everything is
-//! inlined. Stores to memory that other threads may access are the C library's, which the compiler does not see into.
+//! One loop serves all vector types; the vector type and the further work on each block come from the caller, and
+//! everything is inlined. Stores to memory that other threads may access are the C library's, which the compiler does not see into.
 
 use std::ffi::{c_int, c_void};
 
 use crate::PAGE_SIZE;
+use crate::checksum::Crc32c;
 use crate::cpu::{Implementation, prefetch};
-use crate::fold::{self, Folded};
+use crate::fold::{self, Folded, fold_raw};
+use crate::load::load_block;
 
 /// Copies the page at the first pointer to the second unless it is zero, and returns whether it was zero.
 ///
@@ -92,6 +93,47 @@ pub unsafe fn copy_raw(source: *const u8, target: *mut u8, len: usize) {
     }
 }
 
+/// Bytes that are copied before the checksum is computed over the copy, in the first-level cache.
+const PIECE: usize = 16 << 10;
+
+/// Copies the bytes at `source` to `target` and returns the CRC-32C of exactly these, as the continuation of `crc` (0
+/// to begin with). The memory may change meanwhile: each byte is loaded once. Any alignment.
+///
+/// # Safety
+/// `source` must be readable for the length of `target` and not overlap it.
+pub unsafe fn copy_crc32c_raw(source: *const u8, target: &mut [u8], crc: u32) -> u32 {
+    // SAFETY: passed on; the target is writable over its length.
+    let (mut at, crc) = unsafe { fold_raw(source, Some(target.as_mut_ptr()), target.len(), crc) };
+    let mut rest = Crc32c::after(crc);
+    for piece in target[at..].chunks_mut(PIECE) {
+        // SAFETY: the source is as long as the target, by the caller's word.
+        unsafe { copy_raw(source.add(at), piece.as_mut_ptr(), piece.len()) };
+        rest.update(piece);
+        at += piece.len();
+    }
+    rest.finish()
+}
+
+/// Returns the CRC-32C of `len` bytes at `source`, as the continuation of `crc` (0 to begin with). The memory may
+/// change meanwhile: each byte is loaded once. Any alignment.
+///
+/// # Safety
+/// `source` must be readable for `len` bytes.
+pub unsafe fn crc32c_raw(source: *const u8, len: usize, crc: u32) -> u32 {
+    // SAFETY: passed on.
+    let (mut at, crc) = unsafe { fold_raw(source, None, len, crc) };
+    let mut rest = Crc32c::after(crc);
+    let mut copy = [0; 4096];
+    while at < len {
+        let piece = &mut copy[..(len - at).min(4096)];
+        // SAFETY: the piece lies within the length.
+        unsafe { copy_raw(source.add(at), piece.as_mut_ptr(), piece.len()) };
+        rest.update(piece);
+        at += piece.len();
+    }
+    rest.finish()
+}
+
 /// The C library's functions for copying and filling memory. They are called through addresses that are read from here
 /// each time, so the compiler knows neither the function nor that other threads do not access the memory. They are as
 /// fast as the machine allows, which volatile stores are not: for ranges larger than the cache they use stores that do
@@ -120,29 +162,6 @@ pub unsafe fn zero_raw(target: *mut u8, len: usize) {
     let fill = unsafe { (&raw const FILL).read_volatile() };
     // SAFETY: the caller vouches for the target.
     unsafe { fill(target.cast(), 0, len) };
-}
-
-/// Loads one vector from any address, in one volatile load.
-///
-/// # Safety
-/// It must be readable, and every value of its bytes a `V`.
-#[inline(always)]
-pub(crate) unsafe fn load<V: Copy>(ptr: *const u8) -> V {
-    #[derive(Clone, Copy)]
-    #[repr(C, packed)]
-    struct Unaligned<V>(V);
-    // SAFETY: the caller vouches for the bytes; a packed struct has no alignment.
-    unsafe { ptr.cast::<Unaligned<V>>().read_volatile().0 }
-}
-
-/// Loads `N` vectors, one after another.
-///
-/// # Safety
-/// As [`load`], for all of them.
-#[inline(always)]
-pub(crate) unsafe fn load_block<V: Copy, const N: usize>(ptr: *const u8) -> [V; N] {
-    // SAFETY: the caller vouches for all of them.
-    std::array::from_fn(|i| unsafe { load(ptr.add(i * size_of::<V>())) })
 }
 
 /// # Safety
@@ -381,6 +400,27 @@ mod tests {
             unsafe { copy_raw(bytes.as_ptr(), copy.as_mut_ptr().add(offset), bytes.len()) };
             prop_assert_eq!(&copy[offset..offset + bytes.len()], &bytes[..]);
             prop_assert!(copy[..offset].iter().chain(&copy[offset + bytes.len()..]).all(|byte| *byte == 0xaa));
+        }
+
+        #[test]
+        fn the_checksum_of_raw_memory_and_of_its_copy_is_that_of_the_bytes(
+            bytes in proptest::collection::vec(any::<u8>(), 0..40_000),
+            before in proptest::collection::vec(any::<u8>(), 0..9),
+            offset in any::<prop::sample::Index>(),
+        ) {
+            let source = &bytes[offset.index(bytes.len() + 1)..];
+            let mut copy = vec![0xaa; source.len()];
+            let mut whole = before.clone();
+            whole.extend_from_slice(source);
+            // SAFETY: slices are readable over their whole length.
+            let (read, copied) = unsafe {
+                (
+                    crc32c_raw(source.as_ptr(), source.len(), crc32c(&before)),
+                    copy_crc32c_raw(source.as_ptr(), &mut copy, crc32c(&before)),
+                )
+            };
+            prop_assert_eq!((read, copied), (crc32c(&whole), crc32c(&whole)));
+            prop_assert_eq!(&copy[..], source);
         }
 
         #[test]

@@ -169,7 +169,7 @@ pub enum DirtyLogError {
         problem: String,
     },
     /// The system lacks something that this log needs.
-    #[error("{what} is not to be had here: {instead}")]
+    #[error("{what} is not available here: {instead}")]
     Missing {
         /// What is missing.
         what: &'static str,

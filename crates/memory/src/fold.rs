@@ -11,14 +11,11 @@
 //! lane and shorter distances). The lanes are at any time a message of 256 bytes with the same remainder as the whole one,
 //! whose checksum [`Folded::finish`] computes with `crc-fast`.
 
-use crate::checksum::Crc32c;
+use crate::checksum::{Crc32c, POLYNOMIAL};
 use crate::cpu::Implementation;
 
 /// Bytes of a block.
 pub(crate) const BLOCK: usize = 256;
-
-/// The Castagnoli polynomial with its bits reflected: bit 31 is x^0.
-pub(crate) const POLYNOMIAL: u32 = 0x82f6_3b78;
 
 /// The checksum in progress of a message that comes in blocks.
 #[derive(Clone, Debug)]
@@ -53,17 +50,6 @@ fn four_bytes_that_leave(register: u32) -> u32 {
         let added = register >> 31;
         (register ^ POLYNOMIAL & added.wrapping_neg()) << 1 | added
     })
-}
-
-/// Returns x^`power` mod P, reflected.
-pub(crate) const fn power_of_x(power: u32) -> u32 {
-    let mut value = 1u32 << 31;
-    let mut done = 0;
-    while done < power {
-        value = (value >> 1) ^ POLYNOMIAL & (value & 1).wrapping_neg();
-        done += 1;
-    }
-    value
 }
 
 /// Returns whether this CPU multiplies without carries in the vectors of `implementation`, and may use them.
@@ -103,7 +89,9 @@ pub(crate) unsafe fn fold_raw(source: *const u8, target: Option<*mut u8>, len: u
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod x86 {
-    use super::{BLOCK, Folded, power_of_x};
+    use super::{BLOCK, Folded};
+    use crate::checksum::power_of_x;
+    use crate::load::load_block;
     use std::arch::x86_64::*;
 
     const DISTANCE: u32 = 8 * BLOCK as u32;
@@ -172,7 +160,7 @@ pub(crate) mod x86 {
         let mut lanes: [__m512i; 4] = folded.lanes();
         for at in (0..blocks).map(|number| number * BLOCK) {
             // SAFETY: the block lies within what the caller vouches for.
-            let block: [__m512i; 4] = unsafe { crate::copy::load_block(source.add(at)) };
+            let block: [__m512i; 4] = unsafe { load_block(source.add(at)) };
             if let Some(target) = target {
                 // SAFETY: as above.
                 unsafe { target.add(at).cast::<[__m512i; 4]>().write_unaligned(block) };

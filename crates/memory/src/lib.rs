@@ -1,5 +1,7 @@
 //! Guest RAM: bitmaps, page scans, snapshots, and the methods of placing pages into it.
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 pub mod bitmap;
 pub mod checksum;
 pub mod compare;
@@ -12,7 +14,8 @@ mod fold;
 pub mod guest_process;
 pub mod holes;
 pub mod huge;
-mod mappings;
+mod load;
+pub mod mappings;
 pub mod missing;
 pub mod node;
 pub mod normal_page_ratio;

@@ -9,31 +9,39 @@ use std::ops::Range;
 
 /// A line of `/proc/PID/maps` (proc_pid_maps(5)): `start-end rwxp offset major:minor inode path`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Mapping<'a> {
-    pub(crate) start: usize,
-    pub(crate) end: usize,
-    pub(crate) private: bool,
+pub struct Mapping<'a> {
+    /// Address of the first byte.
+    pub start: usize,
+    /// Address behind the last byte.
+    pub end: usize,
+    /// Whether the process may read and write it.
+    pub writable: bool,
+    /// Whether writing it copies the page.
+    pub private: bool,
     /// Offset of `start` in the file, in bytes.
-    pub(crate) offset: u64,
+    pub offset: u64,
     /// Major and minor number.
-    pub(crate) device: (u32, u32),
+    pub device: (u32, u32),
     /// 0 where there is no file.
-    pub(crate) inode: u64,
-    pub(crate) path: &'a str,
+    pub inode: u64,
+    /// The path, to the end of the line; empty where there is none.
+    pub path: &'a str,
     line: &'a str,
 }
 
 impl<'a> Mapping<'a> {
-    pub(crate) fn parse(line: &'a str) -> Option<Self> {
+    /// Parses a line; none if it is not of this form.
+    pub fn parse(line: &'a str) -> Option<Self> {
         let mut fields = line.splitn(6, ' ');
         let (start, end) = fields.next()?.split_once('-')?;
-        let private = fields.next()?.as_bytes().get(3) == Some(&b'p');
+        let permissions = fields.next()?.as_bytes();
         let offset = u64::from_str_radix(fields.next()?, 16).ok()?;
         let (major, minor) = fields.next()?.split_once(':')?;
         Some(Self {
             start: usize::from_str_radix(start, 16).ok()?,
             end: usize::from_str_radix(end, 16).ok()?,
-            private,
+            writable: permissions.starts_with(b"rw"),
+            private: permissions.get(3) == Some(&b'p'),
             offset,
             device: (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?),
             inode: fields.next()?.parse().ok()?,

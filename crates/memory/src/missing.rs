@@ -2,10 +2,10 @@
 //!
 //! ```text
 //!            vCPU reads a stale page: waits in the kernel
-//!                     │ fault                        ▲ awake
-//!   fault thread: wait_faults ─> fault() ─> Ask      │
+//!                     │ fault                              ▲ awake
+//!   fault thread: wait_faults ─> fault() ─> Request        │
 //!                                            │ to the source
-//!   channel threads:         pages arrive ─> place() ┘     (also without having been asked for)
+//!   channel threads:               pages arrive ─> place() ┘     (also without a request)
 //! ```
 //!
 //! **Order at the destination.** Until the source's guest is stopped, it owns the memory. After that, and before any
@@ -80,7 +80,7 @@ pub enum MissingError {
     },
     /// There is no huge page in the pool for the content. Nothing is lost: the page is requested again.
     #[error(
-        "no huge page is to be had for page {page} of the RAM block at {block:#x}: the pool is empty (raise \
+        "no huge page is available for page {page} of the RAM block at {block:#x}: the pool is empty (raise \
          vm.nr_hugepages: pages given back have lost their reservation), or another process touched that page"
     )]
     NoHugePage {
@@ -113,9 +113,9 @@ impl MissingError {
     }
 }
 
-/// What to do about a fault.
+/// What the fault thread has to do after a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum FaultAction {
     /// Request these pages of the block from the source: one page of the backing. Returned once per page, until
     /// [`MissingPages::forget_requests`].
     Request(Range<u64>),
@@ -245,7 +245,7 @@ impl MissingPages {
     /// Returns what to do about a fault at `address`, received from the userfaultfd, and resolves it if possible.
     ///
     /// After an error the faulting thread still waits; [`Self::forget_requests`] makes it fault again.
-    pub fn fault(&self, address: usize) -> Result<Answer, MissingError> {
+    pub fn fault(&self, address: usize) -> Result<FaultAction, MissingError> {
         if !self.contains(address) {
             return Err(MissingError::NotHere { address, block: self.backing.addresses() });
         }
@@ -254,14 +254,14 @@ impl MissingPages {
         if self.stale.contains(page.start) {
             // If the claiming thread fails to place the page, it wakes the waiting threads, which fault again.
             let is_new = self.unclaimed.contains(page.start) && self.asked.test_and_set(page.clone(), |_| {}) > 0;
-            return Ok(if is_new { Answer::Request(page) } else { Answer::Waiting });
+            return Ok(if is_new { FaultAction::Request(page) } else { FaultAction::Waiting });
         }
         match self.zero(&page) {
-            Ok(Filled::Placed) => Ok(Answer::ZeroFilled),
+            Ok(Filled::Placed) => Ok(FaultAction::ZeroFilled),
             Ok(Filled::AlreadyThere { .. }) if self.lacks_huge_page(page.start) => Err(self.no_huge_page(page.start)),
-            Ok(Filled::AlreadyThere { .. }) => Ok(Answer::Present),
+            Ok(Filled::AlreadyThere { .. }) => Ok(FaultAction::Present),
             // The watching ended after the fault was received, which woke the faulting thread.
-            Err(error) if is_enoent(&error) && self.ended.load(Ordering::Acquire) => Ok(Answer::Present),
+            Err(error) if is_enoent(&error) && self.ended.load(Ordering::Acquire) => Ok(FaultAction::Present),
             Err(error) => Err(error.into()),
         }
     }

@@ -6,8 +6,7 @@
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
-use crate::checksum::crc32c_raw;
-use crate::copy::store_raw;
+use crate::copy::{crc32c_raw, store_raw};
 
 /// Memory that is written through its address only. Other threads may access it meanwhile.
 #[derive(Debug)]

@@ -10,9 +10,9 @@
 //! sufficient for a sender, as a page written meanwhile is in the dirty log and is sent again.
 
 use crate::PAGE_SIZE;
-use crate::copy::{load, load_block};
 pub use crate::cpu::Implementation;
 use crate::cpu::prefetch;
+use crate::load::{load, load_block};
 
 /// The shortest length for a vector implementation, and the longest tail handled by one unaligned vector.
 const SHORTEST_VECTOR: usize = 64;

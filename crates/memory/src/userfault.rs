@@ -445,7 +445,7 @@ mod tests {
         let raw = || match open_by_call(Faults::OfUserSpace) {
             Ok(fd) => Some(fd),
             Err(error) => {
-                println!("skipped: the userfaultfd system call is not to be had here: {error}");
+                println!("skipped: the userfaultfd system call is not available here: {error}");
                 None
             }
         };
@@ -492,7 +492,7 @@ mod tests {
     fn the_system_call_needs_no_privilege_for_faults_of_user_space() {
         match open_by_call(Faults::OfUserSpace) {
             Ok(_) => {}
-            Err(error) => println!("skipped: the userfaultfd system call is not to be had here: {error}"),
+            Err(error) => println!("skipped: the userfaultfd system call is not available here: {error}"),
         }
     }
 

@@ -9,7 +9,7 @@ use sterna_memory::checksum::crc32c;
 use crate::batch::Batch;
 use crate::common::{Closers, Common};
 use crate::completion::{Done, Producer, Reason, TicketId};
-use crate::engine::{Begun, Engine, Progress, cpu};
+use crate::engine::{Begun, OffloadEngine, Progress, cpu};
 use crate::kind::{Cause, Kind};
 use crate::lease::Leases;
 use crate::operation::Operation;
@@ -33,7 +33,7 @@ pub(crate) struct Core {
     pub(crate) settings: Settings,
     pub(crate) pools: ByNode,
     /// The accelerators, in order of preference. If there are none, the CPU does everything.
-    pub(crate) engines: Vec<Arc<dyn Engine>>,
+    pub(crate) engines: Vec<Arc<dyn OffloadEngine>>,
     pub(crate) leases: Arc<Leases>,
     pub(crate) statistics: Arc<Statistics>,
     pub(crate) closing: AtomicBool,
@@ -55,7 +55,7 @@ impl Debug for Core {
 }
 
 impl Core {
-    pub(crate) fn new(common: Common, engines: Vec<Arc<dyn Engine>>) -> Arc<Self> {
+    pub(crate) fn new(common: Common, engines: Vec<Arc<dyn OffloadEngine>>) -> Arc<Self> {
         let Common { settings, statistics, leases, pools, closers } = common;
         Arc::new(Self {
             settings,
@@ -347,7 +347,7 @@ impl Core {
     /// Returns whether the device that reported `page` as zero, which the CPU has just read as not zero, reports so
     /// again while the page is unchanged. Once, the device may only have read before the guest wrote; and a guest may
     /// clear and fill a page between any two reads.
-    fn repeats(&self, engine: &Arc<dyn Engine>, request: &mut Request, page: usize) -> bool {
+    fn repeats(&self, engine: &Arc<dyn OffloadEngine>, request: &mut Request, page: usize) -> bool {
         let before = cpu::current_checksum(request, page);
         if engine.still_zero(request, page, self.now()) != Some(true) || cpu::current_checksum(request, page) != before
         {

@@ -105,6 +105,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     // It refuses distances beyond its given window.
+    use sterna_test_kit::content::noise;
     use sterna_test_kit::inflate::inflate;
 
     const WINDOW: usize = 4096;
@@ -114,15 +115,6 @@ mod tests {
         let bytes = Deflater::at(level).deflate(input, &mut stream).expect("there is room");
         stream.truncate(bytes);
         stream
-    }
-
-    fn noise(bytes: usize) -> Vec<u8> {
-        let mut state = 1u64;
-        let next = || {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (state >> 56) as u8
-        };
-        std::iter::repeat_with(next).take(bytes).collect()
     }
 
     const STORED: &[u8] = include_bytes!("../tests/streams/zlib-stored.deflate");
@@ -151,7 +143,7 @@ mod tests {
         let (mut deflater, mut room) = (Deflater::default(), vec![0; 4096 + 8]);
         assert!(deflater.deflate(&[0; 4096], &mut room).unwrap() < 64);
         // A stream that did not fit does not affect the next.
-        assert_eq!(deflater.deflate(&noise(8192), &mut room), None);
+        assert_eq!(deflater.deflate(&noise(1, 8192), &mut room), None);
         let again = deflater.deflate(&[0; 4096], &mut room).unwrap();
         assert_eq!(inflate(&room[..again], WINDOW).unwrap(), [0; 4096]);
     }
@@ -159,8 +151,8 @@ mod tests {
     /// Streams that do not fit, for every possible length, each followed by one that does.
     #[test]
     fn a_stream_that_does_not_fit_is_none_and_the_next_stream_is_whole() {
-        let long = noise(300 << 10);
-        let content: Vec<u8> = noise(3000).iter().map(|byte| byte & 0x0f).collect();
+        let long = noise(1, 300 << 10);
+        let content: Vec<u8> = noise(1, 3000).iter().map(|byte| byte & 0x0f).collect();
         for level in 1..=9 {
             let whole = deflated(level, &content);
             let (mut deflater, mut room) = (Deflater::at(level), vec![0; 300 << 10]);
@@ -179,7 +171,7 @@ mod tests {
     fn no_level_reaches_back_further_than_an_iaa_device_can() {
         for (level, apart) in (1..=9).flat_map(|level| [3000, 3834, 3835, 4096, 4097, 9000].map(|apart| (level, apart)))
         {
-            let content = noise(apart).repeat(4);
+            let content = noise(1, apart).repeat(4);
             let stream = deflated(level, &content);
             let read = inflate(&stream, WINDOW);
             assert!(read.is_ok_and(|read| read == content), "level {level}, {apart} bytes apart");
@@ -191,7 +183,8 @@ mod tests {
     /// Parts of one stream, some of which do not fit at first, written by one context.
     #[test]
     fn continued_streams_and_a_last_one_are_one_stream() {
-        let contents = [vec![0; 70_000], noise(9000), noise(20_000).iter().map(|byte| byte & 7).collect(), vec![1]];
+        let contents =
+            [vec![0; 70_000], noise(1, 9000), noise(1, 20_000).iter().map(|byte| byte & 7).collect(), vec![1]];
         for level in 1..=9 {
             let mut deflater = Deflater::at(level);
             let (mut stream, mut room) = (Vec::new(), vec![0; 80_000]);

@@ -26,6 +26,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 // Without drivers of accelerators no request reaches a device: those paths are unreachable then, not wrong.
 #![cfg_attr(not(feature = "accel"), allow(dead_code))]
 

@@ -60,7 +60,7 @@ mod no_devices {
     use super::{NOT_ASKED_FOR, Opened, StartError};
     use crate::accelerators::{Accelerators, DeviceSelector};
     use crate::common::Common;
-    use crate::engine::Engine;
+    use crate::engine::OffloadEngine;
     use crate::settings::Settings;
 
     /// What a build without drivers answers.
@@ -90,7 +90,7 @@ mod no_devices {
         }
 
         /// Returns no engine.
-        pub(crate) fn into_engines(self, _: &Common, _: &mut str) -> Vec<Arc<dyn Engine>> {
+        pub(crate) fn into_engines(self, _: &Common, _: &mut str) -> Vec<Arc<dyn OffloadEngine>> {
             Vec::new()
         }
     }

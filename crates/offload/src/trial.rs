@@ -419,7 +419,10 @@ fn describe_error(called: Result<Batch, CallError>) -> Result<Batch, String> {
     called.map_err(|error| error.to_string())
 }
 
-/// Returns an error that tells where `is` differs from `should`.
+/// Compares `is` with `should`.
+///
+/// # Errors
+/// They differ; the error has the first byte that does.
 fn same_bytes(what: &str, is: &[u8], should: &[u8]) -> Result<(), String> {
     if is.len() != should.len() {
         return Err(format!("{what} has {} bytes, and should have {}", is.len(), should.len()));

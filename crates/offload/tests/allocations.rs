@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use sterna_idxd::{Descriptor, Device, Kind, Mode, QueueInfo, Submission, SubmitMethod, WorkQueue};
 use sterna_offload::{Accelerators, Batch, Channel, NEVER, Offload, Operation, Outcome, Region, Settings};
+use sterna_test_kit::Random;
 use sterna_test_kit::portal::{FakePortal, complete};
 
 /// Counts this thread's allocations.
@@ -153,11 +154,8 @@ fn the_cpu_makes_its_deflate_contexts_once() {
     let offload = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
     // Zeros, noise, and where they come back to.
     let memory = Vec::leak(vec![[0u64; 512]; 3]);
-    let mut state = 1u64;
-    memory[1].fill_with(|| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        state ^ state >> 32
-    });
+    let mut random = Random::new(1);
+    memory[1].fill_with(|| random.next_u64());
     let start = NonNull::from(memory).cast::<u8>();
     // SAFETY: leaked, and nothing refers to it any more.
     let region = unsafe { Region::new(start, 3 * 4096, None) };

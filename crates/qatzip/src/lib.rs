@@ -48,6 +48,8 @@
 //!
 //! Software speed is that of zlib and no reason to use QATzip (`examples/measure.rs`): hence [`Software::WhenBusy`] by default.
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 mod abi;
 mod error;
 mod library;
@@ -60,9 +62,9 @@ mod session;
 pub use error::{Failure, NoHardware, OpenError, StartError};
 pub use library::{Choice, Library, VARIABLE};
 pub use memory::{Buffer, Bytes};
-pub use pool::{Channel, Completion, Job, Options, Pool, Reason, Refused, Statistics, StillBusy, Work};
+pub use pool::{Channel, Completion, Job, Options, Pool, Reason, Refused, Statistics, StillBusy};
 pub use presence::may_have_hardware;
-pub use session::{By, Done, LARGEST_JOB, Params, Session, Software};
+pub use session::{By, Done, LARGEST_JOB, Params, Session, Software, Work};
 
 /// The example of the README is a test.
 #[cfg(doctest)]

@@ -11,8 +11,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use libloading::os::unix::{Library as Loaded, RTLD_LOCAL, RTLD_NOW};
 
 use crate::abi::{self, QzSession};
-use crate::error::{NoHardware, OpenError, StartError};
-use crate::session::{Params, Session};
+use crate::error::{NoHardware, OpenError};
 
 /// The name under which the dynamic loader is asked. The number is the library's promise to stay compatible.
 const SONAME: &str = "libqatzip.so.3";
@@ -128,14 +127,6 @@ impl Library {
                 code => Err(NoHardware { code }),
             }
         })
-    }
-
-    /// A session for the calling thread.
-    ///
-    /// # Errors
-    /// Parameters out of range, no hardware where software is forbidden, no memory.
-    pub fn session(self: &Arc<Self>, params: &Params) -> Result<Session, StartError> {
-        Session::new(self, params)
     }
 
     pub(crate) fn functions(&self) -> &Functions {

@@ -16,27 +16,12 @@ use std::time::{Duration, Instant};
 use crate::error::{Failure, StartError};
 use crate::library::Library;
 use crate::memory::{Buffer, Bytes};
-use crate::session::{By, Done, Params, Session};
+use crate::session::{By, Done, Params, Session, Work};
 
 /// How long a worker may take to set up its session. A device's start takes well under a second.
 const READY_WITHIN: Duration = Duration::from_secs(30);
 /// How long dropping a pool waits for jobs in the library.
 const DROP_WAITS: Duration = Duration::from_secs(5);
-
-/// The operation of a job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Work {
-    /// Calls [`Session::compress`].
-    Compress,
-    /// Calls [`Session::decompress`].
-    Decompress,
-    #[cfg(test)]
-    /// Panics.
-    Die,
-    #[cfg(test)]
-    /// Never returns.
-    Hang,
-}
 
 /// One piece of work with its buffers.
 #[derive(Debug)]

@@ -9,7 +9,6 @@ use crate::error::{Failure, StartError};
 use crate::library::{Library, Storage};
 use crate::members;
 use crate::memory::{Buffer, Bytes};
-use crate::pool::Work;
 
 /// Smaller inputs are always done in software (the library's default, which is kept).
 const HARDWARE_FROM: usize = 1024;
@@ -54,6 +53,21 @@ impl Params {
     pub(crate) fn compressed_room(&self) -> usize {
         bound(self.largest_job, self.hardware_buffer)
     }
+}
+
+/// The operation of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// Calls [`Session::compress`].
+    Compress,
+    /// Calls [`Session::decompress`].
+    Decompress,
+    #[cfg(test)]
+    /// Panics.
+    Die,
+    #[cfg(test)]
+    /// Never returns.
+    Hang,
 }
 
 /// What did the work.
@@ -106,8 +120,18 @@ struct Calls {
     renewed: u64,
 }
 
+impl Library {
+    /// A session for the calling thread.
+    ///
+    /// # Errors
+    /// Parameters out of range, no hardware where software is forbidden, no memory.
+    pub fn session(self: &Arc<Self>, params: &Params) -> Result<Session, StartError> {
+        Session::new(self, params)
+    }
+}
+
 impl Session {
-    pub(crate) fn new(library: &Arc<Library>, params: &Params) -> Result<Session, StartError> {
+    fn new(library: &Arc<Library>, params: &Params) -> Result<Session, StartError> {
         let parameter = |what, value, range| Err(StartError::Parameter { what, value, range });
         if !(1..=9).contains(&params.level) {
             return parameter("a level", params.level.into(), "1 to 9");

@@ -132,9 +132,12 @@
 //! | `accel` | source: Intel DSA searches for zero pages, copies with checksums and makes deltas; Intel IAA compresses |
 //! | `model` | includes `accel`: these devices in software, for tests |
 //! | `vm-memory` | either side: RAM blocks and a dirty log from rust-vmm's `vm-memory` |
+//! | `full` | `tls`, `zstd`, `qatzip` and `accel` |
 //!
 //! Internals, and further interfaces of Sterna's own programs (guests in other processes, records on disk), are in `sterna-engine` and the
 //! crates below it; they change without notice.
+
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
 #[cfg(feature = "vm-memory")]
 pub mod vm_memory;
@@ -142,7 +145,7 @@ pub mod vm_memory;
 // Both ends.
 pub use sterna_engine::cancel::Cancel;
 pub use sterna_engine::destination::{Before, Destination, Fence, Listening};
-pub use sterna_engine::live_control::{Answer, Control};
+pub use sterna_engine::live_control::{Control, RequestOutcome};
 pub use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase, Side};
 pub use sterna_engine::opening::{Block, Opening, Prepared};
 pub use sterna_engine::record_file::{RecordFileError as RecordError, StateDir};

@@ -5,14 +5,25 @@
 //! [`UnionLog`](crate::UnionLog):
 //!
 //! ```
-//! # use sterna::{DirtyLog, UnionLog, vm_memory::BitmapLog};
-//! # use vm_memory::{GuestMemoryMmap, bitmap::AtomicBitmap};
-//! # fn log(memory: &GuestMemoryMmap<AtomicBitmap>, vcpus: sterna::KvmLog) -> Result<Box<dyn DirtyLog>, sterna::DirtyLogError> {
-//! let devices = BitmapLog::new(memory)?;
-//! Ok(Box::new(UnionLog::new(vec![Box::new(vcpus), Box::new(devices)])))
+//! # use sterna::{DirtyLogError, KvmLog, KvmSlot, PAGE_SIZE, UnionLog, vm_memory::BitmapLog};
+//! # use std::os::fd::BorrowedFd;
+//! # use vm_memory::{GuestMemory, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, bitmap::AtomicBitmap};
+//! # fn log(memory: &GuestMemoryMmap<AtomicBitmap>, vm_fd: BorrowedFd<'_>) -> Result<UnionLog, DirtyLogError> {
+//! let (mut blocks, mut slots) = (Vec::new(), Vec::new());
+//! for (block, region) in memory.iter().enumerate() {
+//!     let (guest_address, size) = (region.start_addr().0, region.len());
+//!     let userspace_address = region.as_ptr().expose_provenance() as u64;
+//!     // With the values that KVM_SET_USER_MEMORY_REGION was called with.
+//!     slots.push(KvmSlot { slot: block as u32, flags: 0, guest_address, userspace_address, size, block, first_page: 0 });
+//!     blocks.push(size / PAGE_SIZE as u64);
+//! }
+//! // SAFETY: the VM has exactly these slots as long as the log exists.
+//! let vcpus = unsafe { KvmLog::new(vm_fd, &blocks, slots)? };
+//! let log = UnionLog::new(vec![Box::new(vcpus), Box::new(BitmapLog::new(memory)?)]);
+//! # Ok(log)
 //! # }
 //! ```
-//! KVM's slots have the same numbers as the blocks if each region has a slot, in the order of the regions.
+//! Here each region has one slot, so that slots, blocks and regions have the same numbers.
 
 use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;

@@ -34,7 +34,7 @@ impl ChannelKind {
     pub(crate) const ALL: [Self; 5] = [Self::Control, Self::Ram, Self::DeviceState, Self::PostCopy, Self::Opaque];
 
     /// Returns how many channels of this kind one migration may have.
-    pub const fn most(self) -> u16 {
+    pub const fn max_channels(self) -> u16 {
         match self {
             Self::Control => 1,
             Self::Ram | Self::DeviceState => MAX_RAM_CHANNELS,

@@ -172,9 +172,9 @@ pub struct Welcome {
 pub struct Totals {
     /// The last sequence number of each RAM channel at the end of RAM, by index.
     pub ram: Vec<u64>,
-    /// Normal pages sent.
+    /// Normal pages sent. For logs: the destination compares `ram` only.
     pub normal_pages: u64,
-    /// Zero pages sent.
+    /// Zero pages sent. For logs, too.
     pub zero_pages: u64,
 }
 
@@ -313,6 +313,31 @@ pub enum ControlError {
 }
 
 impl ControlMessage {
+    /// Returns the message's name on the wire. It is what a message that may not be sent now is named by: its content is the peer's.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Hello(_) => "hello",
+            Self::Welcome(_) => "welcome",
+            Self::Refused(_) => "refused",
+            Self::Checked { .. } => "checked",
+            Self::Ready { .. } => "ready",
+            Self::Totals(_) => "totals",
+            Self::ReturnPath(_) => "return_path",
+            Self::Switchover(_) => "switchover",
+            Self::Relay { .. } => "relay",
+            Self::RelayAnswer { .. } => "relay_answer",
+            Self::SwitchoverAck => "switchover_ack",
+            Self::DeviceCredit { .. } => "device_credit",
+            Self::DeviceTaken { .. } => "device_taken",
+            Self::DeviceLoaded { .. } => "device_loaded",
+            Self::PostCopyFigures(_) => "post_copy_figures",
+            Self::Figures(_) => "figures",
+            Self::Failed(_) => "failed",
+            Self::Progress(_) => "progress",
+            Self::Heartbeat => "heartbeat",
+        }
+    }
+
     /// Encodes the message, with its length in front.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![0; 4];
@@ -372,6 +397,44 @@ mod tests {
                 }
             }
             assert_eq!(found, messages, "in pieces of {piece}");
+        }
+    }
+
+    #[test]
+    fn a_message_is_named_as_on_the_wire() {
+        let messages = [
+            ControlMessage::Welcome(Welcome {
+                program: String::new(),
+                chosen: Capabilities {
+                    methods: Vec::new(),
+                    packet_size: 0,
+                    features: Vec::new(),
+                    required: Vec::new(),
+                },
+            }),
+            ControlMessage::Refused(Reason::other("no")),
+            ControlMessage::Checked { refusals: Vec::new() },
+            ControlMessage::Ready { placement: Vec::new(), deltas: Vec::new() },
+            ControlMessage::Totals(Totals::default()),
+            ControlMessage::ReturnPath(ReturnPath::Shut(0)),
+            ControlMessage::Switchover(SwitchoverMessage::Prepare),
+            ControlMessage::Relay { content: RelayContent::Migration, socket: String::new() },
+            ControlMessage::RelayAnswer { refusal: None },
+            ControlMessage::SwitchoverAck,
+            ControlMessage::DeviceCredit { device: 0, up_to: 0 },
+            ControlMessage::DeviceTaken { device: 0 },
+            ControlMessage::DeviceLoaded { device: 0 },
+            ControlMessage::PostCopyFigures(PostCopyFigures::default()),
+            ControlMessage::Figures(DestinationFigures::default()),
+            ControlMessage::Failed(Reason::other("it did")),
+            ControlMessage::Progress(SourceProgress::default()),
+            ControlMessage::Heartbeat,
+        ];
+        for message in messages {
+            let json = message.encode().split_off(4);
+            let name = format!("\"{}\"", message.kind());
+            let begins = json.strip_prefix(b"{").unwrap_or(&json).starts_with(name.as_bytes());
+            assert!(begins, "{}", String::from_utf8_lossy(&json));
         }
     }
 

@@ -35,7 +35,7 @@ impl PageDelta<'_> {
     }
 }
 
-/// The deltas of a packet's content, one after the other; after malformed content an error, and then no more.
+/// The deltas of a packet's content, in order. Malformed content yields one error; the iterator then ends.
 #[derive(Clone, Debug)]
 pub struct PageDeltas<'a> {
     rest: &'a [u8],
@@ -63,7 +63,7 @@ impl<'a> Iterator for PageDeltas<'a> {
     fn next(&mut self) -> Option<Self::Item> {
         let wrong = match (self.pages, self.rest) {
             (0, []) => return None,
-            (0, _) => "deltas of more pages than its table speaks of",
+            (0, _) => "deltas of more pages than its table lists",
             _ => match self.split() {
                 Some((delta, rest)) => {
                     self.rest = rest;

@@ -80,12 +80,12 @@ impl DeviceSender {
     }
 
     /// Returns the cost of the pieces that were sent and are not known to have been loaded.
-    pub fn untaken(&self) -> u64 {
-        self.spent.saturating_sub(self.taken())
+    pub fn not_loaded(&self) -> u64 {
+        self.spent.saturating_sub(self.loaded())
     }
 
     /// Returns the cost of the pieces that are known to have been loaded.
-    pub fn taken(&self) -> u64 {
+    pub fn loaded(&self) -> u64 {
         self.up_to - self.at_once
     }
 
@@ -115,7 +115,7 @@ pub struct DeviceReceiver<B> {
     waiting: BTreeMap<u64, Piece<B>>,
     received: u64,
     /// The cost of the pieces that were loaded.
-    taken: u64,
+    loaded: u64,
     permitted: u64,
     at_once: u64,
     /// The position of the end, once that has arrived.
@@ -126,7 +126,7 @@ impl<B> DeviceReceiver<B> {
     /// Makes a receiver that permits `at_once` bytes at first: at least [`MIN_CREDIT`].
     pub fn new(at_once: u64) -> Self {
         debug_assert!(at_once >= MIN_CREDIT);
-        Self { next: 0, waiting: BTreeMap::new(), received: 0, taken: 0, permitted: at_once, at_once, end: None }
+        Self { next: 0, waiting: BTreeMap::new(), received: 0, loaded: 0, permitted: at_once, at_once, end: None }
     }
 
     /// Returns the total cost that is permitted.
@@ -185,19 +185,19 @@ impl<B> DeviceReceiver<B> {
     /// Records that a piece with this many bytes of content was loaded. Returns the total cost permitted now, if it
     /// should be sent: not for every piece, since it costs a message.
     pub fn done_with(&mut self, content: usize) -> Option<u64> {
-        self.taken += cost(content);
+        self.loaded += cost(content);
         self.permit(self.at_once / 8)
     }
 
-    /// Returns the total cost permitted now, if not all of it was sent: called when nothing is left to be loaded, so
-    /// that the source learns that everything was.
-    pub fn unsaid(&mut self) -> Option<u64> {
+    /// Returns the total cost permitted now, if the source was sent less. Called when nothing is left to be loaded, so
+    /// that the source learns that everything was loaded.
+    pub fn unsent_credit(&mut self) -> Option<u64> {
         self.permit(1)
     }
 
     /// Updates the permitted total, if it increases by at least `least`.
     fn permit(&mut self, least: u64) -> Option<u64> {
-        let up_to = self.taken.saturating_add(self.at_once);
+        let up_to = self.loaded.saturating_add(self.at_once);
         if up_to - self.permitted < least {
             return None;
         }
@@ -214,6 +214,7 @@ impl<B> DeviceReceiver<B> {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use sterna_test_kit::Random;
 
     use super::*;
 
@@ -274,9 +275,9 @@ mod tests {
         let place = sender.send(100).unwrap();
         receiver.arrived(place, 100, bytes(&[1; 100])).unwrap();
         receiver.next_piece().unwrap();
-        assert_eq!((receiver.done_with(100), sender.untaken()), (None, cost(100)));
-        sender.credit(receiver.unsaid().unwrap()).unwrap();
-        assert_eq!((receiver.unsaid(), sender.untaken(), sender.taken()), (None, 0, cost(100)));
+        assert_eq!((receiver.done_with(100), sender.not_loaded()), (None, cost(100)));
+        sender.credit(receiver.unsent_credit().unwrap()).unwrap();
+        assert_eq!((receiver.unsent_credit(), sender.not_loaded(), sender.loaded()), (None, 0, cost(100)));
     }
 
     #[test]
@@ -309,11 +310,8 @@ mod tests {
             let mut next = pieces.next();
             let (mut on_the_way, mut credits, mut taken, mut held) = (Vec::new(), Vec::new(), Vec::new(), 0);
             let (mut ended, mut said_end) = (false, false);
-            let mut state = seed;
-            let mut choices = std::iter::repeat_with(|| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                (state >> 33) as usize
-            });
+            let mut random = Random::new(seed);
+            let mut choices = std::iter::repeat_with(|| random.index(usize::MAX));
             while !ended {
                 let (mut moved, choice) = (false, choices.next().unwrap());
                 match next {

@@ -12,7 +12,7 @@ use crate::limits::{
 };
 use crate::text::cleaned;
 
-/// The most bytes that all channels of a migration together may make a destination buffer, whatever the requested packet size.
+/// Maximum bytes that a destination buffers for all channels of a migration together, whatever the requested packet size.
 const MAX_BUFFERED: u32 = 256 << 20;
 /// Packets that a destination buffers for each channel: one as it came, and its content.
 const PACKETS_PER_CHANNEL: u32 = 2;

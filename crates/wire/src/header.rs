@@ -112,8 +112,8 @@ impl ChannelHeader {
         let kind = ChannelKind::ALL.into_iter().find(|kind| *kind as u8 == bytes[10]);
         let kind = kind.ok_or(HeaderError::Kind(bytes[10]))?;
         let index = u16::from_le_bytes(field(bytes, 12));
-        if index >= kind.most() {
-            return Err(HeaderError::Index { index, most: kind.most() });
+        if index >= kind.max_channels() {
+            return Err(HeaderError::Index { index, most: kind.max_channels() });
         }
         let incarnation = u32::from_le_bytes(field(bytes, 16));
         if incarnation == 0 {

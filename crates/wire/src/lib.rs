@@ -12,6 +12,8 @@
 //!   device, in any order; [`sequence`]: that no packet is missing.
 //! * [`reason`]: why a migration failed; [`limits`]: every limit that is enforced on a peer.
 
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
+
 mod channel_kind;
 pub mod checksum;
 pub mod control;

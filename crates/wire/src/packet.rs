@@ -135,7 +135,7 @@ pub enum PacketError {
         count: u64,
     },
     /// Content and table contradict each other.
-    #[error("the packet's content is {content} bytes, its table speaks of {table}")]
+    #[error("the packet's content is {content} bytes, its table lists {table}")]
     ContentLength {
         /// Bytes according to the header.
         content: u64,
@@ -473,14 +473,14 @@ impl Refusal {
 
 /// A message of the receiver of a packet channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum ChannelAnswer {
     /// Packets were placed.
     Placed(Ack),
     /// A packet was refused.
     Refused(Refusal),
 }
 
-impl Answer {
+impl ChannelAnswer {
     /// Decodes an answer; the requests of a refusal follow it.
     pub fn decode(bytes: &[u8; ACK_LENGTH]) -> Result<Self, BadAck> {
         if bytes[0..4] != REFUSAL_MAGIC {
@@ -647,13 +647,13 @@ mod tests {
         #[test]
         fn answers_read_back_and_nothing_else_is_one(sequence: u64, busy_us: u32, requests in 1..=MAX_RUNS as u32, bytes: [u8; ACK_LENGTH]) {
             let (placed, refused) = (Ack { sequence, busy_us }, Refusal { sequence, requests });
-            prop_assert_eq!(Answer::decode(&placed.encode()), Ok(Answer::Placed(placed)));
-            prop_assert_eq!(Answer::decode(&refused.encode()), Ok(Answer::Refused(refused)));
+            prop_assert_eq!(ChannelAnswer::decode(&placed.encode()), Ok(ChannelAnswer::Placed(placed)));
+            prop_assert_eq!(ChannelAnswer::decode(&refused.encode()), Ok(ChannelAnswer::Refused(refused)));
             for requests in [0, MAX_RUNS as u32 + 1, u32::MAX] {
-                prop_assert_eq!(Answer::decode(&Refusal { sequence, requests }.encode()), Err(BadAck));
+                prop_assert_eq!(ChannelAnswer::decode(&Refusal { sequence, requests }.encode()), Err(BadAck));
             }
             let begins_like_one = bytes[0..4] == ACK_MAGIC || bytes[0..4] == REFUSAL_MAGIC;
-            prop_assert!(begins_like_one || Answer::decode(&bytes) == Err(BadAck));
+            prop_assert!(begins_like_one || ChannelAnswer::decode(&bytes) == Err(BadAck));
         }
 
         #[test]

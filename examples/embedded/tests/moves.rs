@@ -6,6 +6,11 @@ use std::process::{Command, Stdio};
 use sterna_embedded::Machine;
 use vm_memory::{Bytes, GuestAddress};
 
+/// The page for embedders, and the two sources whose code it shows.
+const PAGE: &str = include_str!("../../../docs/embedding.md");
+const EXAMPLE: &str = include_str!("../src/main.rs");
+const ADAPTER: &str = include_str!("../../../crates/sterna/src/vm_memory.rs");
+
 const PROGRAM: &str = env!("CARGO_BIN_EXE_sterna-embedded");
 
 #[test]
@@ -23,6 +28,20 @@ fn a_guest_that_writes_its_memory_arrives_whole_in_another_process() {
         verified.strip_prefix("verified 20480 pages after ").unwrap().split(' ').next().unwrap().parse().unwrap();
     assert!(steps >= 10_000, "the guest ran for 5000 steps at each side: {verified}");
     assert!(receiver.wait().unwrap().success());
+}
+
+#[test]
+fn the_page_for_embedders_shows_code_that_is_compiled() {
+    for (first, compiled) in
+        [("// source\nlet mut source = Source::new", EXAMPLE), ("let (mut blocks, mut slots)", ADAPTER)]
+    {
+        let begin = PAGE.find(&format!("```rust\n{first}")).expect("the page has the code") + "```rust\n".len();
+        let code = &PAGE[begin..begin + PAGE[begin..].find("```").unwrap()];
+        let lines: Vec<_> = compiled.lines().map(|line| line.trim_start_matches("//!").trim()).collect();
+        for line in code.lines().map(str::trim).filter(|line| !["", "// source", "// destination"].contains(line)) {
+            assert!(lines.contains(&line), "compiled nowhere: {line}");
+        }
+    }
 }
 
 #[test]

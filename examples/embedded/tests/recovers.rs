@@ -207,9 +207,9 @@ impl Crashed {
         let to = destination.wait_for("listening on ");
         let mut source = Process::start("source", directory.path(), &to, crash(at_source));
         if at_source {
-            source.crashes()
+            source.crashes();
         } else {
-            destination.crashes()
+            destination.crashes();
         }
         Self { directory, source, destination }
     }

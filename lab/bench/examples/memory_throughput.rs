@@ -7,8 +7,8 @@
 //! `read loop` or `plain copy`. `STERNA_CPU` chooses the vectors of what the library chooses by itself.
 
 use std::hint::black_box;
-use sterna_memory::checksum::{copy_crc32c_raw, crc32c, crc32c_raw};
-use sterna_memory::copy::{copy_raw, store_raw};
+use sterna_memory::checksum::crc32c;
+use sterna_memory::copy::{copy_crc32c_raw, copy_raw, crc32c_raw, store_raw};
 use sterna_memory::scan::{Implementation, is_zero_raw, zero_map_raw};
 use sterna_memory::{PAGE_SIZE, snapshot::Snapshot};
 

@@ -1,10 +1,8 @@
 //! `sterna-bench delta`: what deltas save: sending only the changed words of a page.
 //!
 //! Two parts, both over a virtual cable of 1 Gbit/s. *Pages*: every page of a guest changes in every round, each cell
-//! with its kind of change; the figure is pages sent per second, by zstd with deltas and without ([`side`]). *Rounds*:
+//! with its kind of change; the figure is pages sent per second, by zstd with deltas and without ([`delta_side`](super::ram::delta_side)). *Rounds*:
 //! a microvm writes one word of page after page of 1 GiB, 1000 MiB/s of pages; the figure is whether it can be moved.
-
-pub(crate) mod side;
 
 use std::time::Duration;
 
@@ -15,10 +13,10 @@ use super::BenchArgs;
 use super::dirty_rate::attempt::{Guest, PAGE, Setting, Site};
 use super::harness::{Cell, Column, Findings, Row, Spread, Target, interleaved};
 use super::ram::CHANNELS;
+use super::ram::delta_side::{Change, Content, Found, Job, Order};
 use super::ram::pair::{Rig, SideProcess, unexpected};
 use super::ram::side::{Answer, Order as SideOrder};
 use crate::hosts::{Hosts, HostsError, Side};
-use side::{Change, Content, Found, Job, Order};
 
 const COLUMNS: &[Column] = &[
     Column { name: "pages_per_second", title: "1000 pages/s", scale: 1e3, places: 1 },

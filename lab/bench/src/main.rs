@@ -40,14 +40,16 @@ use crate::machine::Machine;
 use crate::options::BenchArgs;
 use crate::provenance::Provenance;
 
+/// Measures the wanted cells, tells what it does at the moment, and judges the targets.
+type Measure = fn(&BenchArgs, &Cancel, &dyn Fn(&str)) -> Result<Findings, HostsError>;
+
 /// A benchmark: a command of this program.
 struct Benchmark {
     name: &'static str,
     about: &'static str,
     /// Returns the names of all its cells.
     cells: fn() -> Vec<String>,
-    /// Measures the wanted cells and judges the targets.
-    measure: fn(&BenchArgs, &Cancel, &dyn Fn(&str)) -> Result<Findings, HostsError>,
+    measure: Measure,
     /// Whether `--long` measures more than the usual cells.
     has_long: bool,
 }

@@ -5,8 +5,10 @@
 //! their own ([`side`]), so that CPU time and page faults are theirs alone.
 
 pub(crate) mod clock;
+pub(crate) mod delta_side;
 pub(crate) mod guest;
 pub(crate) mod pair;
+pub(crate) mod pin;
 pub(crate) mod pipeline;
 pub(crate) mod plain;
 pub(crate) mod qemu;

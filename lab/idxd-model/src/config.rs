@@ -26,9 +26,14 @@
 //! `grouped_workqueues` and `grouped_engines`; fields that do not concern the model are ignored there. In both formats
 //! comments and a comma after the last element are accepted, as by `accel-config`.
 
+mod script;
+mod timing;
+
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::core::{Script, ScriptedFault, Timing};
+pub use self::script::{Script, ScriptedFault};
+pub use self::timing::{PageRequests, Timing};
+
 use crate::lenient::to_json;
 
 /// The kind of accelerator of a device.

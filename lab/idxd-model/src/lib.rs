@@ -18,7 +18,7 @@
 //! There are three modes, with the same state machine:
 //!
 //! * [`Model::start`]: real time, engines are threads. Completions come as fast as they can or, `paced`, after the time
-//!   that [`core::Timing`] gives.
+//!   that [`config::Timing`] gives.
 //! * [`Model::manual`]: nothing happens except by [`Model::step`]; timing and seed determine the order. For randomised
 //!   tests: about 10 ms for 64 batches of 16 pages.
 //! * [`core::Device`] with [`core::Payload::Timed`]: virtual time without memory, for simulators.

@@ -1,12 +1,14 @@
 //! Devices and the memory that they access: in real time, with a thread per engine, or stepped by the caller.
 
+pub(crate) mod portals;
+
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::config::{ConfigError, DeviceConfig, MemoryKind, ModelConfig, QueueConfig};
-use crate::core::{Device, Nanos, Payload, Posting, Script, SoftwareError, Step, Submitted, Timing};
+use crate::config::{ConfigError, DeviceConfig, MemoryKind, ModelConfig, QueueConfig, Script, Timing};
+use crate::core::{Device, Nanos, Payload, Posting, SoftwareError, Step, Submitted};
 use crate::memory::{AddressSpace, ProcessMemory};
 use crate::ops::Scratch;
 use crate::table::dsa::{self, code};
@@ -283,7 +285,7 @@ impl Drop for Model {
             cell.wake.notify_all();
             drop(device);
         }
-        crate::tree::forget(&self.shared);
+        portals::forget(&self.shared);
         for thread in self.threads.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).drain(..) {
             // A panic of an engine has been printed already; it must not cause a second one here.
             let _ = thread.join();

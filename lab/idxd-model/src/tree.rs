@@ -6,14 +6,11 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, Weak};
 
 use crate::config::{DeviceConfig, Kind, Mode, QueueConfig};
-#[cfg(target_arch = "x86_64")]
-use crate::model::ModelQueue;
-use crate::model::{Model, Shared};
+use crate::model::{Model, portals};
 use crate::table::{dsa, iaa};
 
 /// The location of a fake tree.
@@ -25,34 +22,6 @@ pub struct Tree {
     pub dev: PathBuf,
 }
 
-/// A device file that is a portal.
-#[derive(Debug)]
-#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "nothing can be trapped there"))]
-struct Portal {
-    device_number: u64,
-    inode: u64,
-    shared: Weak<Shared>,
-    device: usize,
-    queue: usize,
-}
-
-static PORTALS: Mutex<Vec<Portal>> = Mutex::new(Vec::new());
-
-/// Returns the queue of this device file.
-#[cfg(target_arch = "x86_64")]
-pub(crate) fn portal(device_number: u64, inode: u64) -> Option<ModelQueue> {
-    let portals = PORTALS.lock().unwrap();
-    // The newest: files come and go, and the numbers of removed files are reused.
-    let found = portals.iter().rev().find(|portal| portal.device_number == device_number && portal.inode == inode)?;
-    Some(ModelQueue::of(&found.shared.upgrade()?, found.device, found.queue))
-}
-
-/// Removes the portals of a model that is stopped.
-pub(crate) fn forget(shared: &Arc<Shared>) {
-    let mut portals = PORTALS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    portals.retain(|portal| !std::ptr::eq(portal.shared.as_ptr(), Arc::as_ptr(shared)));
-}
-
 impl Model {
     /// Writes the tree into an existing directory.
     pub fn write_tree(&self, directory: &Path) -> io::Result<Tree> {
@@ -61,15 +30,7 @@ impl Model {
             let file = tree.dev.join(class(queue.device().kind)).join(queue.name());
             fs::create_dir_all(file.parent().expect("it has just been joined"))?;
             fs::write(&file, [])?;
-            let status = fs::metadata(&file)?;
-            let (shared, device, index) = queue.parts();
-            PORTALS.lock().unwrap().push(Portal {
-                device_number: status.dev(),
-                inode: status.ino(),
-                shared: Arc::downgrade(shared),
-                device,
-                queue: index,
-            });
+            portals::add(&fs::metadata(&file)?, &queue);
         }
         for device in &self.config().devices {
             write_device(&tree.sysfs, device)?;

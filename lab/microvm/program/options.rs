@@ -227,7 +227,7 @@ const IAA_VERIFY: [(&str, IaaVerify); 3] =
     [("without-checksums", IaaVerify::WithoutChecksums), ("always", IaaVerify::Always), ("never", IaaVerify::Never)];
 const ANSWERS: [(&str, NotConverging); 4] = [
     ("go-on", NotConverging::GoOn),
-    ("throttle", NotConverging::Throttle(Throttle { initial: 20, step: 10, most: 99 })),
+    ("throttle", NotConverging::Throttle(Throttle { initial: 20, step: 10, max: 99 })),
     ("post-copy", NotConverging::PostCopy),
     ("give-up", NotConverging::GiveUp),
 ];

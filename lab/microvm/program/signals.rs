@@ -7,7 +7,7 @@ use std::io;
 use std::process;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use sterna::{Answer, Cancel, Control};
+use sterna::{Cancel, Control, RequestOutcome};
 
 /// The signals received so far.
 #[derive(Clone, Default)]
@@ -74,7 +74,7 @@ impl Requests {
 
     fn switch_over(&self) {
         match self.0.control.switch_over() {
-            Answer::Accepted => note(format_args!("the guest will be paused as soon as possible")),
+            RequestOutcome::Accepted => note(format_args!("the guest will be paused as soon as possible")),
             refused => note(format_args!("the guest is not paused by request: {refused:?}")),
         }
     }

@@ -11,7 +11,7 @@
 //! | RAM as blocks, with the file behind it | [`ram`] |
 //! | a dirty log | [`Machine::take_dirty_log`] |
 //! | pause, resume, throttle | `gate.rs` |
-//! | state of vCPUs and devices, written and read again | `state.rs`, `kvm/state.rs` |
+//! | state of vCPUs and devices, written and read again | `state.rs`, `kvm_state.rs` |
 //! | devices with a large state of their own, saved while the guest runs and loaded in parallel | [`scratch`] |
 //! | a disk that is read into guest RAM past the dirty log, and the wait for its reads | [`disk`] |
 //! | passing all of it to the library | [`migration`] |
@@ -25,6 +25,8 @@ mod error;
 mod gate;
 #[cfg(has_kvm)]
 mod kvm;
+#[cfg(has_kvm)]
+mod kvm_state;
 mod layout;
 mod machine;
 pub mod migration;

@@ -13,7 +13,7 @@
 use crate::config::Workload;
 use crate::error::Error;
 #[cfg(has_kvm)]
-use crate::kvm::KvmVcpuState;
+use crate::kvm_state::KvmVcpuState;
 use crate::serial::SavedSerial;
 use serde::{Deserialize, Serialize};
 use std::io::{Read, Write};

@@ -18,7 +18,7 @@
 //!
 //! Everything started here is ended when its value is dropped, and by the kernel if this process dies first.
 
-pub mod accel;
+mod accel;
 mod accel_config;
 pub mod boot_sector;
 mod console;
@@ -29,6 +29,8 @@ mod held_disk;
 pub mod huge;
 mod image;
 mod initramfs;
+mod kernel;
+pub mod kvm;
 pub mod libvirt;
 mod memory_group;
 pub mod net;

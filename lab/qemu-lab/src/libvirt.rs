@@ -176,7 +176,7 @@ impl LibvirtHost {
     ) -> Result<LibvirtHost, Error> {
         write_configuration(side, place, certificates)?;
         let lab = place.join("lab");
-        copy(&tools.kernel()?, &lab.join("vmlinuz"))?;
+        copy(&tools.kernel()?, &lab.join("vmlinux"))?;
         let program = guest_program()?;
         let init = std::fs::read(&program).map_err(Error::path("reading", &program))?;
         write(&lab.join("initramfs"), initramfs::with_init(&init, &[]))?;

@@ -127,8 +127,8 @@ pub struct LinuxGuest {
     pub pattern: Pattern,
     /// Bytes a second to verify all the time; 0 is none.
     pub verify_rate: u64,
-    /// More words for the kernel's command line.
-    pub kernel_words: String,
+    /// Further arguments of the kernel.
+    pub kernel_arguments: String,
     /// Files of this machine that are copied to the guest's root file system, which is in its memory, as `file-0`, `file-1` and so on.
     pub files: Vec<PathBuf>,
     /// A directory in which it works with files all the time.
@@ -149,7 +149,7 @@ impl Default for LinuxGuest {
             dirty_span: None,
             pattern: Pattern::Random,
             verify_rate: 8 << 20,
-            kernel_words: String::new(),
+            kernel_arguments: String::new(),
             files: Vec::new(),
             share: None,
             disk_load: None,
@@ -196,9 +196,9 @@ impl LinuxGuest {
                 line.push_str(&format!(" sterna.{name}={value}"));
             }
         }
-        if !self.kernel_words.is_empty() {
+        if !self.kernel_arguments.is_empty() {
             line.push(' ');
-            line.push_str(&self.kernel_words);
+            line.push_str(&self.kernel_arguments);
         }
         line
     }
@@ -242,7 +242,7 @@ pub struct QemuOptions {
     pub uuid: Option<String>,
     /// The path of the QMP socket; `None`: `qmp.sock` in the QEMU's private directory.
     pub qmp_path: Option<PathBuf>,
-    /// More words for QEMU's command line.
+    /// Further arguments of QEMU.
     pub extra: Vec<String>,
     /// The network namespace to run in ([`crate::net::Network`]).
     pub namespace: Option<String>,

@@ -39,14 +39,9 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Starts a QEMU and waits until its QMP socket answers. A source's guest is then booting.
-    ///
-    /// # Errors
-    /// [`Error::ToolsMissing`] without `scripts/setup`; [`Error::QemuEnded`] with QEMU's own error if it refuses its
-    /// options.
-    pub fn start(options: &QemuOptions) -> Result<Qemu, Error> {
+    /// As [`Qemu::start`], by `accel`, which is KVM or TCG.
+    pub(crate) fn start_by(options: &QemuOptions, accel: Accel) -> Result<Qemu, Error> {
         let tools = Tools::locate()?;
-        let accel = options.accel.resolve(options);
         let directory = tempfile::Builder::new()
             .prefix("sterna-qemu-")
             .tempdir()

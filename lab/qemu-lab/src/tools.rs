@@ -89,12 +89,12 @@ impl Tools {
         &self.directory
     }
 
-    /// Returns the kernel that Linux guests boot.
+    /// Returns the kernel that Linux guests boot: the program, which is taken out of Debian's image the first time.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] if it was not unpacked.
+    /// [`Error::ToolsMissing`] if the image was not unpacked, [`Error::Io`] if it has another format.
     pub fn kernel(&self) -> Result<PathBuf, Error> {
-        existing("the guests' kernel", self.directory.join("kernel/vmlinuz"))
+        crate::kernel::unpacked(&existing("the guests' kernel", self.directory.join("kernel/vmlinuz"))?)
     }
 
     /// Returns the kernel's modules for virtiofs, disks and a balloon, in the order in which a guest can load them.

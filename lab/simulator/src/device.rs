@@ -5,7 +5,7 @@
 use sterna_idxd_model::core::{self, Payload, Posting, Step, Submitted, Timed};
 use sterna_idxd_model::{DeviceConfig, QueueConfig};
 
-pub use sterna_idxd_model::core::Timing;
+pub use sterna_idxd_model::config::Timing;
 
 use crate::Nanos;
 

@@ -1,10 +1,12 @@
 //! Bytes to compress and to move, the same for the same seed.
 
+use crate::Random;
+
 /// Returns bytes that shrink about as machine code does: runs, repeats and noise.
 #[must_use]
 pub fn code_like(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || xorshift(&mut state);
+    let mut random = Random::new(seed);
+    let mut next = || random.next_u64();
     let mut bytes: Vec<u8> = Vec::with_capacity(len + 64);
     while bytes.len() < len {
         let run = (next() % 48 + 4) as usize;
@@ -25,16 +27,8 @@ pub fn code_like(seed: u64, len: usize) -> Vec<u8> {
 /// Returns bytes that do not shrink.
 #[must_use]
 pub fn noise(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    (0..len).map(|_| (xorshift(&mut state) >> 32) as u8).collect()
-}
-
-/// Marsaglia's xorshift64: the next state, which is not 0.
-fn xorshift(state: &mut u64) -> u64 {
-    *state ^= *state << 13;
-    *state ^= *state >> 7;
-    *state ^= *state << 17;
-    *state
+    let mut random = Random::new(seed);
+    (0..len).map(|_| (random.next_u64() >> 32) as u8).collect()
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ pub mod portal;
 #[cfg(feature = "qatzip")]
 pub mod qatzip;
 pub mod random;
+pub mod threads;
 pub mod tools;
 
 pub use random::Random;

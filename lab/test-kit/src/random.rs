@@ -61,6 +61,13 @@ impl Random {
         self.below(100) < percent
     }
 
+    /// Puts the list in another order.
+    pub fn shuffle<T>(&mut self, list: &mut [T]) {
+        for index in (1..list.len()).rev() {
+            list.swap(index, self.index(index + 1));
+        }
+    }
+
     /// Returns one of the choices.
     ///
     /// # Panics

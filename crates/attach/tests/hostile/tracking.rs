@@ -72,7 +72,7 @@ fn copy_stays() {
     let shared = share_userfault(&target.hold(), UserfaultOrigin::PrivilegedSystemCall);
     let shared = match shared {
         Err(AttachError::Refused { source, .. }) => {
-            return println!("skipped: userfaultfd for all faults is not to be had here: {source}");
+            return println!("skipped: userfaultfd for all faults is not available here: {source}");
         }
         shared => shared.unwrap(),
     };

@@ -5,6 +5,7 @@
 //!
 //! Each command has its own file; `link` and `common` have the groups of options that several commands share.
 
+pub(crate) mod accel;
 mod common;
 mod link;
 mod proxy;
@@ -18,6 +19,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
+use self::accel::AccelCommand;
 pub(crate) use self::common::{ReportArgs, ScreenArgs, StateArgs, TlsAllowArgs, TlsArgs};
 pub(crate) use self::link::LinkArgs;
 pub(crate) use self::proxy::{ProxyReceiveArgs, ProxyReportArgs, ProxySendArgs, each_name_once};
@@ -25,8 +27,7 @@ pub(crate) use self::receive::ReceiveArgs;
 pub(crate) use self::recover::{RecoverArgs, SideArg};
 pub(crate) use self::send::{ModeArg, SendArgs};
 use crate::cert::CertArgs;
-use crate::commands::accel::AccelCommand;
-use crate::commands::exit::EXIT_CODES;
+use crate::exit::EXIT_CODES;
 
 /// Moves running virtual machines between hosts.
 #[derive(Debug, Parser)]

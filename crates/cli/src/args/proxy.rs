@@ -8,7 +8,7 @@ use sterna_wire::limits::MAX_NAME;
 
 use super::common::{ScreenArgs, TlsAllowArgs, TlsArgs};
 use super::link::{LinkArgs, listen_address};
-use crate::commands::exit::EXIT_CODES;
+use crate::exit::EXIT_CODES;
 use crate::units;
 
 /// Maximum number of sockets of one kind.

@@ -8,7 +8,7 @@ use sterna_qemu::gateway::Placement;
 
 use super::common::{ReportArgs, ScreenArgs, SocketArgs, StateArgs, TlsAllowArgs, WaitArgs};
 use super::link::listen_address;
-use crate::commands::exit::EXIT_CODES;
+use crate::exit::EXIT_CODES;
 use crate::units;
 
 /// `sterna receive`.

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use sterna_wire::identity::MigrationId;
 
 use super::common::StateArgs;
-use crate::commands::exit::EXIT_CODES;
+use crate::exit::EXIT_CODES;
 use crate::units;
 
 /// `sterna recover`.
@@ -23,8 +23,8 @@ pub(crate) struct RecoverArgs {
     /// You assert that the other host is gone for good: its guest does not run and never will again
     #[arg(long)]
     pub(crate) fenced_peer: bool,
-    /// Directory with certificates, to ask the other host; with --allow this host's server certificate is used,
-    /// without it the client certificate
+    /// Directory with certificates. On the host that sent, `recover` connects with the client certificate. On the host that
+    /// received, where --allow is given, it listens with the server certificate
     #[arg(long, value_name = "DIR", conflicts_with = "insecure")]
     pub(crate) tls: Option<PathBuf>,
     /// Name in the certificate of a host that may connect here; on the host that received, as with `sterna receive`

@@ -11,7 +11,7 @@ use sterna_wire::switchover::SourceAfter;
 
 use super::common::{ReportArgs, ScreenArgs, SocketArgs, StateArgs, TlsArgs, WaitArgs};
 use super::link::LinkArgs;
-use crate::commands::exit::EXIT_CODES;
+use crate::exit::EXIT_CODES;
 use crate::units;
 
 /// `sterna send`.
@@ -154,8 +154,8 @@ fn no_convergence(text: &str) -> Result<NotConverging, String> {
 fn throttle(text: &str) -> Result<Throttle, String> {
     let percents: Result<Vec<u8>, _> = text.split(',').map(str::parse).collect();
     match percents.as_deref() {
-        Ok(&[initial, step, most]) if (1..=most).contains(&initial) && step > 0 && most <= 99 => {
-            Ok(Throttle { initial, step, most })
+        Ok(&[initial, step, max]) if (1..=max).contains(&initial) && step > 0 && max <= 99 => {
+            Ok(Throttle { initial, step, max })
         }
         _ => Err("throttle: is followed by three numbers of percent: at first, more with each step, at most (up to 99), such as \
                   throttle:20,10,99"

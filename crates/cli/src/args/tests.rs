@@ -106,7 +106,7 @@ fn what_is_done_about_rounds_that_do_not_converge_has_its_parameters() {
     };
     assert_eq!(of("tell"), NotConverging::GoOn);
     assert_eq!(of("throttle"), NotConverging::Throttle(Throttle::default()));
-    assert_eq!(of("throttle:5,1,50"), NotConverging::Throttle(Throttle { initial: 5, step: 1, most: 50 }));
+    assert_eq!(of("throttle:5,1,50"), NotConverging::Throttle(Throttle { initial: 5, step: 1, max: 50 }));
     assert_eq!((of("post-copy"), of("post-copy:3")), (NotConverging::PostCopy, NotConverging::PostCopyAfter(3)));
 }
 

@@ -7,92 +7,20 @@ mod replay;
 use std::fmt::Write as _;
 use std::io::{BufWriter, Write as _};
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use clap::{Args, Subcommand};
 use sterna_engine::cancel::Cancel;
 use sterna_idxd::{DeviceInfo, Directories, Kind, discover};
 use sterna_offload::plan::{Accelerator, Plan, PlanDevice};
 use sterna_offload::trace::Trace;
 use sterna_offload::{Accelerators, DeviceSelector, QueueTrial, Settings, StartError, Trials};
 
+use super::Failure;
 use super::report_file::{Named, ReportFile};
-use super::{Exit, Failure};
+use crate::args::accel::{AccelCommand, CaptureArgs, PlanArgs, TrialArgs};
+use crate::exit::Exit;
 use crate::signals::{self, Meaning};
-
-/// The commands of `sterna accel`.
-#[derive(Debug, Subcommand)]
-pub(crate) enum AccelCommand {
-    /// List devices and queues, whether they open, what they are used for, and why others are not
-    List(list::ListArgs),
-    /// Run every operation on every queue, and compare the results with those of plain code
-    Test(TestArgs),
-    /// Print how the queues should be set up, as accel-config reads it, and each guest's share of them
-    Plan(PlanArgs),
-    /// Run every operation on every queue, and record each descriptor and completion record
-    Capture(CaptureArgs),
-    /// Check a trace against the specification, and report how long each operation took
-    Replay(ReplayArgs),
-}
-
-/// `sterna accel test`.
-#[derive(Debug, Args)]
-pub(crate) struct TestArgs {
-    #[command(flatten)]
-    trial: TrialArgs,
-}
-
-#[derive(Debug, Args)]
-struct TrialArgs {
-    /// What to try: auto, cpu, dsa, iaa, dsa:/dev/dsa/wqX.Y, iaa:/dev/iax/wqX.Y, model:FILE; several separated by commas
-    #[arg(long, value_name = "LIST", default_value = "auto")]
-    accel: Accelerators,
-    /// Try the software model that this file describes, as --accel model:FILE does
-    #[arg(long, value_name = "FILE", conflicts_with = "accel")]
-    model: Option<PathBuf>,
-    /// Batches of each operation on each queue
-    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    rounds: u32,
-    /// Seed of the random content
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    seed: u64,
-}
-
-/// `sterna accel plan`.
-#[derive(Debug, Args)]
-pub(crate) struct PlanArgs {
-    /// Guests that are migrated at once: the notes give each guest's share of the queues, and whether ledgers are needed
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    vms: u32,
-    /// Only these devices, such as dsa0,iax1
-    #[arg(long, value_name = "LIST", value_delimiter = ',')]
-    devices: Vec<String>,
-    /// Plan for a host with so many DSA devices of the usual size, instead of this one
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), conflicts_with = "devices")]
-    usual: Option<u32>,
-    /// Write the file for accel-config load-config instead of its commands, whole or not at all; `-` is stdout
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-}
-
-/// `sterna accel capture`.
-#[derive(Debug, Args)]
-pub(crate) struct CaptureArgs {
-    #[command(flatten)]
-    trial: TrialArgs,
-    /// The trace: it appears when the run has ended, or was stopped by Ctrl-C; `-` is stdout
-    #[arg(short, long, value_name = "FILE")]
-    output: PathBuf,
-}
-
-/// `sterna accel replay`.
-#[derive(Debug, Args)]
-pub(crate) struct ReplayArgs {
-    /// The trace
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-}
 
 pub(super) fn run(command: &AccelCommand) -> Result<Exit, Failure> {
     match command {

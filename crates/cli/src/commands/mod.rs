@@ -2,8 +2,7 @@
 //!
 //! A further command is a variant of [`Command`], a file here and a line in [`run`].
 
-pub(crate) mod accel;
-pub(crate) mod exit;
+mod accel;
 mod proxy;
 mod receive;
 mod recover;
@@ -23,9 +22,9 @@ use sterna_qemu::gateway::GatewayError;
 use sterna_wire::reason::ErrorKind;
 
 use crate::args::{Cli, Command, LinkArgs, ProxyCommand, ReportArgs, ScreenArgs};
+use crate::exit::Exit;
 use crate::progress::Screen;
 use crate::signals::{self, Meaning, Watch};
-pub(crate) use exit::Exit;
 use report_file::ReportFile;
 
 /// The end of a command that has no report: a message and a code.

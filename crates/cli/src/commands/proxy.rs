@@ -10,8 +10,9 @@ use sterna_qemu::gateway::{
     GatewayError, ProxyReceiveOptions, ProxyReport, ProxySendOptions, ProxyStop, proxy_receive, proxy_send,
 };
 
-use super::{Exit, Failure, Session, gateway_failure, method_choice, security};
+use super::{Failure, Session, gateway_failure, method_choice, security};
 use crate::args::{ProxyReceiveArgs, ProxyReportArgs, ProxySendArgs, ScreenArgs, each_name_once};
+use crate::exit::Exit;
 use crate::signals::Meaning;
 
 pub(super) fn run_send(args: &ProxySendArgs, logging: bool) -> Result<Exit, Failure> {

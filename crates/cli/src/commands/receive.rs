@@ -3,8 +3,9 @@
 use sterna_engine::report::ReceiveReport;
 use sterna_qemu::gateway::{Placement, ReceiveOptions, receive};
 
-use super::{Exit, Failure, Summary, migration, security, state_dir};
+use super::{Failure, Summary, migration, security, state_dir};
 use crate::args::ReceiveArgs;
+use crate::exit::Exit;
 
 impl Summary for ReceiveReport {
     fn exit(&self) -> Exit {

@@ -5,8 +5,9 @@ use std::io::Write;
 use sterna_engine::record_file::Side;
 use sterna_qemu::gateway::{RecoverOptions, recover};
 
-use super::{Exit, Failure, Session, gateway_failure, security, state_dir};
+use super::{Failure, Session, gateway_failure, security, state_dir};
 use crate::args::{RecoverArgs, ScreenArgs, SideArg};
+use crate::exit::Exit;
 use crate::signals::Meaning;
 
 pub(super) fn run(args: &RecoverArgs, logging: bool) -> Result<Exit, Failure> {

@@ -64,7 +64,7 @@ fn missing(option: &str) -> String {
 mod tests {
     use super::*;
     use crate::args::Cli;
-    use crate::commands::Exit;
+    use crate::exit::Exit;
     use clap::Parser;
 
     #[test]

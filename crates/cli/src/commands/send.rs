@@ -4,8 +4,9 @@ use sterna_engine::live_control::Control;
 use sterna_engine::report::{Outcome, Report};
 use sterna_qemu::gateway::{DirectOptions, DryRun, SendOptions, dry_run, send};
 
-use super::{Exit, Failure, Summary, method_choice, migration, security, state_dir};
+use super::{Failure, Summary, method_choice, migration, security, state_dir};
 use crate::args::{ModeArg, SendArgs};
+use crate::exit::Exit;
 
 impl Summary for Report {
     fn exit(&self) -> Exit {

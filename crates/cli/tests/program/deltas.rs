@@ -9,11 +9,11 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::support::moving::{Backing, Move, backings, kernel_words, tried};
+use crate::support::moving::{Backing, Move, backings, kernel_arguments, tried};
 use crate::support::pair::{Pair, eventually};
 use crate::support::{LONG, Sterna, receive, report, send};
 use serde_json::Value;
-use sterna_qemu_lab::accel::kvm_runs;
+use sterna_qemu_lab::kvm::kvm_runs;
 use sterna_qemu_lab::{Accel, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
 use sterna_wire::limits::MAX_CONTENT;
@@ -78,7 +78,7 @@ impl Row {
                 memory: Some(FILLED),
                 dirty_rate: 48 << 20,
                 dirty: Dirty::Stamp,
-                kernel_words: kernel_words(self.from),
+                kernel_arguments: kernel_arguments(self.from),
                 ..LinuxGuest::default()
             }),
             Counters | CountersByKvm => Guest::BootSector,

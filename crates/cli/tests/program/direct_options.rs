@@ -8,8 +8,8 @@ use crate::support::pair::{Pair, eventually};
 use crate::support::settle::{Migration, Side};
 use crate::support::{LONG, Sterna, receive, report, send_by};
 use serde_json::{Value, json};
-use sterna_qemu_lab::accel::kvm_runs;
 use sterna_qemu_lab::huge::HugePages;
+use sterna_qemu_lab::kvm::kvm_runs;
 use sterna_qemu_lab::{
     Accel, Backend, Dirty, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, skip_if_unavailable,
 };

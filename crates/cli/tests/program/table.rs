@@ -7,7 +7,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use crate::support::moving::{Backing, Move, backings, kernel_words, tried};
+use crate::support::moving::{Backing, Move, backings, kernel_arguments, tried};
 use crate::support::pair::{Pair, eventually};
 use crate::support::{LONG, Sterna};
 use serde_json::json;
@@ -32,9 +32,9 @@ struct Row {
     placement: &'static str,
     mode: &'static str,
     cpus: u32,
-    /// More words for both QEMUs.
+    /// Further arguments of both QEMUs.
     devices: &'static [&'static str],
-    /// More words for `send`.
+    /// Further arguments of `send`.
     send: &'static [&'static str],
     with: With,
 }
@@ -82,14 +82,14 @@ fn balloon_works(pair: &Pair, sender: &Sterna) {
     pair.source.qemu.guest().set_dirty_rate(0).unwrap();
 }
 
-/// Moves a guest as the row says. An error where RAM differs before the destination's guest starts, none where it was skipped.
+/// Moves the guest of the row. An error where RAM differs before the destination's guest starts, none where it was skipped.
 fn moved(row: &Row) -> Option<Result<(), String>> {
-    let kernel_words = kernel_words(row.from);
+    let kernel_arguments = kernel_arguments(row.from);
     let balloon = row.with == With::Balloon;
     let linux = LinuxGuest {
         memory: Some(FILLED),
         dirty_rate: if balloon { MANY_WRITES } else { DIRTY_RATE },
-        kernel_words,
+        kernel_arguments,
         disk_load: (row.with == With::LockedDisk).then_some(DiskLoad { buffers: 32 << 20, threads: 2, rate: 16 << 20 }),
         balloon,
         ..LinuxGuest::default()
@@ -129,7 +129,7 @@ fn moved(row: &Row) -> Option<Result<(), String>> {
         Err(differing) => return Some(Err(differing)),
     };
     assert_eq!(report["channels"], row.channels);
-    // The firmware's small blocks may go in-stream; guest RAM goes the way that was asked for.
+    // The firmware's small blocks may go in-stream; guest RAM is placed as the row requires.
     let in_place = report["placement"].as_array().unwrap().iter().any(|line| {
         let line = line.as_str().unwrap();
         line.starts_with("pc.ram: ") && !line.contains("in-stream")
@@ -264,7 +264,7 @@ const LONG_STOP: &[&str] = &["--downtime", "2s"];
 const SLOWLY: &[&str] = &["--bandwidth", "32MB/s"];
 const DELTAS: &[&str] = &["--delta-cache", "256MiB", "--bandwidth", "150MB/s"];
 
-// Every backing at each side, and what else could get in the way of reading and tracking from outside.
+// Every backing at each side, and what else could prevent reading and tracking from outside.
 direct_table! {
 //  row                           from  to    machine       N  wire  method source    destination cpus devices send      with
     direct_01_anonymous:          V10_0 V10_0 "pc-q35-10.0" 2  plain "none" Anonymous Anonymous   1    NONE    NONE      Nothing;

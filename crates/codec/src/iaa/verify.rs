@@ -79,8 +79,8 @@ impl Verifier {
             self.read = batch_memory(&self.offload);
             return Read::Not;
         }
-        // SAFETY: of a region as long as the range, which nobody writes now: the batch was done, and where an earlier one was not, the
-        // region was given up.
+        // SAFETY: the region is as long as the range, and no device writes it now: this batch is done, and after a batch that was not
+        // done the region was replaced.
         let read = unsafe { std::slice::from_raw_parts(self.read.start().as_ptr(), content.len()) };
         if batch.placed(0) == Some(content.len()) && read == content { Read::Right } else { Read::Doubtful(producer) }
     }

@@ -1,4 +1,4 @@
-//! Counts which encoder did how much, by bytes of content, for the report.
+//! Counts for the report how many bytes of content each encoder has encoded.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -31,7 +31,7 @@ impl Account {
         self.cpu.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    pub(super) fn by_nobody(&self, bytes: usize) {
+    pub(super) fn not_encoded(&self, bytes: usize) {
         self.raw.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
@@ -59,7 +59,7 @@ mod tests {
     use sterna_qatzip::Failure;
 
     #[test]
-    fn shares_say_who_encoded_and_what_went_wrong_last() {
+    fn the_text_has_the_share_of_each_encoder_and_the_last_trouble() {
         let account = Account::default();
         assert_eq!(account.words(), None);
         account.done(By::Hardware, 9990);
@@ -69,7 +69,7 @@ mod tests {
         let words = "QAT hardware 99 %, CPU 1 % (last: the QATzip worker that had this job ended before it was done)";
         assert_eq!(account.words().unwrap(), words);
         account.done(By::Software, 5000);
-        account.by_nobody(5000);
+        account.not_encoded(5000);
         assert!(
             account
                 .words()

@@ -172,7 +172,7 @@ impl Encoder for QatEncoder {
             let by_qatzip =
                 if number < pieces.out { self.by_qatzip(number, piece.len(), &mut pieces.trusted, room) } else { None };
             if by_qatzip.is_none() && self.cpu.is_none() {
-                self.account.by_nobody(input.len());
+                self.account.not_encoded(input.len());
                 return Ok(Encoded::Incompressible);
             }
             match by_qatzip.unwrap_or_else(|| self.by_cpu(piece, room)) {

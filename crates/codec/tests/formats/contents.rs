@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 use proptest::test_runner::contextualize_config;
 use sterna_codec::{Adaptive, CodecError, Decoder, Encoded, Encoder, Encoding, Engine, FORMATS, Format, MAX_CONTENT};
+use sterna_test_kit::Random;
 
 /// A format at a level, as the CPU writes it.
 #[derive(Clone, Copy, Debug)]
@@ -29,16 +30,10 @@ fn encoder(choice: Written) -> Adaptive {
     Adaptive::new((choice.format.row().encoder)(choice.level).unwrap())
 }
 
-/// A small generator, so that contents are the same on every run.
+/// Returns bytes that are the same on every run.
 fn noise(seed: u64) -> impl Iterator<Item = u8> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(1);
-    std::iter::repeat_with(move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state.to_le_bytes()
-    })
-    .flatten()
+    let mut random = Random::new(seed);
+    std::iter::repeat_with(move || random.next_u64().to_le_bytes()).flatten()
 }
 
 /// What guest memory looks like, by name.

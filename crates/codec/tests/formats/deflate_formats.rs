@@ -7,6 +7,7 @@ use flate2::{Compress, Compression, Decompress, FlushCompress, FlushDecompress, 
 use proptest::prelude::*;
 use proptest::test_runner::contextualize_config;
 use sterna_codec::{CodecError, Encoded, Engine, Format, MethodChoice};
+use sterna_test_kit::content::noise;
 use sterna_test_kit::inflate::inflate;
 
 // An inflate by nobody's library, which refuses distances beyond the window that it is given.
@@ -45,17 +46,6 @@ fn raw(level: u32, window_bits: u8, content: &[u8]) -> Vec<u8> {
     assert_eq!(compress.compress(content, &mut stream, FlushCompress::Finish).unwrap(), Status::StreamEnd);
     stream.truncate(compress.total_out() as usize);
     stream
-}
-
-fn noise(len: usize) -> Vec<u8> {
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 32) as u8
-    };
-    std::iter::repeat_with(next).take(len).collect()
 }
 
 /// Some bytes, repeated: what there is to be found lies at many distances.
@@ -111,17 +101,17 @@ proptest! {
 /// The same noise again, so far apart that only a longer window would find it.
 #[test]
 fn deflate_keeps_to_the_window_of_iaa_and_gzip_does_not_have_to() {
-    let content = noise(5000).repeat(8);
+    let content = noise(1, 5000).repeat(8);
     assert_eq!(encode("deflate", 0, &content), None);
     let with_usual_window = raw(9, 15, &content);
     assert_eq!(inflate(&with_usual_window, 4096), Err("distance"), "the reference looks at distances");
     assert!(encode("gzip", 1, &content).unwrap().len() < 6000);
-    assert!(encode("deflate", 0, &noise(3000).repeat(8)).unwrap().len() < 12_000);
+    assert!(encode("deflate", 0, &noise(1, 3000).repeat(8)).unwrap().len() < 12_000);
 }
 
 #[test]
 fn members_as_qatzip_writes_them_are_read() {
-    let content: Vec<u8> = noise(64 << 10).iter().map(|byte| byte & 0x1f).collect();
+    let content: Vec<u8> = noise(1, 64 << 10).iter().map(|byte| byte & 0x1f).collect();
     // A member for each 16 KiB, with QATzip's extra field: 'QZ', 8 bytes, the lengths of content and stream.
     let pieces = content.chunks(16 << 10).flat_map(|piece| {
         let extra = [b"QZ\x08\x00".as_slice(), &(piece.len() as u32).to_le_bytes(), &[0; 4]].concat();
@@ -137,7 +127,7 @@ fn members_as_qatzip_writes_them_are_read() {
 
 #[test]
 fn empty_members_are_members() {
-    let (content, empty) = (noise(100), member(1, &[]));
+    let (content, empty) = (noise(1, 100), member(1, &[]));
     let full = member(1, &content);
     for packet in [
         [&empty[..], &full].concat(),
@@ -155,7 +145,7 @@ fn empty_members_are_members() {
 
 #[test]
 fn what_is_cut_short_or_goes_on_is_an_error_that_names_the_format() {
-    let content = noise(300).repeat(10);
+    let content = noise(1, 300).repeat(10);
     let two = [member(6, &content[..1000]), member(1, &content[1000..])].concat();
     for (name, packet) in [("gzip", two), ("deflate", raw(6, 12, &content))] {
         for cut in 0..packet.len() {
@@ -190,7 +180,7 @@ fn bombs_of_one_or_many_members_stop_at_the_end_of_the_output() {
 /// The right answer for the wrong method would be read by the right decoder, so this must be told apart.
 #[test]
 fn one_format_is_not_read_as_the_other() {
-    let content = noise(300).repeat(10);
+    let content = noise(1, 300).repeat(10);
     for (written, read) in [("gzip", "deflate"), ("deflate", "gzip"), ("zstd", "gzip"), ("lz4", "deflate")] {
         let packet = encode(written, 1, &content).unwrap();
         assert!(decode(read, &packet, content.len()).is_err(), "{written} read as {read}");

@@ -12,6 +12,7 @@ use sterna_codec::{
 use sterna_idxd_model::{Model, ModelConfig};
 use sterna_offload::trace::Trace;
 use sterna_offload::{Bell, Kind, Nanos, Offload, OffloadReport, Operation, Settings, Time};
+use sterna_test_kit::content::noise;
 use sterna_test_kit::inflate::inflate;
 
 // An inflate by nobody's library, which refuses distances beyond the window that it is given.
@@ -47,15 +48,6 @@ fn encoding() -> Encoding {
 
 fn content(len: usize, seed: usize) -> Vec<u8> {
     (0..len).map(|at| (at * (at + seed) / 977) as u8 & 0x1f).collect()
-}
-
-fn noise(len: usize) -> Vec<u8> {
-    let mut state = 1u64;
-    let next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (state >> 56) as u8
-    };
-    std::iter::repeat_with(next).take(len).collect()
 }
 
 fn encoded(encoder: &mut dyn Encoder, content: &[u8]) -> Vec<u8> {
@@ -141,12 +133,12 @@ fn what_iaa_cannot_shrink_goes_raw_and_spoils_nothing_beside_it() {
     for verifying in [false, true] {
         let mut encoder = iaa(&offload, verifying).encoder(0).unwrap();
         let mut output = vec![0; BATCH];
-        assert_eq!(encoder.encode(&noise(BATCH), &mut output), Ok(Encoded::Incompressible));
+        assert_eq!(encoder.encode(&noise(1, BATCH), &mut output), Ok(Encoded::Incompressible));
         // Nor what shrinks, where there is no room for it.
         assert_eq!(encoder.encode(&content(64 << 10, 0), &mut output[..100]), Ok(Encoded::Incompressible));
         for noisy in [0, 3, 7] {
             let mut mixed = content(BATCH, noisy);
-            mixed[noisy * (64 << 10)..][..64 << 10].copy_from_slice(&noise(64 << 10));
+            mixed[noisy * (64 << 10)..][..64 << 10].copy_from_slice(&noise(1, 64 << 10));
             let length = comes_back(&mut *encoder, &mixed).len();
             assert!((64 << 10..BATCH - 64 * 1024).contains(&length), "{length}");
         }

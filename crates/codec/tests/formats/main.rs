@@ -1,4 +1,4 @@
-//! Formats and engines of compressed batches: what goes in comes out, and nothing else does harm.
+//! Round trips of every format and engine, and hostile input.
 
 mod contents;
 mod deflate_formats;

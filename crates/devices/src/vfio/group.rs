@@ -3,8 +3,9 @@
 //!
 //! A change of state takes a driver milliseconds, which are downtime: each device's change runs on its own thread.
 
-use std::panic;
-use std::thread;
+use std::sync::Mutex;
+use std::thread::{self, ScopedJoinHandle};
+use std::{iter, panic};
 
 use super::destination::Loader;
 use super::device::Device;
@@ -65,18 +66,27 @@ pub fn run_together<D: Device>(loaders: &mut [&mut Loader<D>]) -> Result<(), Vfi
     each(&mut waiting, |loader| loader.run())
 }
 
-/// Calls `act` with all at the same time; returns the first error in their order.
+/// Calls `act` with all at the same time, as far as the system has threads; returns the first error in their order.
 fn each<T: Send>(all: &mut [&mut T], act: impl Fn(&mut T) -> Result<(), VfioError> + Sync) -> Result<(), VfioError> {
-    let Some((first, rest)) = all.split_first_mut() else {
-        return Ok(());
+    let others = all.len().saturating_sub(1);
+    let queue = Mutex::new(all.iter_mut().enumerate());
+    // Returns the first of the errors of those that this thread takes.
+    let some = || {
+        let take = || queue.lock().expect("taking does not panic").next();
+        iter::from_fn(take).filter_map(|(place, one)| act(one).err().map(|error| (place, error))).min_by_key(first)
     };
-    let act = &act;
     thread::scope(|scope| {
-        let others: Vec<_> = rest.iter_mut().map(|one| scope.spawn(move || act(one))).collect();
-        let mut result = act(first);
-        for other in others {
-            result = result.and(other.join().unwrap_or_else(|panic| panic::resume_unwind(panic)));
-        }
-        result
+        let helper = |_| thread::Builder::new().name("vfio-state".into()).spawn_scoped(scope, some).ok();
+        let helpers: Vec<_> = (0..others).map_while(helper).collect();
+        let own = some();
+        let join = |helper: ScopedJoinHandle<'_, _>| helper.join().unwrap_or_else(|panic| panic::resume_unwind(panic));
+        // The guest is paused: where the system has no thread left, a change of state takes longer and nothing else.
+        let errors = helpers.into_iter().map(join).chain([own]).flatten();
+        errors.min_by_key(first).map_or(Ok(()), |(_, error)| Err(error))
     })
+}
+
+/// The place of a device whose state could not be changed.
+fn first((place, _): &(usize, VfioError)) -> usize {
+    *place
 }

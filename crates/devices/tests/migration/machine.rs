@@ -21,6 +21,7 @@ use sterna_engine::transport::Security;
 use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::dirty::union::UnionLog;
+use sterna_test_kit::Random;
 
 use crate::guest::{Memory, Monitor, PAGE, Running, Workload};
 use crate::reached::{By, Reached};
@@ -59,10 +60,10 @@ impl Work {
         let over = Arc::new(AtomicBool::new(false));
         let (ended, devices, memory) = (Arc::clone(&over), devices.to_vec(), Arc::clone(memory));
         let thread = std::thread::spawn(move || {
-            let mut turn = 0u64;
+            let mut numbers = Random::new(0);
             while !ended.load(Ordering::Relaxed) {
                 for (number, device) in devices.iter().enumerate() {
-                    turn = turn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    let turn = numbers.next_u64();
                     let random = (turn >> 33) as usize;
                     device.run(random % 50_000);
                     let block = random % BLOCKS.len();

@@ -112,11 +112,12 @@ fn a_device_with_larger_pages_names_neighbouring_pages_too() {
 #[test]
 fn a_block_of_many_pieces_is_reported_completely() {
     let device = ModelDevice::new(Config::empty(0));
-    // A little more than three of the pieces that the log queries.
-    let count = 3 * 8 * 65536 + 77;
+    /// Pages that the log queries at a time.
+    const PIECE: u64 = 8 * 65536;
+    let count = 3 * PIECE + 77;
     let mut log = DmaLog::new(device.clone(), "nic", &[count], vec![whole(0, count)]).unwrap();
     log.start().unwrap();
-    let written = [0, 8 * 65536 - 1, 8 * 65536, 2 * 8 * 65536 + 5, count - 1];
+    let written = [0, PIECE - 1, PIECE, 2 * PIECE + 5, count - 1];
     assert!(written.iter().all(|page| device.dma_write(pages(*page, 1))));
     let mut dirty = PageBitmap::new(count);
     log.collect(0, &mut dirty).unwrap();

@@ -11,24 +11,25 @@ use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{DestinationState, DestinationSwitchover, RecordState};
 
 use super::channels::PostCopyChannels;
-use super::devices::Devices;
-use super::driver::{Driver, Event};
-use super::loading::Loading;
+use super::driver::{Devices, Driver, Event, Loading};
 use super::monitor_calls::monitor_calls;
 use super::target::{RamSink, Target};
-use super::{Destination, Listening, ReadyDestination, ReadyMachine, post_copy};
+use super::{Destination, Listening, ReadyDestination, ReadyMachine, Settings, post_copy};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, send_message};
 use crate::cpu_time::CpuTime;
 use crate::device_state::load::LoadingDevices;
 use crate::device_state::{self, DeviceChannels, DeviceId};
-use crate::migration::{Cause, ErrorKind, MigrationError, POST_COPY, RETRANSMIT, difference, machine, size_difference};
+use crate::migration::{
+    Cause, DELTA, ErrorKind, MigrationError, POST_COPY, RETRANSMIT, difference, machine, size_difference,
+};
 use crate::monitor::{CaughtObserver, DestinationMonitor};
 use crate::occupied::Occupied;
 use crate::opening::{Opening, Prepared};
 use crate::process;
 use crate::receive::ChannelSink;
+use crate::receive::placer::PageAgreement;
 use crate::report::{Observer, ReceiveReport};
 use crate::session::{
     AcceptedSource, ChannelAcceptor, ConnectionEvent, Features, Handshake, OPENING, OnConnectionEvent, Peer, Sinks,
@@ -50,13 +51,15 @@ pub(super) fn run(
     // Ends the listening and all handshakes, however this function returns.
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
-    let cpu = CpuTime::new(ready.sandboxed);
+    let cpu = CpuTime::new(ready.settings.sandboxed);
     let _counted = cpu.count();
     let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     observer.listening(&address.to_string());
     let monitor_refuses_post_copy = vmm.post_copy_refusal().map_err(MigrationError::not_accepted)?;
-    let given =
-        ready.given.as_ref().map(|given| Checks::new(given, monitor_refuses_post_copy.clone(), ready.sandboxed));
+    let given = ready
+        .given
+        .as_ref()
+        .map(|given| Checks::new(given, monitor_refuses_post_copy.clone(), ready.settings.sandboxed));
     // Where the monitor makes the machine for its source, the machine is compared then.
     let refusals = |hello: &Hello| {
         given
@@ -124,7 +127,7 @@ fn prepare(
     vmm: &mut DestinationMonitor<'_>,
     monitor_refuses_post_copy: Option<&String>,
 ) -> Result<ReadyMachine, String> {
-    let (machine, post_copy, sandboxed) = (&source.machine, source.session.has(POST_COPY), ready.sandboxed);
+    let (machine, post_copy, sandboxed) = (&source.machine, source.session.has(POST_COPY), ready.settings.sandboxed);
     let mut opening = Opening::new(&source.peer, machine);
     if !source.session.has(OPENING) {
         opening.message.clear();
@@ -170,7 +173,7 @@ pub(super) fn run_accepted(
 ) -> Result<ReceiveReport, MigrationError> {
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
-    let cpu = CpuTime::new(ready.sandboxed);
+    let cpu = CpuTime::new(ready.settings.sandboxed);
     let _counted = cpu.count();
     let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     let Some(machine) = ready.given.take() else {
@@ -205,17 +208,8 @@ fn take(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let ReadyDestination {
-        given: _,
-        preparation: _,
-        state_dir,
-        sandboxed,
-        linger,
-        stall,
-        give_up_after,
-        monitor,
-        fence,
-    } = ready;
+    let ReadyDestination { settings, fence, .. } = ready;
+    let Settings { state_dir, sandboxed, linger, stall, give_up_after, monitor } = settings;
     let ReadyMachine { target, devices, device_share } = machine;
     let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = source;
     observer.note(&format!("migration {} from {peer}", session.id));
@@ -247,7 +241,7 @@ fn take(
     });
     let sinks = TargetSinks {
         target: Arc::clone(&target),
-        may_refuse: session.has(RETRANSMIT),
+        agreement: PageAgreement { deltas: session.has(DELTA), retransmission: session.has(RETRANSMIT) },
         state: Mutex::new(Some(state_sink)),
         mixed: devices.on(DeviceChannels::Mixed),
         serial: devices.on(DeviceChannels::Serial),
@@ -324,7 +318,7 @@ impl Drop for StopAtEnd {
 /// The sinks of this migration's channels.
 struct TargetSinks<F> {
     target: Arc<Target>,
-    may_refuse: bool,
+    agreement: PageAgreement,
     state: Mutex<Option<StateSink<F>>>,
     /// The devices, where their state arrives on RAM channels.
     mixed: Option<Arc<LoadingDevices>>,
@@ -336,7 +330,7 @@ struct TargetSinks<F> {
 
 impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
     fn ram(&self, index: u16) -> ChannelSink {
-        let pages = RamSink::new(&self.target, index, self.may_refuse);
+        let pages = RamSink::new(&self.target, index, self.agreement);
         ChannelSink::new().with_pages(pages).with_device_pieces(self.mixed.clone())
     }
 

@@ -40,7 +40,7 @@ impl PostCopyChannels {
             let (post_copy, first) = (Arc::clone(post_copy), header.incarnation == 1);
             let (abort, failed, closer) = (Arc::clone(abort), Arc::clone(abort), connection.closer());
             let closing = abort.on_end_while_held(move || closer.close());
-            let mut sink = ChannelSink::new().with_pages(RamSink::new(&target, 0, false));
+            let mut sink = ChannelSink::new().with_pages(RamSink::of_post_copy(&target));
             let thread = move || {
                 let _closing = closing;
                 let lost = |reason: &dyn Display| {

@@ -14,10 +14,7 @@
 
 mod begin;
 mod channels;
-mod devices;
 mod driver;
-mod late_memory;
-mod loading;
 mod monitor_calls;
 mod post_copy;
 mod target;
@@ -41,7 +38,7 @@ use crate::migration::{
 use crate::record_file::StateDir;
 use crate::report::{Observer, ReceiveReport};
 use crate::session::{AcceptedSource, Features, UNCHECKED};
-use crate::switchover::MonitorRecord;
+use crate::switchover::{LINGER, MonitorRecord};
 use crate::transport::{Address, Incoming, Limits, Listener, Security};
 use crate::vmm::DestinationVmm;
 
@@ -65,9 +62,12 @@ pub struct Destination {
     /// None where the monitor makes the RAM once a source has come.
     ram: Option<GuestRam>,
     devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
-    device_queue: u64,
-    before: Before,
-    prefault: bool,
+    preparation: Preparation,
+    settings: Settings,
+}
+
+/// The settings of the migration itself.
+struct Settings {
     state_dir: Option<StateDir>,
     sandboxed: bool,
     linger: Duration,
@@ -78,8 +78,6 @@ pub struct Destination {
 
 /// The default of [`Destination::device_queue`].
 const DEVICE_QUEUE: u64 = 256 << 20;
-/// How long a destination whose migration has ended lets a source reconnect that may not have received the outcome.
-const LINGER: Duration = Duration::from_secs(5);
 
 /// A destination that sources can connect to.
 pub struct Listening {
@@ -93,12 +91,7 @@ struct ReadyDestination {
     /// The machine, unless the monitor makes it for the source that comes.
     given: Option<ReadyMachine>,
     preparation: Preparation,
-    state_dir: Option<StateDir>,
-    sandboxed: bool,
-    linger: Duration,
-    stall: Option<Duration>,
-    give_up_after: Option<Duration>,
-    monitor: MonitorRecord,
+    settings: Settings,
     fence: Fence,
 }
 
@@ -187,22 +180,22 @@ impl Destination {
         Self {
             ram: None,
             devices: Vec::new(),
-            device_queue: DEVICE_QUEUE,
-            before: Before::default(),
-            prefault: false,
-            state_dir: None,
-            sandboxed: false,
-            linger: LINGER,
-            stall: None,
-            give_up_after: None,
-            monitor: MonitorRecord::default(),
+            preparation: Preparation { device_queue: DEVICE_QUEUE, before: Before::default(), prefault: false },
+            settings: Settings {
+                state_dir: None,
+                sandboxed: false,
+                linger: LINGER,
+                stall: None,
+                give_up_after: None,
+                monitor: MonitorRecord::default(),
+            },
         }
     }
 
     /// Sets what the memory holds before the migration; zeros by default.
     #[must_use]
     pub fn memory_before(mut self, before: Before) -> Self {
-        self.before = before;
+        self.preparation.before = before;
         self
     }
 
@@ -220,7 +213,7 @@ impl Destination {
     /// own saving.
     #[must_use]
     pub fn device_queue(mut self, bytes: u64) -> Self {
-        self.device_queue = bytes;
+        self.preparation.device_queue = bytes;
         self
     }
 
@@ -228,17 +221,19 @@ impl Destination {
     /// the memory of pages that the guest never used.
     #[must_use]
     pub fn prefault(mut self, prefault: bool) -> Self {
-        self.prefault = prefault;
+        self.preparation.prefault = prefault;
         self
     }
 
-    /// Sets how long, once the migration has ended, the destination waits for the source to close the connection, or to reconnect if it
-    /// was lost before it received the outcome; 5 s by default. [`Listening::run`] returns so much later at most, and 10 s more (the
-    /// silence by which a loss is noticed) where the guest runs here and the source seems connected but sends nothing. The
-    /// guest does not wait for this.
+    /// Sets how long, once the migration has ended here, a source that was lost can reconnect to receive the outcome; 70 s by default, which
+    /// is the time for which a source dials ([`TimeLimits::delivery`](crate::source::TimeLimits::delivery)) and the 10 s of silence after
+    /// which it notices the loss. Where the source receives no answer, its guest stays paused until an operator settles the migration.
+    /// [`Listening::run`] returns as soon as the source has confirmed the outcome. A lost source that depends on no answer, or has closed the
+    /// connection, can reconnect for 5 s at most; one that stays connected without confirming the outcome is waited for at most 22 s. The guest
+    /// does not wait for this.
     #[must_use]
     pub fn linger(mut self, time: Duration) -> Self {
-        self.linger = time;
+        self.settings.linger = time;
         self
     }
 
@@ -246,7 +241,7 @@ impl Destination {
     /// migration is given up; no limit by default.
     #[must_use]
     pub fn stall_limit(mut self, time: Option<Duration>) -> Self {
-        self.stall = time;
+        self.settings.stall = time;
         self
     }
 
@@ -254,14 +249,14 @@ impl Destination {
     /// default.
     #[must_use]
     pub fn give_up_after(mut self, time: Option<Duration>) -> Self {
-        self.give_up_after = time;
+        self.settings.give_up_after = time;
         self
     }
 
     /// Sets the directory of the migration's record; by default the record is kept in memory.
     #[must_use]
     pub fn state_dir(mut self, dir: impl Into<StateDir>) -> Self {
-        self.state_dir = Some(dir.into());
+        self.settings.state_dir = Some(dir.into());
         self
     }
 
@@ -271,14 +266,14 @@ impl Destination {
     /// are not reported.
     #[must_use]
     pub fn sandboxed(mut self, sandboxed: bool) -> Self {
-        self.sandboxed = sandboxed;
+        self.settings.sandboxed = sandboxed;
         self
     }
 
     /// Sets the record's entries about a monitor that this process drives from outside. By default this process embeds the monitor.
     #[must_use]
     pub fn monitor(mut self, monitor: MonitorRecord) -> Self {
-        self.monitor = monitor;
+        self.settings.monitor = monitor;
         self
     }
 
@@ -290,8 +285,8 @@ impl Destination {
     /// listened on.
     pub fn listen(self, address: impl Into<Address>, security: &Security) -> Result<Listening, MigrationError> {
         let address = address.into();
-        if self.sandboxed
-            && let Some(reason) = sandbox_refusal(&address, self.state_dir.as_ref())
+        if self.settings.sandboxed
+            && let Some(reason) = sandbox_refusal(&address, self.settings.state_dir.as_ref())
         {
             return Err(MigrationError::not_accepted(reason));
         }
@@ -304,31 +299,9 @@ impl Destination {
     }
 
     fn prepare(self) -> Result<ReadyDestination, MigrationError> {
-        let Self {
-            ram,
-            devices,
-            device_queue,
-            before,
-            prefault,
-            state_dir,
-            sandboxed,
-            linger,
-            stall,
-            give_up_after,
-            monitor,
-        } = self;
-        let preparation = Preparation { device_queue, before, prefault };
-        Ok(ReadyDestination {
-            given: ram.map(|ram| preparation.prepare(ram, devices)).transpose()?,
-            preparation,
-            state_dir,
-            sandboxed,
-            linger,
-            stall,
-            give_up_after,
-            monitor,
-            fence: Fence::default(),
-        })
+        let Self { ram, devices, preparation, settings } = self;
+        let given = ram.map(|ram| preparation.prepare(ram, devices)).transpose()?;
+        Ok(ReadyDestination { given, preparation, settings, fence: Fence::default() })
     }
 
     /// Runs the migration of a source whose hello was accepted already, where the RAM depends on that hello. `address`: where

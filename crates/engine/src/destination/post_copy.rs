@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::discard::DiscardError;
 use sterna_memory::guest_process::HugePageAdvice;
-use sterna_memory::missing::{Answer, MissingError, MissingPages};
+use sterna_memory::missing::{FaultAction, MissingError, MissingPages};
 use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_memory::userfault::Userfault;
 use sterna_memory::userfault::wait::{FaultBuffer, Stop};
@@ -212,7 +212,7 @@ impl PostCopy {
         let Some((number, block)) = self.missing.iter().enumerate().find(|(_, block)| block.contains(address)) else {
             return Ok(());
         };
-        if let Answer::Request(pages) = block.fault(address)? {
+        if let FaultAction::Request(pages) = block.fault(address)? {
             let block = number as u16;
             {
                 let mut requested = self.requested();

@@ -1,28 +1,25 @@
-//! The destination's guest RAM, and the sinks that place pages in it.
+//! The destination's guest RAM: how pages reach its memory, by the rules of [`placer`](crate::receive::placer) before post-copy and by those
+//! of `post_copy` after it has begun.
 //!
-//! A page whose content did not arrive as the source read it counts as missing until it was retransmitted.
-//!
-//! A page is marked as received before its content is written, so a zero page costs a page fault only where the page had
-//! other content before. Just before a channel writes a run, it populates all pages of the run with one system call.
+//! Just before a channel writes a run of pages through a mapping, it populates all of them with one system call.
 
+use std::iter;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::thread::{Builder, ScopedJoinHandle};
 
 use sterna_memory::PAGE_SIZE;
-use sterna_memory::bitmap::AtomicPageBitmap;
-use sterna_memory::delta::apply;
-use sterna_memory::place::{FileWrite, Place, PlaceError, PlacementMethod, ZeroBy};
+use sterna_memory::place::{FileWrite, Piece, Place, PlaceError, PlacementMethod, ZeroBy};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
-use sterna_memory::received::{Freshness, ReceivedBitmap};
-use sterna_wire::checksum::crc32c;
-use sterna_wire::delta::{PageDelta, PageDeltas};
+use sterna_memory::received::ReceivedBitmap;
+use sterna_wire::delta::PageDeltas;
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 use super::Before;
 use super::post_copy::{HugePage, PostCopy};
-use crate::batch::{AlignedBuffer, REGION};
 use crate::migration::shapes;
+use crate::receive::placer::{ChannelPlacer, Closed, PageAgreement, PagePlacer, PlacedBlock, StillWriting};
 use crate::receive::{PageSink, Places, SinkError};
 
 /// Pages populated or cleared by one step of preparing, so that several threads share a block: 64 MiB.
@@ -31,20 +28,11 @@ const STEP: u64 = (64 << 20) / PAGE_SIZE as u64;
 /// Guest RAM that is being filled.
 pub(super) struct Target {
     ram: GuestRam,
-    received: Vec<ReceivedBitmap>,
-    shapes: Arc<[BlockShape]>,
-    /// By block: how it is written, where that is not by this process through a mapping.
-    written_by: Vec<Option<Box<dyn Place>>>,
+    placer: Arc<PagePlacer>,
+    /// By block: the method by which its pages are written.
+    methods: Vec<PlacementMethod>,
     /// Set once post-copy has begun.
     post_copy: OnceLock<Arc<PostCopy>>,
-    /// By block and region: the number of the RAM channel that carries its pages, plus 1; 0 before the first page.
-    channels: Vec<Vec<AtomicU16>>,
-    /// Number of channels that are writing directly into RAM.
-    writing: AtomicU32,
-    /// By block: pages that arrived damaged and have not been retransmitted; unset before the first.
-    refused: OnceLock<Vec<AtomicPageBitmap>>,
-    /// Whether the source has sent the totals: all pages have been sent, or in post-copy all discards.
-    sealed: AtomicBool,
 }
 
 impl Target {
@@ -53,85 +41,49 @@ impl Target {
     /// # Errors
     /// A block lies in another process, which has ended or whose memory may not be written.
     pub(super) fn new(ram: GuestRam, prefault: bool) -> Result<Self, PlaceError> {
-        let written_by = ram
-            .blocks()
-            .iter()
-            .map(|block| writer(block, prefault, ram.shared_stays_small()))
-            .collect::<Result<_, _>>()?;
-        let received = ram.blocks().iter().map(|block| ReceivedBitmap::new(block.pages())).collect();
-        let shapes = shapes(&ram).into();
-        let regions = |block: &RamBlock| (0..block.bytes().div_ceil(REGION)).map(|_| AtomicU16::new(0)).collect();
-        let channels = ram.blocks().iter().map(regions).collect();
-        Ok(Self {
-            ram,
-            received,
-            shapes,
-            written_by,
-            post_copy: OnceLock::new(),
-            channels,
-            writing: AtomicU32::new(0),
-            refused: OnceLock::new(),
-            sealed: AtomicBool::new(false),
-        })
+        let block = |(block, shape): (&RamBlock, BlockShape)| {
+            let place = place_of(block, prefault, ram.shared_stays_small())?;
+            let memory = Some((place, ReceivedBitmap::new(block.pages())));
+            Ok(PlacedBlock { name: block.name().to_owned(), shape, memory })
+        };
+        let blocks = ram.blocks().iter().zip(shapes(&ram)).map(block).collect::<Result<Vec<_>, PlaceError>>()?;
+        let methods =
+            blocks.iter().filter_map(|block| block.memory.as_ref()).map(|(place, _)| place.method()).collect();
+        let placer = Arc::new(PagePlacer::new(|| {}));
+        placer.begin(blocks);
+        Ok(Self { ram, placer, methods, post_copy: OnceLock::new() })
     }
 
     pub(super) fn ram(&self) -> &GuestRam {
         &self.ram
     }
 
-    /// Begins post-copy: from now on pages are placed under a guest that may be waiting for them. Fails where a channel is still writing
-    /// pages that were sent before.
-    pub(super) fn begin_post_copy(&self, post_copy: Arc<PostCopy>) -> Result<(), String> {
-        // Set before `writing` is read, so that no channel begins to write after that. Post-copy begins once.
+    /// Begins post-copy: from now on pages are placed under a guest that may be waiting for them.
+    ///
+    /// # Errors
+    /// A channel is still writing pages that were sent before.
+    pub(super) fn begin_post_copy(&self, post_copy: Arc<PostCopy>) -> Result<(), StillWriting> {
+        // Set first, so that no channel finds the placer closed and post-copy not begun. Post-copy begins once.
         let _ = self.post_copy.set(post_copy);
-        match self.writing.load(Ordering::SeqCst) {
-            0 => Ok(()),
-            _ => Err("pages that were sent before it are still on their way".into()),
-        }
+        self.placer.close(Closed::PostCopy)
     }
 
-    /// Refuses all later pages, except those of post-copy.
-    pub(super) fn seal(&self) {
-        self.sealed.store(true, Ordering::Release);
+    /// Refuses all later pages, except those of post-copy: the source has sent the totals, so all pages have been sent, or in post-copy all
+    /// discards.
+    ///
+    /// # Errors
+    /// A channel is still writing pages.
+    pub(super) fn seal(&self) -> Result<(), StillWriting> {
+        self.placer.close(Closed::Totals)
     }
 
-    fn is_sealed(&self) -> bool {
-        self.sealed.load(Ordering::Acquire)
-    }
-
-    /// Counts the pages of `runs`, which arrived damaged, as missing.
-    fn refuse(&self, number: u16, runs: impl Iterator<Item = Range<u64>>) {
-        let none = || self.ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect();
-        let refused = &self.refused.get_or_init(none)[usize::from(number)];
-        runs.for_each(|pages| refused.set(pages));
-    }
-
-    /// Counts the pages of `runs`, which are placed or discarded, as missing no more.
-    fn settle(&self, number: u16, runs: &[Run]) {
-        if let Some(refused) = self.refused.get() {
-            runs.iter().for_each(|run| refused[usize::from(number)].clear(run.first..run.end()));
-        }
+    pub(super) fn is_sealed(&self) -> bool {
+        self.placer.is_closed(Closed::Totals)
     }
 
     /// Returns how many pages arrived damaged and have not been retransmitted. All channels have placed what the source had sent.
     pub(super) fn refused(&self) -> u64 {
-        self.refused.get().map_or(0, |blocks| blocks.iter().map(AtomicPageBitmap::count).sum())
-    }
-
-    /// Fails where the pages belong to a region that another channel carries: only one thread may write a page.
-    fn claim(&self, number: u16, runs: &[Run], channel: u16) -> Result<(), SinkError> {
-        let regions = &self.channels[usize::from(number)];
-        for run in runs {
-            let first = run.first * PAGE_SIZE as u64 / REGION;
-            let last = (run.end() * PAGE_SIZE as u64).div_ceil(REGION);
-            for region in &regions[first as usize..last as usize] {
-                let claimed = region.compare_exchange(0, channel + 1, Ordering::Relaxed, Ordering::Relaxed);
-                if claimed.is_err_and(|owner| owner != channel + 1) {
-                    return Err("pages of one region arrive on several channels".into());
-                }
-            }
-        }
-        Ok(())
+        self.placer.refused()
     }
 
     pub(super) fn post_copy(&self) -> Option<&Arc<PostCopy>> {
@@ -162,24 +114,26 @@ impl Target {
         // Unlike `available_parallelism`, this reads no file.
         let cpus = rustix::thread::sched_getaffinity(None).map_or(1, |cpus| cpus.count() as usize);
         let threads = cpus.min(parts.len()).max(1);
+        let next = AtomicUsize::new(0);
         std::thread::scope(|scope| {
-            let (parts, work) = (&parts, &work);
-            let one = |thread: usize| {
-                parts
-                    .iter()
-                    .skip(thread)
-                    .step_by(threads)
-                    .try_for_each(|(block, at)| work(block, *at..(at + STEP).min(block.pages())))
+            let (parts, work, next) = (&parts, &work, &next);
+            let some = move || {
+                let take = || parts.get(next.fetch_add(1, Ordering::Relaxed));
+                iter::from_fn(take).try_for_each(|(block, at)| work(block, *at..(at + STEP).min(block.pages())))
             };
-            let running: Vec<_> = (0..threads).map(|thread| scope.spawn(move || one(thread))).collect();
-            running.into_iter().try_for_each(|thread| thread.join().expect("preparing RAM does not panic"))
+            // Where the system has no more threads, fewer do the same work.
+            let helper = |_| Builder::new().name("prepare-ram".into()).spawn_scoped(scope, some).ok();
+            let helpers: Vec<_> = (1..threads).map_while(helper).collect();
+            let join = |outcome: Result<(), String>, helper: ScopedJoinHandle<'_, Result<(), String>>| {
+                outcome.and(helper.join().expect("preparing RAM does not panic"))
+            };
+            helpers.into_iter().fold(some(), join)
         })
     }
 
     /// Returns a line for each block about how it is filled, for the report.
     pub(super) fn placement(&self) -> Vec<String> {
-        let line = |(block, place): (&RamBlock, &Option<Box<dyn Place>>)| {
-            let method = place.as_ref().map_or(PlacementMethod::OwnMemory, |place| place.method());
+        let line = |(block, method): (&RamBlock, &PlacementMethod)| {
             let backing = match block.backing() {
                 Backing::Anonymous => "anonymous memory",
                 Backing::Shared(..) => "a shared file in memory",
@@ -187,81 +141,85 @@ impl Target {
             };
             format!("{}: {method}, {backing} with pages of {} bytes", block.name(), block.page_size())
         };
-        self.ram.blocks().iter().zip(&self.written_by).map(line).collect()
+        self.ram.blocks().iter().zip(&self.methods).map(line).collect()
     }
 
-    /// Returns the memory of the normal runs, and zeroes the zero runs. None where the block is not written through a mapping.
-    fn places(&self, number: u16, runs: &[Run]) -> Result<Option<Places<'_>>, RamError> {
-        if self.written_by[usize::from(number)].is_some() {
-            return Ok(None);
-        }
+    /// Returns whether this process writes the block through a mapping.
+    fn is_mapped(&self, number: u16) -> bool {
+        self.methods[usize::from(number)] == PlacementMethod::OwnMemory
+    }
+
+    /// Returns the memory of the normal runs of a block that is mapped.
+    fn pieces(&self, number: u16, runs: &[Run]) -> Result<Places<'_>, RamError> {
         let block = &self.ram.blocks()[usize::from(number)];
-        let received = &self.received[usize::from(number)];
         let mut places = Places::new();
-        for run in runs {
+        for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
             let pages = run.first..run.end();
-            match run.kind {
-                RunKind::Normal => {
-                    received.mark(pages.clone());
-                    block.populate(pages.clone())?;
-                    // This thread is the only writer: nothing else writes a destination's RAM before its guest was started; before that
-                    // all channels' threads have ended, or in post-copy have ended such writing (`begin_post_copy`); and this thread's
-                    // channel is the only one that may write the region (`claim`).
-                    places.push(block.piece(pages));
-                }
-                RunKind::Zero => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
-            }
+            block.populate(pages.clone())?;
+            places.push(block.piece(pages));
         }
-        Ok(Some(places))
+        Ok(places)
+    }
+}
+
+/// Returns how the pages of a block are written. `prefault`: all of the block is populated already, so that no page fault makes the mapping
+/// the slower method.
+fn place_of(block: &RamBlock, prefault: bool, shared_stays_small: bool) -> Result<Box<dyn Place>, PlaceError> {
+    if let Some(place) = block.process_write()? {
+        return Ok(Box::new(place));
+    }
+    let file = if prefault { None } else { by_file(block, shared_stays_small) };
+    Ok(match file {
+        Some(file) => Box::new(file),
+        None => Box::new(MappedBlock(block.clone())),
+    })
+}
+
+/// A block that this process writes through a mapping.
+#[derive(Debug)]
+struct MappedBlock(RamBlock);
+
+impl MappedBlock {
+    /// Returns the pages of `bytes` bytes at `offset`, both multiples of a page's size.
+    fn pages(offset: u64, bytes: u64) -> Range<u64> {
+        offset / PAGE_SIZE as u64..(offset + bytes) / PAGE_SIZE as u64
+    }
+}
+
+fn failed(error: &RamError) -> PlaceError {
+    PlaceError::Unusable(error.to_string())
+}
+
+impl Place for MappedBlock {
+    fn size(&self) -> u64 {
+        self.0.bytes()
     }
 
-    fn place(&self, number: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
-        let block = &self.ram.blocks()[usize::from(number)];
-        let received = &self.received[usize::from(number)];
-        let mut rest = content;
-        for run in runs {
-            let pages = run.first..run.end();
-            match run.kind {
-                RunKind::Normal => {
-                    let (now, later) = rest.split_at(run.count as usize * PAGE_SIZE);
-                    rest = later;
-                    received.mark(pages.clone());
-                    match &self.written_by[usize::from(number)] {
-                        Some(place) => place.write(run.first * PAGE_SIZE as u64, now)?,
-                        None => {
-                            block.populate(pages)?;
-                            block.write(run.first, now);
-                        }
-                    }
-                }
-                RunKind::Zero => {
-                    let (place, mut outcome) = (&self.written_by[usize::from(number)], Ok(()));
-                    received.zero(pages, Freshness::Fresh, |part| match place {
-                        Some(place) if outcome.is_ok() => outcome = zero_by(&**place, part),
-                        Some(_) => {}
-                        None => block.zero(part),
-                    });
-                    outcome?;
-                }
-            }
+    fn write_pieces(&self, pieces: &[Piece<'_>]) -> Result<(), PlaceError> {
+        for piece in pieces {
+            let pages = Self::pages(piece.offset, piece.data.len() as u64);
+            self.0.populate(pages.clone()).map_err(|error| failed(&error))?;
+            self.0.write(pages.start, piece.data);
         }
         Ok(())
     }
 
-    /// Copies the content of page `page` of block `number`.
-    fn read_page(&self, number: u16, page: u64, copy: &mut [u8]) -> Result<(), SinkError> {
-        Ok(self.ram.blocks()[usize::from(number)].read_page(page, copy)?)
+    fn read_pages(&self, offsets: &[u64], pages: &mut [u8]) -> Result<(), PlaceError> {
+        let copies = offsets.iter().zip(pages.chunks_exact_mut(PAGE_SIZE));
+        copies
+            .into_iter()
+            .try_for_each(|(at, page)| self.0.read_page(at / PAGE_SIZE as u64, page))
+            .map_err(|error| failed(&error))
     }
-}
 
-/// Returns how a block is written, where that is not by this process through a mapping. `prefault`: all of the block is populated already,
-/// so that no page fault makes the mapping the slower method.
-fn writer(block: &RamBlock, prefault: bool, shared_stays_small: bool) -> Result<Option<Box<dyn Place>>, PlaceError> {
-    if let Some(place) = block.process_write()? {
-        return Ok(Some(Box::new(place)));
+    fn zero(&self, offset: u64, len: u64) -> Result<(), PlaceError> {
+        self.0.zero(Self::pages(offset, len));
+        Ok(())
     }
-    let file = if prefault { None } else { by_file(block, shared_stays_small) };
-    Ok(file.map(|file| Box::new(file) as Box<dyn Place>))
+
+    fn method(&self) -> PlacementMethod {
+        PlacementMethod::OwnMemory
+    }
 }
 
 /// Makes the pages of `part` read as zero.
@@ -311,118 +269,92 @@ fn clear(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
 /// The sink of one RAM channel, or of the post-copy channel.
 pub(super) struct RamSink {
     target: Arc<Target>,
-    /// Whether the source retransmits refused pages.
-    may_refuse: bool,
-    /// Number of the RAM channel; not used in post-copy.
-    channel: u16,
-    /// Whether this channel is writing directly into RAM.
-    writing: bool,
+    placer: ChannelPlacer,
     huge: HugePage,
-    /// Buffer in which deltas are applied; made with the first.
-    page: Option<AlignedBuffer>,
+    /// Whether the channel is the post-copy channel.
+    is_post_copy: bool,
 }
 
 impl RamSink {
-    pub(super) fn new(target: &Arc<Target>, channel: u16, may_refuse: bool) -> Self {
-        let huge = HugePage::default();
-        Self { target: Arc::clone(target), may_refuse, channel, writing: false, huge, page: None }
+    /// Makes the sink of the RAM channel with the number `channel`.
+    pub(super) fn new(target: &Arc<Target>, channel: u16, agreement: PageAgreement) -> Self {
+        let placer = ChannelPlacer::new(&target.placer, channel, agreement);
+        Self { target: Arc::clone(target), placer, huge: HugePage::default(), is_post_copy: false }
     }
 
-    /// Before post-copy: checks that the source may send these pages now, on this channel.
-    fn check(&self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
-        if self.target.is_sealed() {
-            return Err("pages after the source's totals".into());
-        }
-        self.target.claim(block, runs, self.channel)
-    }
-}
-
-impl Drop for RamSink {
-    fn drop(&mut self) {
-        self.placed();
+    /// Makes the sink of the post-copy channel.
+    pub(super) fn of_post_copy(target: &Arc<Target>) -> Self {
+        Self { is_post_copy: true, ..Self::new(target, 0, PageAgreement::default()) }
     }
 }
 
 impl PageSink for RamSink {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
-        Ok(Arc::clone(&self.target.shapes))
+        self.target.placer.shapes()
     }
 
     fn places(&mut self, block: u16, runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
-        // Counted before `post_copy` is read, so that the thread that begins post-copy sees it.
-        self.target.writing.fetch_add(1, Ordering::SeqCst);
-        self.writing = true;
-        if self.target.post_copy().is_some() {
-            self.placed();
+        if self.target.post_copy().is_some() || !self.target.is_mapped(block) {
             return Ok(None);
         }
-        self.check(block, runs)?;
-        // If the content proves damaged, it is refused after this.
-        self.target.settle(block, runs);
-        // `None`: the content is received into a buffer.
-        Ok(self.target.places(block, runs)?)
+        if !self.placer.begin_in_place(block, runs)? {
+            return Ok(None);
+        }
+        // This thread is the only writer: nothing else writes a destination's RAM before its guest was started; before that the placer is
+        // closed, which fails while this thread is writing; and this thread's channel is the only one that may write the region.
+        Ok(Some(self.target.pieces(block, runs)?))
     }
 
     fn placed(&mut self) {
-        if std::mem::take(&mut self.writing) {
-            self.target.writing.fetch_sub(1, Ordering::SeqCst);
-        }
+        self.placer.end_in_place();
     }
 
     fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
         match self.target.post_copy() {
             Some(post_copy) => post_copy.place(block, runs, content, &mut self.huge),
-            None => {
-                self.placed();
-                self.check(block, runs)?;
-                self.target.settle(block, runs);
-                self.target.place(block, runs, content)
-            }
+            None => self.placer.place(block, runs, content),
         }
     }
 
-    fn deltas(&mut self, block: u16, runs: &[Run], mut deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
-        self.placed();
-        if self.target.post_copy().is_some() {
-            return Err("deltas in post-copy".into());
+    fn deltas(&mut self, block: u16, runs: &[Run], deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
+        match self.target.post_copy() {
+            Some(_) => Err("deltas in post-copy".into()),
+            None => self.placer.apply(block, runs, deltas),
         }
-        self.check(block, runs)?;
-        let page = self.page.get_or_insert_with(|| AlignedBuffer::new(PAGE_SIZE));
-        for number in runs.iter().flat_map(|run| run.first..run.end()) {
-            let Some(Ok(PageDelta { checksum, record })) = deltas.next() else { return Ok(false) };
-            self.target.read_page(block, number, page)?;
-            if apply(record, page).is_err() || crc32c(page) != checksum {
-                return Ok(false);
-            }
-            let run = [Run { kind: RunKind::Normal, first: number, count: 1 }];
-            self.target.settle(block, &run);
-            self.target.place(block, &run, page)?;
-        }
-        Ok(deltas.next().is_none())
     }
 
     fn refuse(&mut self, block: u16, runs: &[Run]) -> Result<bool, SinkError> {
-        self.placed();
-        // In post-copy the channels are opened anew, and all missing pages are requested.
-        if !self.may_refuse || self.target.post_copy().is_some() {
-            return Ok(false);
+        match self.target.post_copy() {
+            // The channels are opened anew, and all missing pages are requested.
+            Some(_) => Ok(false),
+            None => self.placer.refuse(block, runs),
         }
-        self.check(block, runs)?;
-        let (zero, normal): (Vec<_>, Vec<_>) = runs.iter().copied().partition(|run| run.kind == RunKind::Zero);
-        self.target.settle(block, &zero);
-        self.target.place(block, &zero, &[])?;
-        self.target.refuse(block, normal.iter().map(|run| run.first..run.end()));
-        Ok(true)
     }
 
     fn discard(&mut self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
-        match self.target.post_copy() {
-            Some(_) if self.target.is_sealed() => Err("discards after the source's totals".into()),
-            Some(post_copy) => {
-                self.target.settle(block, runs);
-                post_copy.discard(block, runs)
-            }
-            None => Err("discards before post-copy was begun".into()),
+        // The totals count the packets of the RAM channels. Nothing would wait for a discard on the other channel before the guest starts.
+        if self.is_post_copy {
+            return Err("discards on the post-copy channel".into());
         }
+        let _permit = self.target.placer.permit_discard()?;
+        let Some(post_copy) = self.target.post_copy() else { return Err("discards before post-copy was begun".into()) };
+        self.target.placer.discard(block, runs);
+        post_copy.discard(block, runs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::accelerator::tests::ram_of;
+
+    #[test]
+    fn discards_are_refused_on_the_post_copy_channel_and_before_post_copy() {
+        let target = Arc::new(Target::new(ram_of(&[&[1]]), false).unwrap());
+        let page = [Run { kind: RunKind::Zero, first: 0, count: 1 }];
+        let refused = |mut sink: RamSink| sink.discard(0, &page).unwrap_err().to_string();
+        assert_eq!(refused(RamSink::of_post_copy(&target)), "discards on the post-copy channel");
+        let ram = RamSink::new(&target, 0, PageAgreement::default());
+        assert_eq!(refused(ram), "discards before post-copy was begun");
     }
 }

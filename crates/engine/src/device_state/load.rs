@@ -60,7 +60,7 @@ impl Queue {
             (state, timeout) =
                 self.changed.wait_timeout_while(state, MOMENT, nothing).expect("no thread panics with the lock held");
             if timeout.timed_out() {
-                if let Some(up_to) = state.receiver.unsaid() {
+                if let Some(up_to) = state.receiver.unsent_credit() {
                     drop(state);
                     idle(up_to);
                     state = self.state();
@@ -328,6 +328,7 @@ impl<S: Fn(ControlMessage)> BufRead for PieceReader<'_, S> {
 mod tests {
     use std::sync::mpsc::{Receiver, channel};
 
+    use sterna_test_kit::Random;
     use sterna_wire::device::DeviceSender;
 
     use super::*;
@@ -380,21 +381,14 @@ mod tests {
         devices.arrived(device, place, piece).unwrap();
     }
 
-    /// A number below `limit`.
-    fn random(state: &mut u64, limit: usize) -> usize {
-        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (*state >> 33) as usize % limit
-    }
-
     /// Sends the state of several devices, whose pieces arrive in a random order that their credit permits, and compares what was loaded.
     fn arrive_in_any_order(seed: u64) {
-        let mut state = seed;
-        let count = 1 + random(&mut state, 5);
-        let mut side = side(count as u32, MIN_CREDIT, random(&mut state, 3) == 0);
+        let mut random = Random::new(seed);
+        let count = 1 + random.index(5);
+        let mut side = side(count as u32, MIN_CREDIT, random.index(3) == 0);
         let mut senders = vec![DeviceSender::default(); count];
-        let mut left: Vec<Vec<u8>> = (0..count)
-            .map(|device| (0..random(&mut state, 400_000)).map(|at| (at * 31 + device) as u8).collect())
-            .collect();
+        let mut left: Vec<Vec<u8>> =
+            (0..count).map(|device| (0..random.index(400_000)).map(|at| (at * 31 + device) as u8).collect()).collect();
         let expected = left.clone();
         let mut ended = vec![false; count];
         let mut on_the_way: Vec<(u16, u64, Option<Vec<u8>>)> = Vec::new();
@@ -403,8 +397,8 @@ mod tests {
             senders[usize::from(device)].credit(up_to).unwrap();
         }
         while !on_the_way.is_empty() || ended.iter().any(|ended| !ended) {
-            let device = random(&mut state, count);
-            let length = left[device].len().min(1 + random(&mut state, 12 << 10));
+            let device = random.index(count);
+            let length = left[device].len().min(1 + random.index(12 << 10));
             let at_end = left[device].is_empty();
             if !ended[device]
                 && let Some(place) = senders[device].send(length)
@@ -413,7 +407,7 @@ mod tests {
                 on_the_way.push((device as u16, place, (!at_end).then_some(piece)));
                 ended[device] = at_end;
             } else if !on_the_way.is_empty() {
-                let (device, place, piece) = on_the_way.swap_remove(random(&mut state, on_the_way.len()));
+                let (device, place, piece) = on_the_way.swap_remove(random.index(on_the_way.len()));
                 arrives(&side.devices, device, place, piece.as_deref());
             }
             // Where no device can send anything, one must load something first.

@@ -74,17 +74,17 @@ struct DeviceState {
 impl DeviceState {
     /// Returns how long the destination's device will take to load what was sent; zero while its rate is unknown.
     fn loading(&self) -> Duration {
-        let time = self.sender.untaken() as f64 / self.consume_rate;
+        let time = self.sender.not_loaded() as f64 / self.consume_rate;
         if self.consume_rate > 0.0 { Duration::from_secs_f64(time.min(1e9)) } else { Duration::ZERO }
     }
 
     fn update_consume_rate(&mut self) {
         let Some((since, before)) = self.consuming else { return };
-        let (taken, elapsed) = (self.sender.taken() - before, since.elapsed());
-        if taken >= MIN_BYTES && elapsed >= MIN_MEASURE {
-            self.consume_rate = taken as f64 / elapsed.as_secs_f64();
+        let (loaded, elapsed) = (self.sender.loaded() - before, since.elapsed());
+        if loaded >= MIN_BYTES && elapsed >= MIN_MEASURE {
+            self.consume_rate = loaded as f64 / elapsed.as_secs_f64();
         }
-        if self.sender.untaken() == 0 {
+        if self.sender.not_loaded() == 0 {
             self.consuming = None;
         }
     }
@@ -393,7 +393,7 @@ impl SavingDevices {
             let known = &mut state.devices[device];
             known.handing_over = true;
             if let Some(place) = known.sender.send(content) {
-                known.consuming.get_or_insert((Instant::now(), known.sender.taken()));
+                known.consuming.get_or_insert((Instant::now(), known.sender.loaded()));
                 known.bytes += content as u64;
                 known.pieces += 1;
                 if known.begun.is_none() {

@@ -6,7 +6,7 @@ use super::*;
 const SECOND: Duration = Duration::from_secs(1);
 
 /// The answers to bandwidth, downtime, switchover and post-copy, in this order.
-fn answers(control: &Control) -> [Answer; 4] {
+fn answers(control: &Control) -> [RequestOutcome; 4] {
     [control.set_bandwidth(Some(1)), control.set_downtime(SECOND), control.switch_over(), control.post_copy()]
 }
 
@@ -25,14 +25,17 @@ const PAUSING: fn(&Control) = |control| {
 const PAUSED: fn(&Control) = |control| assert!(control.stays_paused(true));
 const DECIDED: fn(&Control) = |control| control.decide().unwrap();
 
+/// A stage of a migration, the steps that lead there, the answers to four requests, and the answer to a cancellation.
+type Row<'a> = (&'a str, &'a [fn(&Control)], [RequestOutcome; 4], RequestOutcome);
+
 #[test]
 fn each_stage_has_its_answers() {
-    use Answer::{Accepted, NotAgreed, TooLate};
+    use RequestOutcome::{Accepted, NotAgreed, TooLate};
     let post_copy: fn(&Control) = |control| {
         control.begin_ending(RoundsEnd::PostCopy);
     };
     let runs_on: fn(&Control) = |control| assert!(!control.stays_paused(false));
-    let table: [(&str, &[fn(&Control)], [Answer; 4], Answer); 8] = [
+    let table: [Row<'_>; 8] = [
         ("being connected", &[], [Accepted, Accepted, Accepted, NotAgreed], Accepted),
         ("rounds", &[AGREED], [Accepted; 4], Accepted),
         ("pausing", &[AGREED, PAUSING], [Accepted, Accepted, Accepted, TooLate], Accepted),
@@ -56,7 +59,7 @@ fn post_copy_that_was_not_agreed_on_is_refused_at_every_stage() {
     let not_agreed: fn(&Control) = |control| control.agreed(false);
     for steps in [&[not_agreed][..], &[not_agreed, PAUSING], &[not_agreed, PAUSING, PAUSED, DECIDED]] {
         let (control, _steering) = at(steps);
-        assert_eq!(control.post_copy(), Answer::NotAgreed);
+        assert_eq!(control.post_copy(), RequestOutcome::NotAgreed);
         assert_eq!(control.requests().ending, None);
     }
 }
@@ -64,16 +67,16 @@ fn post_copy_that_was_not_agreed_on_is_refused_at_every_stage() {
 #[test]
 fn the_last_way_to_end_the_rounds_counts_until_they_end() {
     let (control, _steering) = at(&[AGREED]);
-    assert_eq!((control.switch_over(), control.post_copy()), (Answer::Accepted, Answer::Accepted));
+    assert_eq!((control.switch_over(), control.post_copy()), (RequestOutcome::Accepted, RequestOutcome::Accepted));
     assert_eq!(control.begin_ending(RoundsEnd::SwitchOver), RoundsEnd::PostCopy);
 }
 
 #[test]
 fn a_guest_that_does_not_fit_stays_paused_where_that_was_requested_meanwhile() {
     let (control, _steering) = at(&[AGREED, PAUSING]);
-    assert_eq!(control.switch_over(), Answer::Accepted);
+    assert_eq!(control.switch_over(), RequestOutcome::Accepted);
     assert!(control.stays_paused(false));
-    assert_eq!(control.switch_over(), Answer::TooLate);
+    assert_eq!(control.switch_over(), RequestOutcome::TooLate);
 }
 
 #[test]
@@ -81,12 +84,15 @@ fn requests_are_noticed_once_and_refused_ones_never() {
     let (control, _steering) = at(&[AGREED]);
     let mut seen = 0;
     assert_eq!(control.changed(&mut seen), None);
-    assert_eq!((control.set_bandwidth(Some(0)), control.set_downtime(SECOND)), (Answer::Accepted, Answer::Accepted));
+    assert_eq!(
+        (control.set_bandwidth(Some(0)), control.set_downtime(SECOND)),
+        (RequestOutcome::Accepted, RequestOutcome::Accepted)
+    );
     let requests = Requests { bandwidth: Some(None), downtime: Some(SECOND), ending: None };
     assert_eq!((control.changed(&mut seen), control.changed(&mut seen)), (Some(requests), None));
     PAUSING(&control);
     PAUSED(&control);
-    assert_eq!(control.set_downtime(SECOND * 2), Answer::TooLate);
+    assert_eq!(control.set_downtime(SECOND * 2), RequestOutcome::TooLate);
     assert_eq!((control.changed(&mut seen), control.requests()), (None, requests));
 }
 
@@ -98,7 +104,7 @@ fn each_accepted_request_wakes_the_loop() {
     control.on_request(move || {
         counter.fetch_add(1, Ordering::Relaxed);
     });
-    let accepted = answers(&control).iter().filter(|answer| **answer == Answer::Accepted).count();
+    let accepted = answers(&control).iter().filter(|answer| **answer == RequestOutcome::Accepted).count();
     assert_eq!((accepted, woken.load(Ordering::Relaxed)), (3, 3));
     drop(_steering);
     assert_eq!(Arc::strong_count(&woken), 1, "the closure is not kept after the end");
@@ -110,10 +116,10 @@ fn a_limit_reaches_the_pacer_of_now_and_that_of_later_channels() {
     let [first, second] = [Some(7), None].map(|limit| Arc::new(Pacer::new(limit)));
     control.pace_by(&first);
     assert_eq!(first.limit(), Some(7), "nothing was requested");
-    assert_eq!(control.set_bandwidth(Some(5)), Answer::Accepted);
+    assert_eq!(control.set_bandwidth(Some(5)), RequestOutcome::Accepted);
     control.pace_by(&second);
     assert_eq!((first.limit(), second.limit()), (Some(5), Some(5)));
-    assert_eq!(control.set_bandwidth(None), Answer::Accepted);
+    assert_eq!(control.set_bandwidth(None), RequestOutcome::Accepted);
     assert_eq!((first.limit(), second.limit()), (Some(5), None), "the channels of the first are gone");
 }
 
@@ -123,7 +129,7 @@ fn channels_that_are_being_closed_never_wait_for_a_limit_again() {
     let pacer = Arc::new(Pacer::new(Some(1)));
     control.pace_by(&pacer);
     pacer.release();
-    assert_eq!(control.set_bandwidth(Some(1)), Answer::Accepted);
+    assert_eq!(control.set_bandwidth(Some(1)), RequestOutcome::Accepted);
     pacer.pace(usize::MAX);
     assert_eq!(pacer.limit(), None);
 }
@@ -133,7 +139,7 @@ fn a_control_serves_one_migration_and_again_only_one_that_follows_where_nothing_
     let control = Control::new();
     let first = Steering::begin(&control, &Cancel::new()).unwrap();
     assert_eq!(Steering::begin(&control, &Cancel::new()).err(), Some(InUse));
-    assert_eq!(control.set_downtime(SECOND), Answer::Accepted);
+    assert_eq!(control.set_downtime(SECOND), RequestOutcome::Accepted);
     drop(first);
     let second = Steering::begin(&control, &Cancel::new()).unwrap();
     assert_eq!(control.requests().downtime, Some(SECOND), "it counts for the next attempt");
@@ -145,12 +151,15 @@ fn a_control_serves_one_migration_and_again_only_one_that_follows_where_nothing_
 #[test]
 fn what_is_requested_before_the_migration_counts_a_cancellation_too() {
     let control = Control::new();
-    assert_eq!(answers(&control), [Answer::Accepted, Answer::Accepted, Answer::Accepted, Answer::NotAgreed]);
-    assert_eq!(control.cancel(), Answer::Accepted);
+    assert_eq!(
+        answers(&control),
+        [RequestOutcome::Accepted, RequestOutcome::Accepted, RequestOutcome::Accepted, RequestOutcome::NotAgreed]
+    );
+    assert_eq!(control.cancel(), RequestOutcome::Accepted);
     let steering = Steering::begin(&control, &Cancel::new()).unwrap();
     assert!(steering.cancel().is_cancelled());
     drop(steering);
-    assert_eq!(control.cancel(), Answer::TooLate, "the cancelled migration has ended");
+    assert_eq!(control.cancel(), RequestOutcome::TooLate, "the cancelled migration has ended");
 }
 
 #[test]
@@ -184,7 +193,7 @@ fn of_a_cancellation_and_the_decision_exactly_one_is_in_time() {
             let decided = control.decide();
             (decided, cancels.map(|thread| thread.join().unwrap()))
         });
-        let in_time = answers.contains(&Answer::Accepted);
+        let in_time = answers.contains(&RequestOutcome::Accepted);
         assert_eq!(decided.is_err(), in_time, "{decided:?}, {answers:?}");
         cancelled += u32::from(in_time);
     }

@@ -2,11 +2,11 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::header::ChannelKind;
-use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{
     DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
@@ -17,8 +17,8 @@ use crate::abort::Abort;
 use crate::control_link::{ControlLink, held_back};
 use crate::session::{ConnectionEvent, OnConnectionEvent, link_events};
 use crate::switchover::{
-    DestinationDriver, DestinationKernel, DestinationOutcome, DestinationSetup, Ending, Events, Ledger, SourceLink,
-    after, run_destination,
+    CLOSING_TIME, DestinationDriver, DestinationKernel, DestinationOutcome, DestinationSetup, Ending, Events,
+    LastAnswer, Ledger, SourceLink, after, run_destination,
 };
 use crate::transport::{Address, Limits, Listener, Security, Stop, TransportError, accept_channel, refuse_channel};
 
@@ -183,18 +183,19 @@ impl<'a> DestinationDriver<'a> for Driver<'a, '_> {
     }
 
     /// A source that missed `Running` dials again. It is answered for a while, so that this need not be repeated.
-    fn hang_up_at(&self, end: &DestinationEnd, link: SourceLink, since: Instant) -> Instant {
-        let latest = since + SILENCE_LIMIT;
+    fn hang_up_at(&self, answer: &LastAnswer) -> Instant {
+        let LastAnswer { end, since, link, .. } = answer;
+        let latest = *since + CLOSING_TIME;
         match (end, link) {
             (_, SourceLink::Connected) => latest,
-            (DestinationEnd::Stuck { .. } | DestinationEnd::Conflict, _) => since,
-            _ if self.listening.is_none() => since,
+            (DestinationEnd::Stuck { .. } | DestinationEnd::Conflict, _) => *since,
+            _ if self.listening.is_none() => *since,
             _ => latest.min(Instant::now() + self.tell_time),
         }
     }
 
     fn receive(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
-        tracing::debug!(?message, "a message about a migration that is being recovered");
+        tracing::debug!("`{}`, about a migration that is being recovered", message.kind());
         None
     }
 
@@ -231,8 +232,8 @@ impl Driver<'_, '_> {
         let listening = Listening(incoming.stop_handle());
         let record = self.kernel.ledger.record();
         let (id, key) = (record.migration, record.key.clone());
-        let tell = Arc::clone(&self.on_connection);
-        std::thread::spawn(move || {
+        let on_connection = Arc::clone(&self.on_connection);
+        let admit = move || {
             let mut latest = 1;
             while let Some((connection, header)) = incoming.next() {
                 let wanted = header.id == id
@@ -245,19 +246,23 @@ impl Driver<'_, '_> {
                 }
                 latest = header.incarnation;
                 let closer = connection.closer();
-                let (gated, gate) = held_back(link_events(&tell, header.incarnation));
+                let (gated, gate) = held_back(link_events(&on_connection, header.incarnation));
                 let link =
                     accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
                         ControlLink::start(writer, reader, closer, ControlReader::default(), gated)
                             .map_err(|error| error.to_string())
                     });
-                tell(match link {
+                on_connection(match link {
                     Ok(link) => ConnectionEvent::Connected(header.incarnation, link),
                     Err(reason) => ConnectionEvent::Unreachable(reason),
                 });
                 drop(gate);
             }
-        });
+        };
+        Builder::new()
+            .name("admit".into())
+            .spawn(admit)
+            .map_err(|error| Reason::new(ErrorKind::Network, error).within("no thread for the source's connections"))?;
         Ok(listening)
     }
 }

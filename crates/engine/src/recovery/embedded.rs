@@ -8,8 +8,8 @@ use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{DestinationGuest, RecordState, SourceGuest};
 
 use super::{
-    DIAL_TIME, DestinationRemains, GaveUp, Means, RecoveredDestination, RecoveredSource, SourceRemains,
-    recover_destination, recover_source,
+    DestinationRemains, GaveUp, Means, RecoveredDestination, RecoveredSource, SourceRemains, recover_destination,
+    recover_source,
 };
 use crate::cancel::Cancel;
 use crate::cpu_time::CpuTime;
@@ -18,7 +18,7 @@ use crate::monitor::{CaughtObserver, DestinationMonitor, MonitorError, SourceMon
 use crate::record_file::{self, RecordFile, RecordFileError, StateDir};
 use crate::report::{Observer, Outcome};
 use crate::session::MAX_DIAL_PAUSE;
-use crate::switchover::{Ending, Ledger, Unserved};
+use crate::switchover::{DELIVERY_TIME, Ending, Ledger, Unserved};
 use crate::transport::{Address, Security};
 use crate::vmm::{AfterMove, DestinationVmm, ResumeReason, SourceVmm};
 
@@ -170,7 +170,7 @@ impl Recovery {
         let RecordState::Source(state) = self.record.record().state else {
             return Err(self.wrong_side("destination", "settle_destination"));
         };
-        let (time, cpu) = (self.give_up_after.unwrap_or(DIAL_TIME), CpuTime::default());
+        let (time, cpu) = (self.give_up_after.unwrap_or(DELIVERY_TIME), CpuTime::default());
         let (left, vmm) = match guest {
             Remains::Nothing => (SourceGuest::Gone, None),
             Remains::Paused(vmm) => (SourceGuest::Completed, Some(vmm)),

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 pub use self::destination::{DestinationRemains, GaveUp, RecoveredDestination, recover_destination};
 pub use self::embedded::{Recovery, Remains, Settled};
-pub use self::source::{DIAL_TIME, RecoveredSource, SourceRemains, recover_source};
+pub use self::source::{RecoveredSource, SourceRemains, recover_source};
 use crate::cancel::Cancel;
 use crate::record_file::{RecordFile, now_ms};
 use crate::report::Observer;

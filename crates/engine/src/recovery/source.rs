@@ -14,9 +14,6 @@ use crate::switchover::{
     DeliveryLimits, Ending, Events, Ledger, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved, run_source,
 };
 
-/// How long to dial the destination: its recovery may have to be started first.
-pub const DIAL_TIME: Duration = Duration::from_secs(60);
-
 /// What is left of the source's monitor.
 pub trait SourceRemains {
     /// Ends the monitor's own migration, if it has one, after an abort. Returns the guest's state.
@@ -149,7 +146,7 @@ impl<'a> SourceDriver<'a> for Driver<'a, '_> {
     }
 
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {
-        tracing::debug!(?message, "a message about a migration that is being recovered");
+        tracing::debug!("`{}`, about a migration that is being recovered", message.kind());
         None
     }
 

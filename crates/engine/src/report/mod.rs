@@ -34,7 +34,7 @@ pub enum Outcome {
     /// The decision is made, but the destination has not confirmed that the guest runs, or that it has could not be written
     /// to the record: `sterna recover` settles it.
     Unconfirmed,
-    /// Nothing was decided for the destination, but what the guest is doing at the source could not be told.
+    /// Nothing was decided for the destination, but the state of the guest at the source could not be determined.
     Stuck,
     /// The source's monitor died during the migration, and the guest with it.
     Lost,
@@ -326,7 +326,7 @@ impl Report {
     }
 }
 
-/// What the destination tells at its end.
+/// The report of a destination.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ReceiveReport {
     /// The migration's id.
@@ -472,7 +472,7 @@ pub struct ReceiveProgress {
     pub time_left_ms: Option<u64>,
 }
 
-/// What a migration tells while it runs. Called on the driver's thread.
+/// Receives figures, notes and events while a migration runs. Called on the driver's thread.
 pub trait Observer: Send + Sync {
     /// Figures of a source, a few times a second.
     fn progress(&self, progress: &Progress);

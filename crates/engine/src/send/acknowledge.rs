@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use sterna_wire::packet::{ACK_LENGTH, Answer, Refusal};
+use sterna_wire::packet::{ACK_LENGTH, ChannelAnswer, Refusal};
 
 use super::error::AnswerError;
 use super::ledger::ChannelLedger;
@@ -24,9 +24,9 @@ impl AcknowledgingThread {
     pub(super) fn run(&mut self) -> Result<(), AnswerError> {
         let mut bytes = [0; ACK_LENGTH];
         while self.reader.read_packet_start(&mut bytes)? {
-            match Answer::decode(&bytes)? {
-                Answer::Placed(ack) => self.ledger.acknowledge(&ack)?,
-                Answer::Refused(refusal) => self.refused(&refusal)?,
+            match ChannelAnswer::decode(&bytes)? {
+                ChannelAnswer::Placed(ack) => self.ledger.acknowledge(&ack)?,
+                ChannelAnswer::Refused(refusal) => self.refused(&refusal)?,
             }
         }
         if self.ledger.is_complete() { Ok(()) } else { Err(AnswerError::ClosedEarly) }

@@ -329,6 +329,7 @@ impl Auto {
 #[cfg(test)]
 mod tests {
     use sterna_codec::Engines;
+    use sterna_test_kit::content::noise;
 
     use super::*;
 
@@ -337,13 +338,7 @@ mod tests {
     #[test]
     fn what_shrinks_is_soon_encoded_however_much_did_not_before_it() {
         let mut coding = Coding::new(&Compression::new(Encoding::auto(), Engines::default(), 1, None)).unwrap();
-        let mut state = 1u64;
-        let noise: Vec<u8> = (0..BATCH)
-            .map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                (state >> 56) as u8
-            })
-            .collect();
+        let noise = noise(1, BATCH);
         let text: Vec<u8> = (0..BATCH).map(|at| b"the quick brown fox "[at % 20]).collect();
         let mut output = vec![0; BATCH];
         for round in 0..20 {

@@ -52,7 +52,7 @@ impl Compression {
     /// Sets whether sending is urgent: it is while the guest is paused, and then the CPU time is not limited.
     pub fn set_urgent(&self, urgent: bool) {
         if let Some(cpus) = &self.cpus {
-            cpus.lift(urgent);
+            cpus.set_limited(!urgent);
         }
     }
 

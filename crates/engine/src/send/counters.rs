@@ -2,12 +2,31 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use sterna_wire::packet::{Run, RunKind};
+
 use super::SendChannel;
-use super::delta::Deltas;
-use super::packet::PageCounts;
 
 /// Maximum number of methods that `auto` chooses from.
 pub(super) const MAX_AUTO_METHODS: usize = 8;
+
+/// Numbers of pages that were handed over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct PageCounts {
+    /// Pages with content.
+    pub(super) normal: u64,
+    /// Zero pages.
+    pub(super) zero: u64,
+}
+
+impl PageCounts {
+    /// Returns how many pages `runs` have.
+    pub(super) fn of(runs: &[Run]) -> Self {
+        runs.iter().fold(Self::default(), |sum, run| match run.kind {
+            RunKind::Normal => Self { normal: sum.normal + u64::from(run.count), ..sum },
+            RunKind::Zero => Self { zero: sum.zero + u64::from(run.count), ..sum },
+        })
+    }
+}
 
 /// The counters of a channel.
 #[derive(Debug, Default)]
@@ -45,9 +64,9 @@ impl SendCounters {
         self.zero_pages.fetch_add(pages.zero, Ordering::Relaxed);
     }
 
-    /// Records whether the channel has memory for deltas.
-    pub(super) fn record_delta_cache(&self, deltas: &Deltas) {
-        self.lacks_delta_cache.store(deltas.lacks_memory().into(), Ordering::Relaxed);
+    /// Records whether the channel lacks memory for deltas.
+    pub(super) fn record_delta_cache(&self, lacks_memory: bool) {
+        self.lacks_delta_cache.store(lacks_memory.into(), Ordering::Relaxed);
     }
 }
 

@@ -7,7 +7,6 @@ use sterna_memory::ram::RamError;
 use sterna_wire::packet::{BadAck, PacketError};
 use sterna_wire::sequence::BadAcknowledgement;
 
-use super::retransmit::{PageNotInPacket, TooManyRefused};
 use crate::window::WindowClosed;
 
 /// Why the sending thread of a channel failed.
@@ -70,4 +69,29 @@ pub enum AnswerError {
     /// The channel ended before everything was sent and acknowledged.
     #[error("it closed the channel before the end")]
     ClosedEarly,
+}
+
+/// Maximum number of packets of one migration that may be refused. A path or a host that damages more must not be trusted with a
+/// guest, and a destination that refuses without end is faulty.
+pub const MAX_REFUSED: u32 = 64;
+
+/// The destination has refused more than [`MAX_REFUSED`] packets.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the destination has refused more than {MAX_REFUSED} packets, whose content is not what was read from the guest: an \
+     accelerator, the memory or the network of one of the two hosts damages data"
+)]
+pub struct TooManyRefused;
+
+/// The destination has refused a page that was not in the packet it names.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the destination requests again page {page} of RAM block {block}, which was not in the packet that it refuses; its sterna, or the \
+     memory of one of the two hosts, is at fault"
+)]
+pub struct PageNotInPacket {
+    /// The RAM block's index.
+    pub block: u16,
+    /// The page.
+    pub page: u64,
 }

@@ -15,6 +15,9 @@
 //! ```
 //! To follow a page, read [`thread`], [`read`], [`pages`] and [`packet`] in this order. [`ledger`] has everything that was handed over and
 //! is not settled; [`retransmit`] explains what happens to pages that the destination refuses.
+//!
+//! From the bottom: [`error`] and [`counters`] are data; on these stand the [`ledger`] and how content is encoded ([`choices`],
+//! [`compression`], [`coding`]), then [`delta`] and [`packet`], then [`retransmit`], and the two threads on top.
 
 mod acknowledge;
 mod ahead;
@@ -45,10 +48,10 @@ use self::acknowledge::AcknowledgingThread;
 pub use self::blocks::DeltaBlocks;
 pub use self::compression::Compression;
 pub use self::counters::{SendCounters, Sent};
-pub use self::error::{AnswerError, SendError};
+pub use self::error::{AnswerError, MAX_REFUSED, PageNotInPacket, SendError, TooManyRefused};
 pub use self::ledger::PieceArrivals;
 use self::ledger::{ChannelLedger, Drained};
-pub use self::retransmit::{MAX_REFUSED, PageNotInPacket, Refusals, TooManyRefused};
+pub use self::retransmit::Refusals;
 pub use self::sent_pages::HashKey;
 use self::thread::SendingThread;
 use crate::abort::Abort;

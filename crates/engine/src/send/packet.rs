@@ -11,10 +11,11 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::RamBlock;
 use sterna_offload::Producer;
 use sterna_wire::checksum::crc32c;
-use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, Run, RunKind};
+use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, Run};
 
 use super::SendContext;
 use super::coding::{Bottleneck, Coding, Costs, Kernel, Seen, Times};
+use super::counters::PageCounts;
 use super::error::SendError;
 use super::ledger::{ChannelLedger, InFlight, Suspect};
 use crate::cpu_allowance::CpuAllowance;
@@ -25,25 +26,6 @@ use crate::pacer::Pacer;
 use crate::receive::PacketRules;
 use crate::transport::Writer;
 use crate::window::{Carried, Window, WindowClosed};
-
-/// Numbers of pages that were handed over.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct PageCounts {
-    /// Pages with content.
-    pub(super) normal: u64,
-    /// Zero pages.
-    pub(super) zero: u64,
-}
-
-impl PageCounts {
-    /// Returns how many pages `runs` have.
-    pub(super) fn of(runs: &[Run]) -> Self {
-        runs.iter().fold(Self::default(), |sum, run| match run.kind {
-            RunKind::Normal => Self { normal: sum.normal + u64::from(run.count), ..sum },
-            RunKind::Zero => Self { zero: sum.zero + u64::from(run.count), ..sum },
-        })
-    }
-}
 
 /// What a packet's table lists.
 #[derive(Clone, Copy, Debug)]

@@ -18,10 +18,11 @@ use sterna_wire::packet::{PacketKind, Run};
 
 use super::ahead::PageCopy;
 use super::blocks::DeltaBlocks;
+use super::counters::PageCounts;
 use super::delta::{DeltaBase, Deltas, NormalPages, Whole, WrongResult};
 use super::error::SendError;
 use super::ledger::ChannelLedger;
-use super::packet::{Packet, PacketWriter, PageCounts, Table};
+use super::packet::{Packet, PacketWriter, Table};
 use super::retransmit::{Caches, Retransmitter};
 use super::sent_pages::{HashKey, SentPages};
 use super::{DeltaSetting, SendContext};
@@ -275,7 +276,7 @@ impl DeltaStage {
             DeltaSetting::None | DeltaSetting::AllBlocks { cache: 0 } => {}
             DeltaSetting::AllBlocks { cache } => {
                 let encoder = stage.encoder.insert(Deltas::new(*cache, packet_size));
-                ledger.counters.record_delta_cache(encoder);
+                ledger.counters.record_delta_cache(encoder.lacks_memory());
             }
             DeltaSetting::SomeBlocks(blocks) => stage.blocks = Some(Arc::clone(blocks)),
         }
@@ -290,7 +291,7 @@ impl DeltaStage {
             }
             self.encoder.get_or_insert_with(|| {
                 let encoder = Deltas::new(blocks.cache(), self.packet_size).keeping_unacknowledged();
-                ledger.counters.record_delta_cache(&encoder);
+                ledger.counters.record_delta_cache(encoder.lacks_memory());
                 encoder
             });
         }

@@ -32,38 +32,13 @@ use sterna_wire::packet::{BlockShape, PAGE_REQUEST_LENGTH, PageRequest, Refusal,
 
 use super::blocks::DeltaBlocks;
 use super::delta::Deltas;
-use super::error::{AnswerError, SendError};
+use super::error::{AnswerError, MAX_REFUSED, PageNotInPacket, SendError, TooManyRefused};
 use super::ledger::{ChannelLedger, InFlight, RefusedPages};
 use super::packet::{Packet, PacketWriter};
 use super::sent_pages::SentPages;
 use crate::reading::Reading;
 use crate::receive::PacketRules;
 use crate::transport::Reader;
-
-/// Maximum number of packets of one migration that may be refused. A path or a host that damages more must not be trusted with a
-/// guest, and a destination that refuses without end is faulty.
-pub const MAX_REFUSED: u32 = 64;
-
-/// The destination has refused more than [`MAX_REFUSED`] packets.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "the destination has refused more than {MAX_REFUSED} packets, whose content is not what was read from the guest: an \
-     accelerator, the memory or the network of one of the two hosts damages data"
-)]
-pub struct TooManyRefused;
-
-/// The destination has refused a page that was not in the packet it names.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "the destination requests again page {page} of RAM block {block}, which was not in the packet that it refuses; its sterna, or the \
-     memory of one of the two hosts, is at fault"
-)]
-pub struct PageNotInPacket {
-    /// The RAM block's index.
-    pub block: u16,
-    /// The page.
-    pub page: u64,
-}
 
 /// From where refused pages are retransmitted.
 #[derive(Debug)]

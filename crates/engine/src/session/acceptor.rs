@@ -47,7 +47,7 @@ pub struct ChannelAcceptor {
     session: Session,
     sinks: Box<dyn Sinks>,
     extra_channels: Option<ExtraChannelHandler>,
-    tell: OnConnectionEvent,
+    on_connection: OnConnectionEvent,
     /// Shared by all control channels on which the source reconnects.
     allowance: Allowance,
     state: Mutex<State>,
@@ -68,8 +68,10 @@ struct State {
     stream: bool,
     /// Whether each channel of device state has connected; the first has index 1.
     devices: Vec<bool>,
-    /// The counters of every channel that has connected.
+    /// The counters of every channel of the newest incarnation that has connected.
     counters: Vec<Arc<ReceiveCounters>>,
+    /// How many packets the channels of earlier incarnations have placed.
+    placed_before: u64,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -91,6 +93,13 @@ impl State {
     }
 }
 
+impl State {
+    fn packets_placed(&self) -> u64 {
+        let placed = |counters: &Arc<ReceiveCounters>| counters.placed.load(Ordering::Acquire);
+        self.placed_before + self.counters.iter().map(placed).sum::<u64>()
+    }
+}
+
 impl ChannelAcceptor {
     /// Makes the acceptor for the migration of `session`. It refuses data channels until [`ChannelAcceptor::open`].
     pub fn new(
@@ -98,7 +107,7 @@ impl ChannelAcceptor {
         sinks: Box<dyn Sinks>,
         abort: &Arc<Abort>,
         extra_channels: Option<ExtraChannelHandler>,
-        tell: OnConnectionEvent,
+        on_connection: OnConnectionEvent,
     ) -> Self {
         let ram = vec![None; session.channels.into()];
         let state = State {
@@ -111,9 +120,17 @@ impl ChannelAcceptor {
             stream: false,
             devices: vec![false; session.device_channels.into()],
             counters: Vec::new(),
+            placed_before: 0,
             threads: Vec::new(),
         };
-        Self { session, sinks, extra_channels, tell, allowance: Allowance::default(), state: Mutex::new(state) }
+        Self {
+            session,
+            sinks,
+            extra_channels,
+            on_connection,
+            allowance: Allowance::default(),
+            state: Mutex::new(state),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -136,7 +153,8 @@ impl ChannelAcceptor {
         self.state().open = false;
         self.join();
         let mut state = self.state();
-        state.before = state.pages_placed();
+        (state.before, state.placed_before) = (state.pages_placed(), state.packets_placed());
+        state.counters.clear();
         state.ram.fill(None);
         // `stream` stays set: the stream has been read to its end.
         (state.data_incarnation, state.abort, state.open) = (incarnation, Arc::clone(abort), true);
@@ -157,7 +175,7 @@ impl ChannelAcceptor {
 
     /// Returns how many packets all channels together have placed so far. The number grows as long as anything arrives.
     pub fn received(&self) -> u64 {
-        self.state().counters.iter().map(|counters| counters.placed.load(Ordering::Acquire)).sum()
+        self.state().packets_placed()
     }
 
     /// Waits for the channels' threads, whose connections have been closed.
@@ -248,13 +266,13 @@ impl ChannelAcceptor {
 
     fn admit_control(&self, connection: Connection, incarnation: u32) {
         let closer = connection.closer();
-        let (events, gate) = held_back(link_events(&self.tell, incarnation));
+        let (events, gate) = held_back(link_events(&self.on_connection, incarnation));
         let accepted = accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
             ControlLink::start_within(&self.allowance, writer, reader, closer, ControlReader::default(), events)
                 .map_err(|error| error.to_string())
         });
         match accepted {
-            Ok(link) => (self.tell)(ConnectionEvent::Connected(incarnation, link)),
+            Ok(link) => (self.on_connection)(ConnectionEvent::Connected(incarnation, link)),
             Err(error) => tracing::info!(error, "the source's new connection failed"),
         }
         drop(gate);

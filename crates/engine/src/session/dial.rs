@@ -10,6 +10,7 @@ use sterna_wire::header::ChannelKind;
 use sterna_wire::identity::{MigrationId, MigrationKey};
 use sterna_wire::limits::{HANDSHAKE_TIME, PREPARATION_TIME};
 
+use super::handshake::MAX_REFUSALS;
 use super::peer::link_events;
 use super::{Backoff, Features, OnConnectionEvent, Session, SessionError, program};
 use crate::abort::Abort;
@@ -54,9 +55,9 @@ pub struct Offer<'a> {
 pub fn dial(
     offer: &Offer<'_>,
     cancel: &Cancel,
-    tell: &OnConnectionEvent,
+    on_connection: &OnConnectionEvent,
 ) -> Result<(ControlLink, Session), SessionError> {
-    let Greeted { id, key, opened, messages, offered, answer, interrupting } = greet(offer, cancel)?;
+    let HelloAnswered { id, key, opened, messages, offered, answer, interrupting } = exchange_hello(offer, cancel)?;
     let Opened { writer, reader, closer, round_trip } = opened;
     let welcome = match answer {
         ControlMessage::Welcome(welcome) => welcome,
@@ -65,7 +66,8 @@ pub fn dial(
     let chosen = conclude(&offered, &welcome).map_err(SessionError::new)?;
     decodable(offer.encoding, &chosen.methods).map_err(|why| SessionError::new(format_args!("{} {why}", offer.to)))?;
     drop(interrupting);
-    let link = ControlLink::start(writer, reader, closer, messages, link_events(tell, 1)).map_err(SessionError::new)?;
+    let link = ControlLink::start(writer, reader, closer, messages, link_events(on_connection, 1))
+        .map_err(SessionError::new)?;
     let session = Session {
         id,
         key,
@@ -93,10 +95,10 @@ pub struct DryRunAnswer {
 /// # Errors
 /// The destination cannot be reached, refuses to answer, or does not know dry runs.
 pub fn dry_run(offer: &Offer<'_>, cancel: &Cancel) -> Result<DryRunAnswer, SessionError> {
-    let Greeted { opened, answer, .. } = greet(offer, cancel)?;
+    let HelloAnswered { opened, answer, .. } = exchange_hello(offer, cancel)?;
     match answer {
         ControlMessage::Checked { refusals } => Ok(DryRunAnswer {
-            refusals: refusals.iter().map(|reason| sterna_wire::text::cleaned(reason)).collect(),
+            refusals: refusals.iter().take(MAX_REFUSALS).map(|reason| sterna_wire::text::cleaned(reason)).collect(),
             round_trip: opened.round_trip,
         }),
         unexpected => Err(unexpected_answer(offer, &unexpected)),
@@ -104,7 +106,7 @@ pub fn dry_run(offer: &Offer<'_>, cancel: &Cancel) -> Result<DryRunAnswer, Sessi
 }
 
 /// A destination that has received the hello, and its answer.
-struct Greeted {
+struct HelloAnswered {
     id: MigrationId,
     key: MigrationKey,
     opened: Opened,
@@ -116,7 +118,7 @@ struct Greeted {
 }
 
 /// Opens the control channel, sends the hello and receives the answer.
-fn greet(offer: &Offer<'_>, cancel: &Cancel) -> Result<Greeted, SessionError> {
+fn exchange_hello(offer: &Offer<'_>, cancel: &Cancel) -> Result<HelloAnswered, SessionError> {
     let (id, key) = new_identity()?;
     let subject = Subject { key: &key, id, kind: ChannelKind::Control, index: 0, incarnation: 1 };
     let mut opened = subject.open(offer.to, offer.security, offer.patience, cancel)?;
@@ -141,11 +143,11 @@ fn greet(offer: &Offer<'_>, cancel: &Cancel) -> Result<Greeted, SessionError> {
     if let ControlMessage::Refused(reason) | ControlMessage::Failed(reason) = &answer {
         return Err(SessionError::refused(format_args!("{} refuses: {reason}", offer.to)));
     }
-    Ok(Greeted { id, key, opened, messages, offered, answer, interrupting })
+    Ok(HelloAnswered { id, key, opened, messages, offered, answer, interrupting })
 }
 
 fn unexpected_answer(offer: &Offer<'_>, answer: &ControlMessage) -> SessionError {
-    tracing::warn!(?answer, "not an answer to a hello");
+    tracing::warn!("`{}` is not an answer to a hello", answer.kind());
     SessionError::new(format_args!(
         "{} neither accepts nor refuses the offer of a migration: is the program there a `sterna receive`?",
         offer.to

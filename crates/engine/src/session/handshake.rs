@@ -19,13 +19,16 @@ use super::acceptor::UNDER_WAY;
 use super::{DRY_RUN, Features, Session, program};
 use crate::cancel::Cancel;
 use crate::control_link::{receive_message, send_message};
+use crate::hand_over::{NO_THREAD, spawn_with};
 use crate::migration::DEVICE_STATE;
-use crate::transport::{Closer, Connection, Incoming, Reader, Writer, accept_channel, refuse_channel};
+use crate::transport::{
+    Closer, Connection, Incoming, Reader, Writer, accept_channel, postpone_channel, refuse_channel,
+};
 
 /// Maximum number of connections that have not sent their hello yet.
 pub(super) const MAX_PENDING: usize = 32;
 /// Maximum number of reasons in the answer to a dry run.
-const MAX_REFUSALS: usize = 64;
+pub(super) const MAX_REFUSALS: usize = 64;
 /// How often the destination looks for new connections while handshakes are pending.
 const LOOK_PAUSE: Duration = Duration::from_millis(10);
 
@@ -63,7 +66,7 @@ impl PendingHandshakes {
         PendingHandshake { number, all: Arc::clone(self) }
     }
 
-    fn close_oldest(&self) {
+    pub(super) fn close_oldest(&self) {
         // The entry stays until its thread has noticed.
         if let Some(oldest) = self.state().closers.first_entry() {
             oldest.get().close();
@@ -164,7 +167,7 @@ impl Handshake<'_> {
             stop.stop();
         });
         std::thread::scope(|scope| {
-            let (greeted, sessions) = channel::<Result<AcceptedSource, Declined>>();
+            let (accepted, sessions) = channel::<Result<AcceptedSource, Declined>>();
             let mut waiting = 0;
             let first = loop {
                 // Blocks where no handshake is pending.
@@ -192,7 +195,7 @@ impl Handshake<'_> {
                     pending.close_oldest();
                     waiting -= 1;
                     match sessions.recv().expect("this function itself holds a sender") {
-                        Ok(greeted) => first = Some(greeted),
+                        Ok(accepted) => first = Some(accepted),
                         Err(source) => declined(&source),
                     }
                 }
@@ -200,14 +203,23 @@ impl Handshake<'_> {
                     refuse_channel(connection, UNDER_WAY);
                     break first;
                 }
-                waiting += 1;
                 let handshake = pending.add(connection.closer());
-                let greeted = greeted.clone();
-                scope.spawn(move || {
-                    if let Err(unsent) = greeted.send(self.accept(connection, &header, handshake)) {
+                let accepted = accepted.clone();
+                let accept = move |connection| {
+                    if let Err(unsent) = accepted.send(self.accept(connection, &header, handshake)) {
                         unsent.0.into_iter().for_each(AcceptedSource::too_late);
                     }
-                });
+                };
+                match spawn_with(scope, "hello", connection, accept) {
+                    Ok(()) => waiting += 1,
+                    Err((error, connection)) => {
+                        // The connection that has been silent for longest leaves its thread to the next attempt.
+                        pending.close_oldest();
+                        let reason = format!("{}: no thread for the connection: {error}", connection.peer());
+                        postpone_channel(connection, NO_THREAD);
+                        declined(&Declined::refused(reason));
+                    }
+                }
             };
             drop(interrupting);
             pending.close_all();
@@ -325,6 +337,7 @@ mod tests {
     use std::io::{Read, Write};
     use std::net::TcpStream;
 
+    use sterna_test_kit::threads::no_more_threads;
     use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 
     use super::*;
@@ -341,8 +354,8 @@ mod tests {
         let waiting = std::thread::spawn({
             let cancel = cancel.clone();
             move || {
-                let greeting = Handshake { takes: &[(Mode::Owner, FEATURES)], refusals: &|_| Vec::new() };
-                greeting.first(&incoming, &cancel, |_| {})
+                let handshake = Handshake { takes: &[(Mode::Owner, FEATURES)], refusals: &|_| Vec::new() };
+                handshake.first(&incoming, &cancel, |_| {})
             }
         });
         let (id, key) = (MigrationId::from_bytes([1; 16]), MigrationKey::from_bytes([2; 32]));
@@ -370,8 +383,43 @@ mod tests {
             machine: Machine::default(),
         }));
         connect().write_all(&hello.encode()).unwrap();
-        let greeted = waiting.join().unwrap().expect("the source is accepted");
-        assert_eq!(greeted.session.id, id);
+        let accepted = waiting.join().unwrap().expect("the source is accepted");
+        assert_eq!(accepted.session.id, id);
+    }
+
+    #[test]
+    fn where_there_is_no_thread_a_connection_is_asked_to_come_again_and_listening_goes_on() {
+        let listener = Listener::bind("127.0.0.1:0").unwrap();
+        let to = listener.local_address().to_string();
+        let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
+        let cancel = Cancel::new();
+        let waiting = std::thread::spawn({
+            let cancel = cancel.clone();
+            move || {
+                no_more_threads();
+                let handshake = Handshake { takes: &[(Mode::Owner, FEATURES)], refusals: &|_| Vec::new() };
+                let declined = Mutex::new(Vec::new());
+                let first =
+                    handshake.first(&incoming, &cancel, |source| declined.lock().unwrap().push(source.to_string()));
+                (first.is_some(), declined.into_inner().unwrap())
+            }
+        });
+        let (id, key) = (MigrationId::from_bytes([1; 16]), MigrationKey::from_bytes([2; 32]));
+        let subject = ProofSubject { id, kind: ChannelKind::Control, index: 0, incarnation: 1, exporter: b"" };
+        let header = ChannelHeader::new(&key, &subject).encode();
+        for _ in 0..3 {
+            let mut stream = TcpStream::connect(&to).unwrap();
+            stream.set_read_timeout(Some(HANDSHAKE_TIME)).unwrap();
+            stream.write_all(&header).unwrap();
+            let mut answer = Vec::new();
+            stream.read_to_end(&mut answer).unwrap();
+            // A source dials again after this answer.
+            assert_eq!((answer[..2].to_vec(), &answer[4..]), (vec![1, 1], NO_THREAD.as_bytes()));
+        }
+        cancel.cancel();
+        let (accepted, declined) = waiting.join().unwrap();
+        assert!(!accepted && declined.len() == 3, "{declined:?}");
+        assert!(declined.iter().all(|line| line.contains("no thread for the connection")), "{declined:?}");
     }
 
     #[test]

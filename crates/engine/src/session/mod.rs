@@ -50,6 +50,9 @@ pub const OPENING: &str = "opening-1";
 /// host sends it late.
 pub const LAST_WORDS: Duration = Duration::from_millis(300);
 
+// Neither crate uses the other, and both state it: what a packet may hold, an encoder must take.
+const _: () = assert!(sterna_codec::MAX_CONTENT == sterna_wire::limits::MAX_CONTENT);
+
 /// Why there is no migration with the other side.
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]

@@ -1,10 +1,14 @@
 //! The other side of a migration as a driver sees it: one control channel after another, of which only the newest counts.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use sterna_wire::control::ControlMessage;
 
 use crate::control_link::{ControlEvent, ControlLink, ControlSender, Share};
+
+/// How long a peer that does not read may take to receive the last messages of a migration that has ended.
+const FAREWELL_TIME: Duration = Duration::from_secs(2);
 
 /// An event about the control channels of a migration.
 #[derive(Debug)]
@@ -21,9 +25,9 @@ pub enum ConnectionEvent {
 pub type OnConnectionEvent = Arc<dyn Fn(ConnectionEvent) + Send + Sync>;
 
 /// Returns a closure that passes the events of the control channel of `incarnation` to the driver.
-pub fn link_events(tell: &OnConnectionEvent, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
-    let tell = Arc::clone(tell);
-    move |event| tell(ConnectionEvent::Control(incarnation, event))
+pub fn link_events(on_connection: &OnConnectionEvent, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
+    let on_connection = Arc::clone(on_connection);
+    move |event| on_connection(ConnectionEvent::Control(incarnation, event))
 }
 
 /// An event about the peer that concerns the driver: none of an older control channel.
@@ -76,12 +80,24 @@ impl Peer {
         }
     }
 
-    /// Sends a message, if there is a control channel.
+    /// Sends a message, if there is a control channel. Never waits for the peer.
     pub fn send(&self, message: &ControlMessage) {
         let Some(link) = &self.link else { return };
         if let Err(error) = link.send(message) {
             // The link's reading side reports the loss.
             tracing::info!(%error, "a message could not be sent to the peer");
+        }
+    }
+
+    /// Returns whether the peer reads too slowly, so that messages are queued for it.
+    pub fn is_behind(&self) -> bool {
+        self.link.as_ref().is_some_and(ControlLink::is_behind)
+    }
+
+    /// Waits until the peer was sent all messages, for [`FAREWELL_TIME`] at most. Only a peer that does not read is waited for.
+    pub fn flush(&self) {
+        if let Some(link) = &self.link {
+            link.flush(FAREWELL_TIME);
         }
     }
 

@@ -101,19 +101,19 @@ impl Redial {
     }
 
     /// Starts a thread that makes an attempt after the pause that is due, and abandons the attempt under way. The attempt opens a control
-    /// channel of `session.incarnation`, on which the destination sends the first message. `tell` receives the outcome before any message
+    /// channel of `session.incarnation`, on which the destination sends the first message. `on_connection` receives the outcome before any message
     /// of the destination.
-    pub fn dial(&mut self, to: Address, security: Security, session: Session, tell: OnConnectionEvent) {
+    pub fn dial(&mut self, to: Address, security: Security, session: Session, on_connection: OnConnectionEvent) {
         let pause = self.backoff.next_pause(Instant::now());
         let (keep, given_up) = channel();
         self.attempt = Some(keep);
-        let attempt = Attempt { to, security, session, tell, given_up };
-        let tell = Arc::clone(&attempt.tell);
+        let attempt = Attempt { to, security, session, on_connection, given_up };
+        let on_connection = Arc::clone(&attempt.on_connection);
         let thread = Builder::new().name("redial".into());
         if let Err(error) = cpu_time::spawn(thread, move || attempt.make(pause)) {
             // The driver dials again as soon as it receives this event, so the pause is made here; a short one, since it blocks the driver.
             std::thread::sleep(pause.min(DIAL_PAUSE));
-            tell(ConnectionEvent::Unreachable(format!("no thread to dial on: {error}")));
+            on_connection(ConnectionEvent::Unreachable(format!("no thread to dial on: {error}")));
         }
     }
 
@@ -129,7 +129,7 @@ struct Attempt {
     to: Address,
     security: Security,
     session: Session,
-    tell: OnConnectionEvent,
+    on_connection: OnConnectionEvent,
     /// Disconnected once the attempt is abandoned.
     given_up: Receiver<Infallible>,
 }
@@ -145,10 +145,10 @@ impl Attempt {
         }
         match outcome {
             Ok((link, gate)) => {
-                (self.tell)(ConnectionEvent::Connected(self.session.incarnation, link));
+                (self.on_connection)(ConnectionEvent::Connected(self.session.incarnation, link));
                 drop(gate);
             }
-            Err(error) => (self.tell)(ConnectionEvent::Unreachable(error.to_string())),
+            Err(error) => (self.on_connection)(ConnectionEvent::Unreachable(error.to_string())),
         }
     }
 
@@ -158,7 +158,7 @@ impl Attempt {
         let closer = connection.closer();
         let opened = open_channel(connection, &session.key, session.id, ChannelKind::Control, 0, session.incarnation);
         let (writer, reader, _) = opened.map_err(SessionError::new)?;
-        let (events, gate) = held_back(link_events(&self.tell, session.incarnation));
+        let (events, gate) = held_back(link_events(&self.on_connection, session.incarnation));
         let link = ControlLink::start(writer, reader, closer, ControlReader::default(), events);
         Ok((link.map_err(SessionError::new)?, gate))
     }
@@ -221,7 +221,7 @@ mod tests {
         let network = Network::new(1);
         let port = network.port("there");
         let (sender, news) = channel();
-        let tell: OnConnectionEvent = Arc::new(move |news| drop(sender.send(news)));
+        let on_connection: OnConnectionEvent = Arc::new(move |news| drop(sender.send(news)));
         let session = Session {
             id: MigrationId::from_bytes([1; 16]),
             key: MigrationKey::from_bytes([2; 32]),
@@ -234,9 +234,9 @@ mod tests {
         };
         let mut redial = Redial::new(Duration::from_secs(3600));
         // No process listens: the first attempt fails at once, the second waits.
-        redial.dial((&port).into(), Security::Insecure, session.clone(), Arc::clone(&tell));
+        redial.dial((&port).into(), Security::Insecure, session.clone(), Arc::clone(&on_connection));
         assert!(matches!(news.recv(), Ok(ConnectionEvent::Unreachable(_))));
-        redial.dial((&port).into(), Security::Insecure, session, tell);
+        redial.dial((&port).into(), Security::Insecure, session, on_connection);
         drop(redial);
         // The thread of the attempt has dropped its sender.
         assert!(news.recv().is_err(), "the attempt was made all the same");

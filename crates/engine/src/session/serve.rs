@@ -5,15 +5,16 @@
 //! have nothing in common but the listener, and none can break another.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::Builder;
 
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::identity::MigrationId;
 
 use super::handshake::{Handshake, MAX_PENDING, PendingHandshakes};
 use super::{AcceptedSource, ChannelAcceptor};
+use crate::hand_over::{NO_THREAD, spawn_with};
 use crate::transport::{Connection, Incoming, Stop, postpone_channel, refuse_channel};
 
 /// Maximum number of migrations under way at once. Each costs a few threads and connections.
@@ -77,10 +78,19 @@ impl Sessions {
     }
 
     /// Passes the channels of the acceptor's migration to `acceptor`, until the entry is dropped.
-    pub fn enter(&self, acceptor: &Arc<ChannelAcceptor>) -> Entered<'_> {
+    ///
+    /// # Errors
+    /// A migration with the same id is under way: two sources had made their hello before either was entered. Returns the reason, for the
+    /// second one.
+    pub fn enter(&self, acceptor: &Arc<ChannelAcceptor>) -> Result<Entered<'_>, String> {
         let id = acceptor.session().id;
-        self.state().acceptors.insert(id, Arc::clone(acceptor));
-        Entered { sessions: self, id }
+        match self.state().acceptors.entry(id) {
+            Entry::Occupied(_) => Err(format!("a migration with the id {id} is under way here already")),
+            Entry::Vacant(vacant) => {
+                vacant.insert(Arc::clone(acceptor));
+                Ok(Entered { sessions: self, id })
+            }
+        }
     }
 
     /// Accepts sources until [`Sessions::stop`], and calls `serve` for each migration, on a thread of its own. Returns when the last
@@ -88,7 +98,7 @@ impl Sessions {
     pub fn serve(
         &self,
         incoming: &Incoming,
-        greeting: &Handshake<'_>,
+        handshake: &Handshake<'_>,
         refused: impl Fn(&str) + Sync,
         serve: impl Fn(AcceptedSource) + Sync,
     ) {
@@ -100,17 +110,19 @@ impl Sessions {
                     continue;
                 }
                 let Some((connection, slot)) = self.slot(connection, &header) else { continue };
-                let handshake = self.pending.add(connection.closer());
+                let pending = self.pending.add(connection.closer());
                 let (refused, serve) = (&refused, &serve);
-                let session = move || {
+                let session = move |connection| {
                     let _slot = slot;
-                    match greeting.accept(connection, &header, handshake) {
-                        Ok(greeted) => serve(greeted),
+                    match handshake.accept(connection, &header, pending) {
+                        Ok(accepted) => serve(accepted),
                         Err(source) => refused(&source.reason),
                     }
                 };
-                // Dropping the closure closes the connection.
-                if let Err(error) = Builder::new().name("session".into()).spawn_scoped(scope, session) {
+                if let Err((error, connection)) = spawn_with(scope, "session", connection, session) {
+                    // The connection that has been silent for longest leaves its thread to the next attempt.
+                    self.pending.close_oldest();
+                    postpone_channel(connection, NO_THREAD);
                     refused(&format!("no thread for a connection: {error}"));
                 }
             }
@@ -197,8 +209,8 @@ mod tests {
             encoding: Encoding::default(),
             patience: Duration::ZERO,
         };
-        let tell: OnConnectionEvent = Arc::new(|_| ());
-        dial(&offer, &Cancel::new(), &tell)
+        let on_connection: OnConnectionEvent = Arc::new(|_| ());
+        dial(&offer, &Cancel::new(), &on_connection)
     }
 
     #[test]
@@ -207,15 +219,17 @@ mod tests {
         let to = listener.local_address();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let sessions = Sessions::new(&incoming);
-        let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusals: &|_| Vec::new() };
+        let handshake = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusals: &|_| Vec::new() };
         let (end, ended) = channel::<()>();
         let ended = Mutex::new(ended);
         // Each migration is served until the test lets one end.
-        let serve = |greeted: AcceptedSource| {
-            let AcceptedSource { session, mut writer, reader: _reader, welcome, .. } = greeted;
+        let serve = |accepted: AcceptedSource| {
+            let AcceptedSource { session, mut writer, reader: _reader, welcome, .. } = accepted;
             let abort = Arc::new(Abort::default());
             let acceptor = Arc::new(ChannelAcceptor::new(session, Box::new(Nothing), &abort, None, Arc::new(|_| ())));
-            let _entered = sessions.enter(&acceptor);
+            let _entered = sessions.enter(&acceptor).unwrap();
+            // A second source with its id neither takes its channels nor ends its entry.
+            assert!(sessions.enter(&acceptor).is_err());
             acceptor.open();
             send_message(&mut writer, &ControlMessage::Welcome(welcome)).unwrap();
             ended.lock().unwrap().recv().unwrap();
@@ -223,8 +237,8 @@ mod tests {
             acceptor.join();
         };
         std::thread::scope(|scope| {
-            let (sessions, greeting) = (&sessions, &greeting);
-            let serving = scope.spawn(move || sessions.serve(&incoming, greeting, |_| (), serve));
+            let (sessions, handshake) = (&sessions, &handshake);
+            let serving = scope.spawn(move || sessions.serve(&incoming, handshake, |_| (), serve));
             let (first, second) = (begin(&to).unwrap(), begin(&to).unwrap());
             let open =
                 |session: &crate::session::Session| session.open_halves(&Security::Insecure, &to, ChannelKind::Ram, 0);

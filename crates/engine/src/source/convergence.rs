@@ -5,37 +5,23 @@
 //! not shrink, more rounds only waste network and CPU: so that is reported early, with the figures, and acted upon. Where they
 //! shrink fast, a rest that fits is shrunk further, as long as that saves more downtime than it adds to the total time.
 //!
-//! Arithmetic only: times and counts are passed in.
+//! [`prediction`] has the measurements and the downtime that follows from them; this file decides. Arithmetic only: times and counts are
+//! passed in.
 
 #[cfg(test)]
 mod model;
+mod prediction;
 
 use std::time::Duration;
 
-/// Estimated time of commit and start besides loading: two records made durable on each side, and starting vCPUs.
-const COMMIT_ESTIMATE: Duration = Duration::from_millis(10);
+pub(super) use self::prediction::{Arrived, Measure, Rates};
+use self::prediction::{MAX_DURATION, MIN_MEASURE, Prediction, SMALL_STATE, seconds};
+
 /// Pause after a round that found next to nothing: without it the rounds of an idle guest that may not be stopped yet would keep a CPU
 /// busy.
 const IDLE_PAUSE: Duration = Duration::from_millis(10);
 /// Minimum of that pause while the last pages are on their way.
 const MIN_PAUSE: Duration = Duration::from_millis(2);
-/// Minimum time over which rates are measured.
-const MIN_MEASURE: Duration = Duration::from_millis(50);
-/// Minimum number of packets over which rates are measured: acknowledgements arrive for a packet, or one of each channel, at a time.
-const MIN_PACKETS: u64 = 8;
-/// Time after which fewer packets suffice.
-const MAX_MEASURE: Duration = Duration::from_millis(500);
-/// Longer than any prediction.
-const MAX_DURATION: Duration = Duration::from_secs(u32::MAX as u64);
-/// Where pages shrink to less than this part on the wire, the network does not bound how fast they leave. Then the bytes per second on the
-/// wire do not show how fast a state would be sent, which does not shrink.
-const MIN_WIRE_RATIO: f64 = 1.0 / 16.0;
-/// Channels with less to send than these bytes, or than these seconds take, may have been idle.
-const MIN_BACKLOG: (u64, f64) = (256 << 10, 0.005);
-/// Minimum seconds in which a few pages count as sent: shorter times come from the clock, or from a buffer.
-const MIN_TRIP: f64 = 0.000_2;
-/// A state that takes no longer than this does not keep a guest from being moved, whatever the downtime: no round makes it smaller.
-const SMALL_STATE: Duration = Duration::from_millis(50);
 /// A round is progress when it reduces the predicted downtime to this part of the best so far, or less.
 const PROGRESS: f64 = 0.9;
 /// Time after which it shows whether the destination's devices have less to load: they report every few MiB.
@@ -77,67 +63,13 @@ pub struct Throttle {
     /// Percent that each further step adds.
     pub step: u8,
     /// Maximum percent, up to 99.
-    pub most: u8,
+    pub max: u8,
 }
 
 impl Default for Throttle {
     /// As QEMU's: 20 %, then 10 % more each time, up to 99 %.
     fn default() -> Self {
-        Self { initial: 20, step: 10, most: 99 }
-    }
-}
-
-/// What has arrived by an acknowledgement. Bytes that were only written do not count: they fill buffers, at the buffers' speed.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Arrived {
-    /// When the acknowledgement came, since the migration began.
-    pub(super) at: Duration,
-    /// Bytes of pages so far, zero pages included.
-    pub(super) pages: u64,
-    /// Bytes of pages that were not zero.
-    pub(super) normal: u64,
-    /// Bytes of their packets.
-    pub(super) wire: u64,
-    /// Number of their packets.
-    pub(super) packets: u64,
-}
-
-/// The measurements when a round has been handed to the channels and the log was collected.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Measure {
-    /// Time since the migration began.
-    pub(super) now: Duration,
-    /// Bytes of pages that are known to be dirty and not handed over yet.
-    pub(super) dirtied: u64,
-    /// Bytes of pages that the log has named since the round before.
-    pub(super) logged: u64,
-    /// What had arrived by the first acknowledgement.
-    pub(super) first: Arrived,
-    /// What has arrived by the last acknowledgement.
-    pub(super) arrived: Arrived,
-    /// Bytes of pages that have not arrived: dirty, queued, or on their way.
-    pub(super) remaining: u64,
-    /// Bytes of state to be saved.
-    pub(super) state: u64,
-    /// Bytes of state per second, where devices have measured it; 0 where they have not.
-    pub(super) state_rate: f64,
-    /// How long the destination will take to load the state that was sent already.
-    pub(super) loading: Duration,
-    /// How long the window has been full, all together.
-    pub(super) full: Duration,
-    /// The shortest round trip that was measured.
-    pub(super) round_trip: Duration,
-}
-
-impl Measure {
-    /// Returns the bytes of pages that were handed to the channels and have not arrived.
-    pub(super) fn on_the_way(&self) -> u64 {
-        self.remaining.saturating_sub(self.dirtied)
-    }
-
-    /// Returns the bytes of pages that were ever handed to the channels.
-    fn handed_over(&self) -> u64 {
-        self.arrived.pages + self.on_the_way()
+        Self { initial: 20, step: 10, max: 99 }
     }
 }
 
@@ -150,14 +82,6 @@ pub(super) struct Estimate {
     pub(super) predicted: Option<Duration>,
     /// The time until the guest runs at the destination.
     pub(super) time_left: Option<Duration>,
-}
-
-/// The beginning of a measurement of how fast pages leave.
-#[derive(Clone, Copy, Debug)]
-struct Since {
-    arrived: Arrived,
-    now: Duration,
-    full: Duration,
 }
 
 /// What to do after a round.
@@ -183,21 +107,7 @@ pub(super) struct Convergence {
     downtime: Duration,
     answer: NotConverging,
     give_up_after: Option<Duration>,
-    /// Bytes that were dirtied since `dirtied_since`.
-    dirtied: u64,
-    dirtied_since: Duration,
-    since: Option<Since>,
-    /// Whether the channels have had a backlog at every measurement since `since`.
-    busy: bool,
-    /// The last moment at which nothing was on its way, and what had arrived by then.
-    free: (Duration, Arrived),
-    /// Bytes, and bytes per second, of the last pages that arrived with nothing left on its way.
-    kept_up: Option<(u64, f64)>,
-    /// Bytes that were handed over in the first round. The speed of its zero pages does not show how fast written pages leave.
-    first: Option<u64>,
-    rates: Rates,
-    /// Whether enough was ever sent that the network's rate shows how fast a state would be sent.
-    wire_is_known: bool,
+    prediction: Prediction,
     /// The shortest downtime predicted so far.
     best: Duration,
     /// When progress was judged last, and the bytes that had been handed over by then.
@@ -218,30 +128,9 @@ pub(super) struct Convergence {
     verdict: Option<String>,
 }
 
-/// Rates, in bytes per second.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Rates {
-    /// Bytes that the guest dirties.
-    pub(super) dirty: f64,
-    /// Bytes of pages that leave.
-    pub(super) drain: f64,
-    /// Bytes that the network has carried: less than it can where it was not the limit.
-    pub(super) wire: f64,
-}
-
-/// Returns whether the channels have a backlog: more than is on its way because of the path's length.
-fn is_backlog(at: &Measure, drain: f64) -> bool {
-    let (bytes, time) = MIN_BACKLOG;
-    at.on_the_way() as f64 > (bytes as f64).max(drain * (at.round_trip.as_secs_f64() + time))
-}
-
 /// Returns a target downtime, in ms, that is long enough for the `predicted` one.
 fn enough(predicted: Duration) -> u64 {
     ((predicted.mul_f64(MARGIN).as_millis() as u64) / 10 + 1) * 10
-}
-
-fn seconds(time: f64) -> Duration {
-    Duration::from_secs_f64(time.min(1e9))
 }
 
 impl Convergence {
@@ -250,15 +139,7 @@ impl Convergence {
             downtime,
             answer,
             give_up_after,
-            dirtied: 0,
-            dirtied_since: Duration::ZERO,
-            since: None,
-            busy: true,
-            free: (Duration::ZERO, Arrived::default()),
-            kept_up: None,
-            first: None,
-            rates: Rates::default(),
-            wire_is_known: false,
+            prediction: Prediction::new(),
             best: MAX_DURATION,
             judged: (Duration::ZERO, 0),
             loading: Duration::ZERO,
@@ -275,7 +156,7 @@ impl Convergence {
 
     /// Returns the rates of the last measurement.
     pub(super) fn rates(&self) -> Rates {
-        self.rates
+        self.prediction.rates()
     }
 
     /// Returns why the rounds do not converge, once that is known.
@@ -315,8 +196,8 @@ impl Convergence {
     /// Returns the estimates within a round. Changes nothing, so the decision after the round does not depend on when this was called.
     pub(super) fn estimate(&self, at: &Measure) -> Estimate {
         let mut now = self.clone();
-        now.measure_rates(at);
-        Estimate { dirty: now.rates.dirty, predicted: now.predicted(at), time_left: now.time_left(at) }
+        now.prediction.measure(at);
+        Estimate { dirty: now.rates().dirty, predicted: now.predicted(at), time_left: now.time_left(at) }
     }
 
     /// Compares predictions with another target downtime from now on. Rounds are judged anew.
@@ -327,9 +208,7 @@ impl Convergence {
 
     /// Forgets how fast pages leave: the limit of the bandwidth has changed. Rounds are judged anew.
     pub(super) fn measure_anew(&mut self, at: &Measure) {
-        self.since = (at.arrived.packets > 0).then_some(Since { arrived: at.arrived, now: at.now, full: at.full });
-        (self.busy, self.free, self.kept_up) = (true, (at.now, at.arrived), None);
-        (self.rates.drain, self.rates.wire, self.wire_is_known) = (0.0, 0.0, false);
+        self.prediction.forget(at);
         self.judge_anew();
     }
 
@@ -341,9 +220,9 @@ impl Convergence {
     /// Estimates the time until the guest runs at the destination. None before anything was measured, and where the guest dirties memory
     /// about as fast as it leaves.
     pub(super) fn time_left(&self, at: &Measure) -> Option<Duration> {
-        let (sending, predicted) = (self.sending(at)?, self.predicted(at)?);
+        let (sending, predicted) = (self.prediction.sending(at)?, self.predicted(at)?);
         let Some(excess) = sending.checked_sub(self.budget(at)?) else { return Some(predicted) };
-        let shrinks = 1.0 - self.rates.dirty / self.rates.drain;
+        let shrinks = 1.0 - self.rates().dirty / self.rates().drain;
         // Not a number without a rate.
         let converges = shrinks >= MIN_SHRINKING;
         converges.then(|| seconds(excess.as_secs_f64() / shrinks) + predicted.saturating_sub(excess))
@@ -356,43 +235,26 @@ impl Convergence {
 
     /// Predicts the downtime if the guest were stopped now; none before anything was measured.
     pub(super) fn predicted(&self, at: &Measure) -> Option<Duration> {
-        Some(self.sending(at)? + self.least(at))
+        self.prediction.downtime(at)
     }
 
     /// Describes why the downtime will probably exceed its target although no pages are left, where that is so.
     pub(super) fn out_of_reach(&self, at: &Measure) -> Option<String> {
-        let least = self.least(at);
+        let least = self.prediction.least(at);
         (least > self.downtime).then(|| {
             format!(
                 "a downtime of more than {} ms was to be expected: a switchover takes about {} ms here, of them {} ms for the guest's state \
                  and the rest for round trips and for records on disk",
                 self.downtime.as_millis(),
                 least.as_millis(),
-                self.state(at).as_millis()
+                self.prediction.state(at).as_millis()
             )
         })
     }
 
-    /// Returns the time of a switchover besides sending pages: the last page's round trip, prepare and prepared, commit, and the state.
-    fn least(&self, at: &Measure) -> Duration {
-        at.round_trip * 5 / 2 + COMMIT_ESTIMATE + self.state(at) + at.loading
-    }
-
-    /// Returns how long the state takes, which is sent uncompressed. While little was sent, or pages shrink a lot, the rate on the wire
-    /// does not show that.
-    fn state(&self, at: &Measure) -> Duration {
-        let wire = self.rates.wire.max(self.rates.drain * MIN_WIRE_RATIO);
-        let (rate, most) = match (self.wire_is_known, at.state_rate > 0.0) {
-            (true, _) => (wire.max(at.state_rate), MAX_DURATION),
-            (false, true) => (at.state_rate, MAX_DURATION),
-            (false, false) => (wire, SMALL_STATE),
-        };
-        if rate > 0.0 { seconds(at.state as f64 / rate).min(most) } else { Duration::ZERO }
-    }
-
     /// Returns whether the rest fits the downtime, so that the guest may be stopped.
     pub(super) fn fits(&self, at: &Measure) -> bool {
-        self.sending(at).is_some_and(|sending| self.budget(at).is_some_and(|budget| sending <= budget))
+        self.prediction.sending(at).is_some_and(|sending| self.budget(at).is_some_and(|budget| sending <= budget))
     }
 
     /// Returns the part of the downtime that sending the rest may take. Rounds do not wait for what they cannot change: at least a quarter
@@ -400,8 +262,8 @@ impl Convergence {
     fn budget(&self, at: &Measure) -> Option<Duration> {
         // State that is still being loaded becomes less by itself, so the rounds wait for it.
         let most = self.downtime.checked_sub(at.loading)?;
-        let left = self.downtime.saturating_sub(self.least(at)).max(self.downtime / 4).min(most);
-        match self.state(at) {
+        let left = self.downtime.saturating_sub(self.prediction.least(at)).max(self.downtime / 4).min(most);
+        match self.prediction.state(at) {
             small if small <= SMALL_STATE => Some(left),
             state => self.downtime.checked_sub(state).map(|most| left.min(most)),
         }
@@ -409,86 +271,24 @@ impl Convergence {
 
     /// Returns whether the guest, which has been stopped since, may stay stopped. `at` has the pages that it dirtied until then.
     pub(super) fn still_fits(&self, at: &Measure) -> bool {
-        self.sending(at).is_some_and(|sending| self.budget(at).is_some_and(|budget| sending <= budget * 3 / 2))
+        self.prediction
+            .sending(at)
+            .is_some_and(|sending| self.budget(at).is_some_and(|budget| sending <= budget * 3 / 2))
     }
 
     /// Returns the pause before the next round, where the guest has written nothing: until the sent pages may have arrived.
     pub(super) fn pause(&self, at: &Measure) -> Duration {
         match at.on_the_way() {
             0 => IDLE_PAUSE,
-            _ => self.sending(at).unwrap_or_default().clamp(MIN_PAUSE, IDLE_PAUSE),
+            _ => self.prediction.sending(at).unwrap_or_default().clamp(MIN_PAUSE, IDLE_PAUSE),
         }
-    }
-
-    /// Returns how long sending the remaining pages takes; none before anything was measured.
-    fn sending(&self, at: &Measure) -> Option<Duration> {
-        if at.remaining == 0 {
-            return Some(Duration::ZERO);
-        }
-        // A few pages leave at least as fast as a few have before.
-        let few = self.kept_up.filter(|(bytes, _)| at.remaining <= 2 * bytes).map_or(0.0, |(_, rate)| rate);
-        let drain = self.rates.drain.max(few);
-        (drain > 0.0).then(|| seconds(at.remaining as f64 / drain))
-    }
-
-    /// Returns the bytes of pages between `from` and `to` by which the rate of written pages is measured.
-    fn rated_bytes(&self, from: &Arrived, to: &Arrived) -> u64 {
-        if from.pages < self.first.unwrap_or(0) { to.normal - from.normal } else { to.pages - from.pages }
-    }
-
-    /// Measures how fast pages leave.
-    fn measure_rates(&mut self, at: &Measure) {
-        self.dirtied += at.logged;
-        let elapsed = at.now.saturating_sub(self.dirtied_since);
-        if elapsed >= MIN_MEASURE {
-            self.rates.dirty = self.dirtied as f64 / elapsed.as_secs_f64();
-            (self.dirtied, self.dirtied_since) = (0, at.now);
-        }
-        if at.on_the_way() == 0 {
-            let (begun, before) = self.free;
-            let (bytes, time) =
-                (self.rated_bytes(&before, &at.arrived), at.arrived.at.saturating_sub(begun).as_secs_f64());
-            if bytes > 0 {
-                self.kept_up = Some((bytes, bytes as f64 / time.max(MIN_TRIP)));
-            }
-            self.free = (at.now, at.arrived);
-        }
-        // `busy` is for the following measurements: until the last acknowledgement the channels were busy if they had a backlog before it.
-        let busy = self.busy;
-        self.busy &= is_backlog(at, self.rates.drain);
-        if at.arrived.packets == 0 {
-            return;
-        }
-        // From acknowledgement to acknowledgement: the time before the first belongs to the handshake, and after the last only part of a
-        // packet has arrived.
-        let first = Since { arrived: at.first, now: at.first.at, full: Duration::ZERO };
-        let since = *self.since.get_or_insert(first);
-        let (time, packets) = (at.arrived.at - since.arrived.at, at.arrived.packets - since.arrived.packets);
-        let enough = if time < MAX_MEASURE { MIN_PACKETS } else { 1 };
-        if time < MIN_MEASURE || packets < enough {
-            return;
-        }
-        let per_second = |bytes: u64| bytes as f64 / time.as_secs_f64();
-        let drain = per_second(self.rated_bytes(&since.arrived, &at.arrived));
-        if drain > 0.0 {
-            // Channels that kept up have shown only a lower bound of their rate; and so has a network that had to wait.
-            let bytes = at.arrived.wire - since.arrived.wire;
-            let wire = per_second(bytes);
-            let full = at.full.saturating_sub(since.full) * 2 > at.now - since.now;
-            let says = busy && bytes > MIN_BACKLOG.0 && wire > drain * MIN_WIRE_RATIO;
-            self.wire_is_known |= says;
-            self.rates.drain = if busy { drain } else { drain.max(self.rates.drain) };
-            self.rates.wire = if says && full { wire } else { wire.max(self.rates.wire) };
-        }
-        self.busy = is_backlog(at, self.rates.drain);
-        self.since = Some(Since { arrived: at.arrived, now: at.now, full: at.full });
     }
 
     /// Records the measurements after a round and decides what to do. `may_stop` is false while the destination holds the
     /// switchover.
     pub(super) fn after_round(&mut self, at: &Measure, may_stop: bool) -> Decision {
-        self.first.get_or_insert(at.handed_over());
-        self.measure_rates(at);
+        self.prediction.set_first_round(at.handed_over());
+        self.prediction.measure(at);
         let is_late = self.give_up_after.is_some_and(|limit| at.now >= limit);
         if may_stop && self.fits(at) {
             // While the guest writes nothing, waiting for the sent pages costs no time, and makes the downtime shorter.
@@ -546,8 +346,8 @@ impl Convergence {
     /// least twice as fast as the guest dirties them. Where the last such round did not shrink the rest (the guest writes few pages often,
     /// or in bursts), no other is made: a guest that could be stopped is not kept for long.
     fn shrinking(&mut self, at: &Measure) -> Option<Decision> {
-        let sending = self.sending(at)?;
-        let Rates { dirty, drain, .. } = self.rates;
+        let sending = self.prediction.sending(at)?;
+        let Rates { dirty, drain, .. } = self.rates();
         if sending <= SHORT_REST || dirty > drain * WORTH_WHILE {
             return None;
         }
@@ -571,7 +371,7 @@ impl Convergence {
 
     /// Sets the verdict: why the rounds do not converge, and what would end them.
     fn find_verdict(&mut self, at: &Measure, predicted: Duration) {
-        let Rates { dirty, drain, .. } = self.rates;
+        let Rates { dirty, drain, .. } = self.rates();
         let mib = |bytes: f64| bytes / f64::from(1 << 20);
         let loads_too_long = at.loading > self.downtime;
         self.is_of_pages = !loads_too_long && self.budget(at).is_some();
@@ -587,9 +387,9 @@ impl Convergence {
                 "the guest's state of {:.0} MiB alone makes a downtime of {} ms where {} ms are wanted, which no round changes; more \
                  bandwidth or a target downtime of {} ms or more would end it",
                 mib(at.state as f64),
-                self.least(at).as_millis(),
+                self.prediction.least(at).as_millis(),
                 self.downtime.as_millis(),
-                enough(self.least(at))
+                enough(self.prediction.least(at))
             )
         } else {
             format!(
@@ -614,16 +414,16 @@ impl Convergence {
             // A slower guest would not help: its pages do not keep it here.
             NotConverging::Throttle(_) if !self.is_of_pages => Decision::Next,
             NotConverging::Throttle(throttle) => {
-                let most = throttle.most.min(99);
+                let max = throttle.max.min(99);
                 let wanted =
                     if self.throttle == 0 { throttle.initial } else { self.throttle.saturating_add(throttle.step) };
                 // Each step gets its own rounds to show its effect.
                 (self.best, self.without_progress) = (MAX_DURATION, 0);
-                if self.throttle == most {
+                if self.throttle == max {
                     self.throttled_in_vain = true;
                     return Decision::Next;
                 }
-                self.throttle = wanted.clamp(1, most);
+                self.throttle = wanted.clamp(1, max);
                 Decision::Throttle(self.throttle)
             }
         }
@@ -710,7 +510,7 @@ mod tests {
         let mut simulation = Simulation::new(4096 * MIB, 50e6, 2048 * MIB, 2e9, NotConverging::GoOn);
         // After the first round 53 ms are left, and after the second 1 ms.
         assert_eq!(simulation.until_it_ends(), (Decision::SwitchOver, 2));
-        let left = simulation.convergence.sending(&simulation.at).unwrap();
+        let left = simulation.convergence.prediction.sending(&simulation.at).unwrap();
         assert!(left <= SHORT_REST, "{left:?}");
     }
 
@@ -912,7 +712,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_cannot_be_slowed_down_enough_is_reported() {
-        let throttle = NotConverging::Throttle(Throttle { initial: 20, step: 10, most: 40 });
+        let throttle = NotConverging::Throttle(Throttle { initial: 20, step: 10, max: 40 });
         let mut simulation = by_a_hair(throttle);
         // A guest that no throttling slows down enough.
         simulation.dirty_rate = 1e12;

@@ -45,6 +45,7 @@ use crate::record_file::StateDir;
 use crate::report::{Observer, Report};
 use crate::session::DIAL_PAUSE;
 pub use crate::switchover::MonitorRecord;
+use crate::switchover::{ABORT_TIME, DELIVERY_TIME};
 use crate::transport::{Address, Security};
 use crate::vmm::SourceVmm;
 
@@ -70,10 +71,10 @@ pub struct TimeLimits {
     /// longer.
     pub step: Duration,
     /// Time for delivering the decision to a destination that was lost after it. When it is over, the error says that the destination has
-    /// not confirmed the decision.
+    /// not confirmed the decision. The destination's [`linger`](crate::destination::Destination::linger) is to be longer by 10 s.
     pub delivery: Duration,
-    /// Time for informing a destination, lost before the decision, that the migration has ended. The destination presumes it anyway.
-    pub telling: Duration,
+    /// Time for reporting an abort to a destination that was lost before the decision. Without the report the destination presumes the abort.
+    pub reporting_abort: Duration,
     /// The pause before the second attempt in a row to reach a destination that was lost; the first is made at once. The pause doubles from
     /// attempt to attempt up to 5 s (or `dial_pause`, if longer), each shortened at random by up to half. The back-off begins anew after
     /// a connection that has lasted for the longest pause.
@@ -86,8 +87,8 @@ impl Default for TimeLimits {
         Self {
             stall: None,
             step: Duration::from_secs(30),
-            delivery: Duration::from_secs(60),
-            telling: Duration::from_secs(5),
+            delivery: DELIVERY_TIME,
+            reporting_abort: ABORT_TIME,
             dial_pause: DIAL_PAUSE,
         }
     }
@@ -112,10 +113,10 @@ impl TimeLimits {
         Self { delivery, ..self }
     }
 
-    /// Sets [`TimeLimits::telling`].
+    /// Sets [`TimeLimits::reporting_abort`].
     #[must_use]
-    pub fn telling(self, telling: Duration) -> Self {
-        Self { telling, ..self }
+    pub fn reporting_abort(self, reporting_abort: Duration) -> Self {
+        Self { reporting_abort, ..self }
     }
 
     /// Sets [`TimeLimits::dial_pause`].

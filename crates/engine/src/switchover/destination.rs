@@ -12,9 +12,10 @@ use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationSwitc
 
 pub use self::driver::DestinationDriver;
 pub use self::run::run_destination;
-use super::{Events, Ledger};
+use super::{Events, LastAnswer, Ledger, SourceLink};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
+use crate::control_link::out_of_phase;
 use crate::migration::Phase;
 use crate::report::Observer;
 use crate::session::Peer;
@@ -26,17 +27,6 @@ pub enum DestinationOutcome {
     Machine(DestinationEnd),
     /// The driver ended the loop before, for this reason.
     GivenUp(Reason),
-}
-
-/// The source's control channel, once the migration has ended here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SourceLink {
-    /// There is one.
-    Connected,
-    /// The source closed it.
-    Closed,
-    /// It broke, or this side closed it.
-    Lost,
 }
 
 /// The values from which a [`DestinationKernel`] is made.
@@ -82,6 +72,10 @@ pub struct DestinationKernel<'a, E> {
     last_words: Option<Instant>,
     /// Whether the source closed the last control channel.
     closed: bool,
+    /// Whether the source was sent that this side is prepared: it may have decided since.
+    prepared: bool,
+    /// Whether the source depends on no answer: it has sent that it has not decided and will not, or it is gone for good.
+    independent: bool,
     /// Whether the source needs no more answers once the migration has ended.
     settled: bool,
     lingering: Option<Lingering>,
@@ -93,6 +87,8 @@ pub struct DestinationKernel<'a, E> {
 struct Lingering {
     end: DestinationEnd,
     since: Instant,
+    /// When the source's control channel last changed.
+    changed: Instant,
     /// When the source is no longer waited for; none where that must be determined anew.
     hang_up_at: Option<Instant>,
 }
@@ -116,6 +112,8 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
             decided: None,
             last_words: None,
             closed: false,
+            prepared: false,
+            independent: false,
             settled: false,
             lingering: None,
             given_up: None,
@@ -152,6 +150,16 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
         self.peer.send(&ControlMessage::Failed(reason.clone()));
     }
 
+    /// Handles a message that the source may not send now: it ends the migration, as long as this side may do that; later it is ignored.
+    pub fn out_of_phase(&self, message: &ControlMessage) -> Option<DestinationEvent> {
+        let reason = out_of_phase("the source", message);
+        if self.may_give_up() {
+            return Some(self.fail(reason));
+        }
+        tracing::debug!("{reason}");
+        None
+    }
+
     /// Sends the source the reason of a failure and returns the event of it.
     pub fn fail(&self, reason: Reason) -> DestinationEvent {
         self.send_failure(&reason);
@@ -164,8 +172,15 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
         self.settled = true;
     }
 
+    /// Ends the connection to a source that is gone for good.
+    pub fn source_is_gone(&mut self) {
+        self.peer.hang_up();
+        self.independent = true;
+    }
+
     /// Ends the connections: later reports of the channels' threads are no failures.
     pub fn hang_up(&mut self) {
+        self.peer.flush();
         self.peer.hang_up();
         self.abort.finish();
     }
@@ -189,6 +204,21 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
 
     /// Has the time until which the source is answered determined anew.
     fn link_changed(&mut self) {
-        self.lingering.iter_mut().for_each(|lingering| lingering.hang_up_at = None);
+        if let Some(lingering) = &mut self.lingering {
+            (lingering.changed, lingering.hang_up_at) = (Instant::now(), None);
+        }
+    }
+
+    /// Returns what is known of the source that may still need an answer, once the migration has ended here.
+    fn last_answer(&self) -> Option<LastAnswer> {
+        let Lingering { end, since, changed, .. } = self.lingering.clone()?;
+        let awaited = !self.independent
+            && match end {
+                DestinationEnd::Running | DestinationEnd::Lost { .. } | DestinationEnd::MemoryLost { .. } => true,
+                DestinationEnd::Discarded { .. } => self.prepared,
+                // What is known was sent, and an operator has to settle it.
+                DestinationEnd::Stuck { .. } | DestinationEnd::Conflict => false,
+            };
+        Some(LastAnswer { end, since, link: self.link(), changed, awaited })
     }
 }

@@ -15,6 +15,7 @@ mod destination;
 mod ends;
 mod events;
 mod ledger;
+mod limits;
 mod placing;
 mod receiving;
 mod source;
@@ -24,11 +25,12 @@ use std::time::{Duration, Instant};
 use sterna_wire::reason::{ErrorKind, Reason};
 
 pub use self::destination::{
-    DestinationDriver, DestinationKernel, DestinationOutcome, DestinationSetup, SourceLink, run_destination,
+    DestinationDriver, DestinationKernel, DestinationOutcome, DestinationSetup, run_destination,
 };
 pub use self::ends::Ending;
 pub use self::events::{Event, Events};
 pub use self::ledger::{Ledger, MonitorRecord};
+pub use self::limits::{ABORT_TIME, CLOSING_TIME, DELIVERY_TIME, LINGER, LastAnswer, SourceLink};
 pub use self::receiving::Receiving;
 pub(crate) use self::source::too_long;
 pub use self::source::{DeliveryLimits, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved, run_source};

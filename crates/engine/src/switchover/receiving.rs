@@ -30,7 +30,7 @@ pub struct Receiving {
     progress: Placing,
     /// When the guest must be prepared.
     until: Option<Instant>,
-    /// How long nothing may arrive.
+    /// Maximum time without an arrival.
     stall: Option<Duration>,
     /// When a packet must have arrived.
     stalled_at: Option<Instant>,
@@ -39,8 +39,8 @@ pub struct Receiving {
 }
 
 impl Receiving {
-    /// Starts to admit the connections of `incoming`, on a thread that ends with the listening. `ram_bytes`: of the guest, for progress.
-    /// `stall`: how long nothing may arrive until the guest is prepared. `total`: how long that may take.
+    /// Starts to admit the connections of `incoming`, on a thread that ends with the listening. `ram_bytes`: the
+    /// guest's RAM, for progress. `stall`: maximum time without an arrival until the guest is prepared. `total`: maximum time until then.
     ///
     /// # Errors
     /// There is no thread.

@@ -6,6 +6,7 @@ mod run;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use sterna_wire::control::ControlMessage;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{SourceEvent, SourceSwitchover};
 
@@ -15,6 +16,7 @@ pub(crate) use self::run::too_long;
 use super::{Events, Ledger, after, passed};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
+use crate::control_link::out_of_phase;
 use crate::live_control::{Control, Requests, RoundsEnd};
 use crate::pacer::Pacer;
 use crate::report::{Moments, Observer};
@@ -218,6 +220,7 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
     /// Ends the connections: later reports of the channels' threads are no failures.
     pub fn hang_up(&mut self) {
         self.abort.finish();
+        self.peer.flush();
         self.peer.hang_up();
     }
 
@@ -234,6 +237,16 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
                 self.give_up(reason);
             }
         }
+    }
+
+    /// Handles a message that the destination may not send now: it ends the migration; after the decision it is ignored.
+    pub fn out_of_phase(&self, message: &ControlMessage) -> Option<SourceEvent> {
+        let reason = out_of_phase("the destination", message);
+        if self.decided() {
+            tracing::debug!("{reason}");
+            return None;
+        }
+        Some(SourceEvent::Failed { reason })
     }
 
     /// Handles the destination's message that it has failed.

@@ -76,7 +76,7 @@ pub fn read_header(connection: &mut Connection) -> Result<ChannelHeader, Transpo
     let peer = connection.peer();
     let mut bytes = [0; CHANNEL_HEADER_LENGTH];
     let arrived = connection.reader.read_exact_until(&mut bytes, connection.deadline);
-    arrived.map_err(|error| classify(peer.clone(), error, "saying what the connection is for", &connection.limits))?;
+    arrived.map_err(|error| classify(peer.clone(), error, "sending the channel header", &connection.limits))?;
     ChannelHeader::decode(&bytes).map_err(|source| {
         let reason = if bytes.starts_with(&TLS_HANDSHAKE) { NO_TLS.to_owned() } else { source.to_string() };
         answer(&mut connection.writer, &ChannelReply::Refused(reason));
@@ -84,7 +84,7 @@ pub fn read_header(connection: &mut Connection) -> Result<ChannelHeader, Transpo
     })
 }
 
-/// Tells the peer that its channel is accepted.
+/// Sends the peer that its channel is accepted.
 ///
 /// # Errors
 /// The connection is broken.
@@ -94,12 +94,12 @@ pub fn accept_channel(mut connection: Connection) -> Result<(Writer, Reader), Tr
     Ok((connection.writer, connection.reader))
 }
 
-/// Tells the peer why its channel is refused, and ends the connection. Does not wait for the peer.
+/// Sends the peer the reason why its channel is refused, and ends the connection. Does not wait for the peer.
 pub fn refuse_channel(mut connection: Connection, reason: &str) {
     answer(&mut connection.writer, &ChannelReply::Refused(reason.to_owned()));
 }
 
-/// Tells the peer that there is no room for its channel now, and ends the connection. Does not wait for the peer.
+/// Sends the peer that there is no room for its channel now, and ends the connection. Does not wait for the peer.
 pub fn postpone_channel(mut connection: Connection, reason: &str) {
     answer(&mut connection.writer, &ChannelReply::Busy(reason.to_owned()));
 }

@@ -15,6 +15,7 @@ use sterna_wire::header::{ChannelHeader, ChannelReply};
 use super::socket::{Host, Sending};
 use super::unix::SocketFile;
 use super::{Address, Connection, Limits, Security, Socket, TransportError, channel, given, simulated, unix};
+use crate::hand_over::NO_THREAD;
 
 /// Stack of a handshake's thread, in bytes: handshakes are not deep, and there may be many at once.
 const HANDSHAKE_STACK: usize = 512 << 10;
@@ -298,6 +299,7 @@ impl Acceptor {
             return;
         };
         let (security, limits, arrive) = (Arc::clone(&self.security), self.limits, self.arrive.clone());
+        let held = Arc::clone(&hold.socket);
         let serve = move || {
             match serve(socket, &security, &limits) {
                 // Sending fails if the listener's owner is gone; then the connection is dropped, which ends it.
@@ -311,6 +313,9 @@ impl Acceptor {
         let spawned = thread::Builder::new().name("handshake".to_owned()).stack_size(HANDSHAKE_STACK).spawn(serve);
         if let Err(error) = spawned {
             tracing::warn!(%error, "cannot start a thread for a connection");
+            // A silent connection leaves its thread to the next attempt.
+            make_room(&mut lock(&self.slots));
+            postpone_unread(&held, NO_THREAD);
         }
     }
 

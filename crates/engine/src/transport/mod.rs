@@ -8,7 +8,8 @@
 //! * `address`, `dial`, `unix`: addresses, and connecting a socket to one; `given`: sockets that the embedder connects;
 //! * `socket`: the socket below, its options, and waiting with a time limit; `session`: TLS without a socket; `stream`:
 //!   the two halves over both;
-//! * `connection`: connecting and accepting; `channel`: header and reply; `listener`: many at once, bounded.
+//! * `connection`: what is established; `channel`: its header and the reply; `handshake`: connecting and accepting; `listener`: many at
+//!   once, bounded.
 
 mod address;
 mod channel;
@@ -16,8 +17,10 @@ mod connection;
 mod dial;
 mod encrypted;
 mod given;
+mod handshake;
 mod listener;
 mod peer_process;
+mod queued;
 #[cfg(feature = "tls")]
 mod session;
 #[cfg(not(feature = "tls"))]
@@ -44,8 +47,9 @@ pub use self::connection::Connection;
 pub use self::given::{Given, SocketQueue};
 pub use self::listener::{Incoming, Listener, Stop};
 pub use self::peer_process::peer_process;
+pub use self::queued::QueuedWriter;
 pub use self::socket::Socket;
-pub use self::stream::{Closer, Reader, Writer};
+pub use self::stream::{Closer, Reader, Room, Writer};
 pub use self::tcp_info::SendTimes;
 use crate::tls::TlsSettings;
 

@@ -296,6 +296,35 @@ impl Socket {
         Ok(())
     }
 
+    /// Sends as many of `bytes` as there is room for, without waiting, and returns how many; 0 without room.
+    pub(super) fn send_some(&self, bytes: &[u8]) -> io::Result<usize> {
+        let fd = match self.backend() {
+            Backend::Kernel(fd) => fd,
+            Backend::Simulated(end) => return end.write_some(bytes),
+        };
+        loop {
+            // The system call that all other sending uses, so that a sandbox need permit no other (docs/embedding.md).
+            let (bytes, flags) = ([IoSlice::new(bytes)], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+            match sendmsg(fd, &bytes, &mut SendAncillaryBuffer::default(), flags) {
+                Ok(sent) => return Ok(sent),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Ok(0),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Waits until [`Socket::send_some`] sends or fails.
+    ///
+    /// # Errors
+    /// `TimedOut` at `deadline`.
+    pub(super) fn wait_writable(&self, deadline: Instant) -> io::Result<()> {
+        match self.backend() {
+            Backend::Kernel(fd) => wait_for(fd, PollFlags::OUT, Some(deadline)),
+            Backend::Simulated(end) => end.wait_writable(deadline),
+        }
+    }
+
     /// Sends memory that this process does not read to a kernel socket, otherwise as [`Socket::send_all`] does.
     ///
     /// # Errors
@@ -394,7 +423,9 @@ fn configure_tcp(stream: &TcpStream, silence: Duration, unheard: Duration) -> io
     socket.set_tcp_keepalive(&keepalive)?;
     // The timeout covers data that is not acknowledged, and data that is not sent because the peer's window is closed
     // (tcp(7)). So it ends the channel of a peer that is gone, and also of a peer that has read nothing for so long,
-    // such as a receiver whose QEMU is stopped. A slow peer reads something, so its channel continues.
+    // such as a receiver whose QEMU is stopped. A peer that reads slowly is not safe from it: its kernel opens the window
+    // again only when enough room has collected, so a small receive buffer may look closed to this side for all of the
+    // time although the peer reads steadily.
     socket.set_tcp_user_timeout(Some(unheard))?;
     socket.set_tcp_notsent_lowat(NOT_SENT_LOW_WATER)
 }
@@ -416,6 +447,11 @@ fn receive(fd: BorrowedFd<'_>, mut into: RawPiece<'_>, flags: libc::c_int) -> io
 
 /// Waits until there are bytes to read, or the end; without a deadline, with no limit.
 fn wait_readable(fd: BorrowedFd<'_>, deadline: Option<Instant>) -> io::Result<()> {
+    wait_for(fd, PollFlags::IN, deadline)
+}
+
+/// Waits until the socket is ready for `what`, or broken.
+fn wait_for(fd: BorrowedFd<'_>, what: PollFlags, deadline: Option<Instant>) -> io::Result<()> {
     loop {
         let timeout = match deadline {
             None => None,
@@ -427,7 +463,7 @@ fn wait_readable(fd: BorrowedFd<'_>, deadline: Option<Instant>) -> io::Result<()
                 Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() })
             }
         };
-        let mut waited = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+        let mut waited = [PollFd::from_borrowed_fd(fd, what)];
         match poll(&mut waited, timeout.as_ref()) {
             Ok(0) => {}
             Ok(_) => return Ok(()),

@@ -148,6 +148,45 @@ impl Writer {
         Ok(())
     }
 
+    /// Appends `bytes` to `out` as they are to be sent: encrypted, where the connection has TLS.
+    pub(super) fn prepare(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
+        let before = out.len();
+        let link = Arc::clone(&self.link);
+        match &link.tls {
+            None => out.extend_from_slice(bytes),
+            Some(tls) => {
+                let mut parts = &mut [IoSlice::new(bytes)][..];
+                IoSlice::advance_slices(&mut parts, 0);
+                while !parts.is_empty() {
+                    let taken = Link::lock(tls).encrypt(parts, &mut self.leaving).map_err(failed);
+                    let taken = taken.inspect_err(|_| self.failed = true)?;
+                    IoSlice::advance_slices(&mut parts, taken);
+                    out.extend_from_slice(self.leaving.bytes());
+                }
+            }
+        }
+        self.written += (out.len() - before) as u64;
+        Ok(())
+    }
+
+    /// Sends as many of the prepared `bytes` as there is room for, without waiting, and returns how many; 0 without room.
+    pub(super) fn send_prepared(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.link.socket.send_some(bytes).map_err(|error| {
+            self.failed = true;
+            self.link.explain(error)
+        })
+    }
+
+    /// Returns a handle to wait for room to send.
+    pub(super) fn room(&self) -> Room {
+        Room(Arc::clone(&self.link))
+    }
+
+    /// Has nothing be sent at the end: it would be taken for a part of what was not sent completely.
+    pub(super) fn abandon(&mut self) {
+        self.failed = true;
+    }
+
     fn send_goodbye(&mut self, tls: &Mutex<Session>) {
         Link::lock(tls).goodbye(&mut self.leaving);
         let goodbye = &mut [IoSlice::new(self.leaving.bytes())];
@@ -179,6 +218,18 @@ impl Drop for Writer {
             self.send_goodbye(tls);
         }
         let _ = self.link.socket.shutdown(Shutdown::Write);
+    }
+}
+
+/// Waits for room to send on a connection, while another thread has the [`Writer`].
+#[derive(Debug)]
+pub struct Room(Arc<Link>);
+
+impl Room {
+    /// Waits until there is room to send, or the connection is broken or closed; until `deadline` at most.
+    pub fn wait(&self, deadline: Instant) {
+        // An error shows when bytes are sent, and the caller looks at the time.
+        let _ = self.0.socket.wait_writable(deadline);
     }
 }
 

@@ -68,7 +68,7 @@ impl Guest {
         assert_eq!((self.running.now(), self.running.ever_twice()), (1, false));
     }
 
-    /// Runs the source once more, which moves the guest.
+    /// Runs the source again; this run moves the guest.
     fn moves(&mut self) {
         let report = self.run(&Cancel::new(), None).unwrap();
         assert!(!self.monitor.runs() && !self.running.ever_twice());

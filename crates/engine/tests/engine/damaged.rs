@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Memory, Monitor, PAGE, Running, Workload, both_sides, monitors};
+use crate::guest::{Memory, Monitor, PAGE, Running, Workload, both_sides, faults_can_be_watched, monitors};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
@@ -21,10 +21,9 @@ use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::ram::GuestRam;
-use sterna_memory::userfault::{Faults, Userfault};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind, REPLY_PREFIX_LENGTH};
 use sterna_wire::limits::MAX_CONTENT;
-use sterna_wire::packet::{ACK_LENGTH, Answer, PACKET_HEADER_LENGTH, PAGE_REQUEST_LENGTH, PacketHeader};
+use sterna_wire::packet::{ACK_LENGTH, ChannelAnswer, PACKET_HEADER_LENGTH, PAGE_REQUEST_LENGTH, PacketHeader};
 
 const WRITES: Workload = Workload { writers: 2, span: 500, seed: 11, burst: 40 };
 
@@ -112,11 +111,11 @@ fn without_refusals(mut from: TcpStream, mut to: TcpStream) {
         to.write_all(&reply)?;
         let mut answer = [0; ACK_LENGTH];
         from.read_exact(&mut answer)?;
-        let mut is_ram = Answer::decode(&answer).is_ok();
+        let mut is_ram = ChannelAnswer::decode(&answer).is_ok();
         while is_ram {
-            match Answer::decode(&answer) {
-                Ok(Answer::Placed(_)) => to.write_all(&answer)?,
-                Ok(Answer::Refused(refusal)) => {
+            match ChannelAnswer::decode(&answer) {
+                Ok(ChannelAnswer::Placed(_)) => to.write_all(&answer)?,
+                Ok(ChannelAnswer::Refused(refusal)) => {
                     from.read_exact(&mut vec![0; refusal.requests as usize * PAGE_REQUEST_LENGTH])?;
                 }
                 Err(_) => is_ram = false,
@@ -318,8 +317,7 @@ fn if_refused_pages_are_not_retransmitted_the_guest_is_not_started() {
 #[test]
 fn packets_damaged_before_and_during_post_copy_are_retransmitted() {
     within_a_minute(|| {
-        if let Err(error) = Userfault::open(Faults::All, 0) {
-            println!("skipped: {error}");
+        if !faults_can_be_watched() {
             return;
         }
         let busy = Workload { writers: 2, span: 1500, seed: 7, burst: 0 };

@@ -4,14 +4,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Memory, Running, Workload, both_sides, monitors};
+use crate::guest::{Memory, Running, Workload, both_sides, faults_can_be_watched, monitors};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
 use sterna_engine::report::Report;
 use sterna_engine::source::{NotConverging, Source};
 use sterna_engine::transport::Security;
-use sterna_memory::userfault::{Faults, Userfault};
 
 const PAGES: [usize; 2] = [1500, 700];
 /// So few pages that they fit the downtime in any case.
@@ -90,8 +89,7 @@ fn a_cache_for_a_part_of_memory_or_for_none_of_it_only_saves_less() {
 #[test]
 fn post_copy_continues_without_deltas() {
     within_a_minute(|| {
-        if let Err(error) = Userfault::open(Faults::All, 0) {
-            println!("skipped: {error}");
+        if !faults_can_be_watched() {
             return;
         }
         let busy = Workload { writers: 2, span: 1500, seed: 7, burst: 0 };

@@ -60,7 +60,7 @@ impl Guest {
             from,
             to,
             cancel,
-            limits: TimeLimits::default().telling(Duration::from_millis(100)),
+            limits: TimeLimits::default().reporting_abort(Duration::from_millis(100)),
             queue: 64 << 20,
             downtime,
             bandwidth: None,

@@ -15,7 +15,6 @@ use std::time::Duration;
 use crate::common::relay::Relay;
 use crate::device::{Device, Devices};
 use crate::guest::{Behind, Life, Memory, Monitor, Running, Workload};
-use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::{Destination, Fence};
 use sterna_engine::device_state::DeviceChannels;
@@ -37,15 +36,22 @@ fn from_environment(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
 }
 
-/// A fault in addition to those of the network: at the `when`-th moment that a callback or observer sees.
+/// A fault in addition to those of the network.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Trouble {
-    None,
-    CutAll { when: u64 },
-    KillSource { when: u64 },
-    KillDestination { when: u64 },
-    CancelSource { when: u64 },
-    CancelDestination { when: u64 },
+struct Trouble {
+    what: What,
+    /// The number of the moment, of all that callbacks and observers see, at which the fault happens.
+    when: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum What {
+    Nothing,
+    CutAll,
+    KillSource,
+    KillDestination,
+    CancelSource,
+    CancelDestination,
 }
 
 /// The connection between the two sides.
@@ -83,29 +89,20 @@ struct Troublemaker {
 
 impl Troublemaker {
     fn moment(&self) {
-        let now = self.moments.fetch_add(1, Ordering::SeqCst);
-        let when = match self.trouble {
-            Trouble::None => return,
-            Trouble::CutAll { when }
-            | Trouble::KillSource { when }
-            | Trouble::KillDestination { when }
-            | Trouble::CancelSource { when }
-            | Trouble::CancelDestination { when } => when,
-        };
-        if now != when {
+        if self.moments.fetch_add(1, Ordering::SeqCst) != self.trouble.when {
             return;
         }
-        match self.trouble {
-            Trouble::None => {}
-            Trouble::CutAll { .. } => self.wire.cut_all(),
-            Trouble::KillSource { .. } => self.kill(&self.source),
-            Trouble::KillDestination { .. } => {
+        match self.trouble.what {
+            What::Nothing => return,
+            What::CutAll => self.wire.cut_all(),
+            What::KillSource => self.kill(&self.source),
+            What::KillDestination => {
                 self.kill(&self.destination);
                 // In post-copy the source would wait for its destination for ever; an operator ends that.
                 self.cancel.0.cancel();
             }
-            Trouble::CancelSource { .. } => self.cancel.0.cancel(),
-            Trouble::CancelDestination { .. } => self.cancel.1.cancel(),
+            What::CancelSource => self.cancel.0.cancel(),
+            What::CancelDestination => self.cancel.1.cancel(),
         }
         self.done.store(true, Ordering::SeqCst);
     }
@@ -175,16 +172,17 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     from.start();
 
     let when = random.below(16);
-    let trouble = match random.below(10) {
-        0..3 => Trouble::None,
-        3..5 => Trouble::CutAll { when },
+    let what = match random.below(10) {
+        0..3 => What::Nothing,
+        3..5 => What::CutAll,
         // In post-copy the guest's memory is lost if a source dies after the decision: the guest's threads wait for
         // ever.
-        5..6 if !post_copy => Trouble::KillSource { when },
-        6..8 => Trouble::KillDestination { when },
-        8 => Trouble::CancelSource { when },
-        _ => Trouble::CancelDestination { when },
+        5..6 if !post_copy => What::KillSource,
+        6..8 => What::KillDestination,
+        8 => What::CancelSource,
+        _ => What::CancelDestination,
     };
+    let trouble = Trouble { what, when };
     // The connections that break, and after how many bytes.
     let cuts: Vec<_> = (0..random.below(3))
         .map(|_| (random.below(8), random.below(200_000) >> random.one_of(&[0, 0, 6, 12])))
@@ -214,7 +212,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         (listening.address().clone(), Wire::Simulated(network))
     };
 
-    let producer = Arc::new(Troublemaker {
+    let troublemaker = Arc::new(Troublemaker {
         trouble,
         moments: AtomicU64::new(0),
         wire,
@@ -223,15 +221,15 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         cancel: cancel.clone(),
         done: AtomicBool::new(false),
     });
-    let called = |producer: &Arc<Troublemaker>| {
-        let producer = Arc::clone(producer);
-        Some(Box::new(move |_: &'static str| producer.moment()) as Box<dyn Fn(&'static str) + Send>)
+    let called = |troublemaker: &Arc<Troublemaker>| {
+        let troublemaker = Arc::clone(troublemaker);
+        Some(Box::new(move |_: &'static str| troublemaker.moment()) as Box<dyn Fn(&'static str) + Send>)
     };
-    (from.on_call, to.on_call) = (called(&producer), called(&producer));
+    (from.on_call, to.on_call) = (called(&troublemaker), called(&troublemaker));
 
     let method = random.one_of(&["none", "lz4", "zstd"]);
     let limits = TimeLimits::default()
-        .telling(Duration::from_millis(200))
+        .reporting_abort(Duration::from_millis(200))
         .delivery(Duration::from_secs(2))
         .dial_pause(Duration::from_millis(5));
     let answer = if post_copy { NotConverging::PostCopyAfter(1 + random.below(2) as u32) } else { NotConverging::GoOn };
@@ -243,7 +241,6 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     let mut migration = devices
         .at_source(Source::new(source.ram(), Box::new(log)))
         .device_channels(device_channels)
-        .method(MethodChoice::default())
         .channels(1 + random.below(3) as u16)
         .method(method.parse().unwrap())
         .checksums(!random.percent(25))
@@ -252,24 +249,21 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         .time_limits(limits);
 
     let (sent, received) = std::thread::scope(|scope| {
-        let (to, maker_there, cancel_there) = (&mut to, Arc::clone(&producer), &cancel.1);
-        let receiving = scope.spawn(move || listening.run(to, cancel_there, &*maker_there));
-        let sent = migration.run(address, &Security::Insecure, &mut from, &cancel.0, &*producer);
-        end_receiving(&sent, &producer, &fence, &receiving);
+        let (to, observer_there, cancel_there) = (&mut to, Arc::clone(&troublemaker), &cancel.1);
+        let receiving = scope.spawn(move || listening.run(to, cancel_there, &*observer_there));
+        let sent = migration.run(address, &Security::Insecure, &mut from, &cancel.0, &*troublemaker);
+        end_receiving(&sent, &troublemaker, &fence, &receiving);
         (sent, receiving.join().unwrap())
     });
     let lacks_memory = received.as_ref().is_err_and(|error| error.guest == GuestState::LacksMemory);
     if lacks_memory {
         // The source was cancelled while the two were disconnected, which the user accepts.
-        assert!(
-            matches!(producer.trouble, Trouble::CancelSource { .. }) || to.life().is_dead(),
-            "{sent:?}; {received:?}"
-        );
+        assert!(troublemaker.trouble.what == What::CancelSource || to.life().is_dead(), "{sent:?}; {received:?}");
         to.life().kill();
     }
-    judge(&sent, &received, &producer, &running, (&from.life(), &to.life()), ends);
+    judge(&sent, &received, &troublemaker, &running, (&from.life(), &to.life()), ends);
     if to.called.contains(&"start") {
-        assert!(devices.all_whole(), "{:?}", producer.trouble);
+        assert!(devices.all_whole(), "{:?}", troublemaker.trouble);
     }
     to.stop();
     if let Some(behind) = behind {
@@ -286,7 +280,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
 /// Ends the destination after the source: a destination that waits for the source is fenced, as by an operator.
 fn end_receiving<T>(
     sent: &Sent,
-    producer: &Troublemaker,
+    troublemaker: &Troublemaker,
     fence: &Fence,
     receiving: &std::thread::ScopedJoinHandle<'_, T>,
 ) {
@@ -294,12 +288,12 @@ fn end_receiving<T>(
         return;
     }
     // A destination without a migration waits for another source.
-    producer.cancel.1.cancel();
+    troublemaker.cancel.1.cancel();
     // Its process ends, and so does its part of the guest's memory.
     let given_away = sent
         .as_ref()
         .is_err_and(|error| matches!(error.guest, GuestState::LacksMemory | GuestState::BelongsToDestination));
-    let source_is_gone = given_away || producer.source.is_dead() || producer.destination.is_dead();
+    let source_is_gone = given_away || troublemaker.source.is_dead() || troublemaker.destination.is_dead();
     if source_is_gone && !receiving.is_finished() {
         fence.source_is_gone();
     }
@@ -308,12 +302,12 @@ fn end_receiving<T>(
 fn judge(
     sent: &Sent,
     received: &Received,
-    producer: &Troublemaker,
+    troublemaker: &Troublemaker,
     running: &Running,
     (source, destination): (&Life, &Life),
     ends: &Ends,
 ) {
-    let details = format!("{:?}: source: {sent:?}; destination: {received:?}", producer.trouble);
+    let details = format!("{:?}: source: {sent:?}; destination: {received:?}", troublemaker.trouble);
     assert!(!running.ever_twice(), "the guest ran twice: {details}");
     for error in [sent.as_ref().err(), received.as_ref().err()].into_iter().flatten() {
         assert!(!error.reason.is_empty() && error.to_string().contains(" at the "), "{details}");

@@ -21,6 +21,7 @@ use sterna_engine::window::Window;
 use sterna_memory::place::{OwnMemory, Place};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
+use sterna_test_kit::Random;
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 const PAGES: usize = 4096;
@@ -126,11 +127,10 @@ fn move_memory(method: &str, checksums: bool) {
     let writer = {
         let stop = Arc::clone(&stop);
         std::thread::spawn(move || {
-            let mut state = 0x9e37_79b9_7f4a_7c15u64;
+            let mut random = Random::new(1);
             begun.send(()).unwrap();
             while !stop.load(Ordering::Relaxed) {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                source[(state >> 33) as usize % source.len()].store(state, Ordering::Relaxed);
+                source[random.index(source.len())].store(random.next_u64(), Ordering::Relaxed);
             }
         })
     };

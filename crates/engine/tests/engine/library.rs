@@ -548,7 +548,7 @@ fn settings_without_a_limit_have_none() {
     within_a_minute(|| {
         let mut pair = Pair::new(CALM);
         let ever = Duration::MAX;
-        let limits = TimeLimits::default().step(ever).delivery(ever).telling(ever);
+        let limits = TimeLimits::default().step(ever).delivery(ever).reporting_abort(ever);
         let source = pair.source().time_limits(limits).give_up_after(Some(ever)).downtime(Duration::from_secs(3600));
         let destination = Destination::new(pair.destination.ram()).linger(ever);
         let (sent, received) = pair.run(source, destination);
@@ -602,7 +602,7 @@ fn a_guest_that_dirties_too_fast_is_given_up_with_the_figures() {
 fn a_guest_is_slowed_down_in_steps_and_released_if_it_stays() {
     within_a_minute(|| {
         let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
-        let throttle = Throttle { initial: 30, step: 30, most: 90 };
+        let throttle = Throttle { initial: 30, step: 30, max: 90 };
         let source = pair
             .source()
             .bandwidth(Some(64 << 20))
@@ -645,7 +645,7 @@ fn a_guest_that_is_resumed_after_a_pause_is_slowed_down_again() {
     within_a_minute(|| {
         let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
         (pair.from.span_when_throttled, pair.from.last_writes) = (Some(10), 2000);
-        let throttle = Throttle { initial: 30, step: 30, most: 90 };
+        let throttle = Throttle { initial: 30, step: 30, max: 90 };
         let source = pair
             .source()
             .bandwidth(Some(16 << 20))

@@ -7,16 +7,15 @@ use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Behind, Memory, Monitor, Running, Signal, Workload};
+use crate::guest::{Behind, Memory, Monitor, Running, Signal, Workload, faults_can_be_watched};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
-use sterna_engine::live_control::{Answer, Control};
+use sterna_engine::live_control::{Control, RequestOutcome};
 use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase};
 use sterna_engine::report::{Observer, Progress, ReceiveProgress, ReceiveReport, Report};
 use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
 use sterna_memory::dirty::reported::ReportedLog;
-use sterna_memory::userfault::{Faults, Userfault};
 use sterna_test_kit::Random;
 use sterna_wire::switchover::{Moment, Step};
 
@@ -135,7 +134,7 @@ fn is_within_the_first_round(seen: &Seen<'_>) -> bool {
 #[test]
 fn each_phase_has_its_answers() {
     within_a_minute(|| {
-        use Answer::{Accepted, NotAgreed, TooLate};
+        use RequestOutcome::{Accepted, NotAgreed, TooLate};
         let mut pair = Pair::new(CALM);
         let control = pair.control.clone();
         let heard = Arc::new(Mutex::new(Vec::new()));
@@ -191,7 +190,7 @@ fn a_guest_that_never_converges_is_switched_over_in_the_middle_of_a_round() {
             if is_within_the_first_round(&seen) && !asked.swap(true, Ordering::Relaxed) {
                 let Seen::Progress(progress) = seen else { unreachable!() };
                 remaining.store(progress.remaining_bytes, Ordering::Relaxed);
-                assert_eq!(control.switch_over(), Answer::Accepted);
+                assert_eq!(control.switch_over(), RequestOutcome::Accepted);
             }
         });
         let source = pair.source().bandwidth(SLOW).downtime(SHORT);
@@ -210,7 +209,7 @@ fn a_guest_that_never_converges_is_switched_over_in_the_middle_of_a_round() {
 fn a_switchover_that_is_requested_before_the_migration_comes_within_its_first_round() {
     within_a_minute(|| {
         let mut pair = Pair::of(MANY_PAGES, TOO_BUSY);
-        assert_eq!(pair.control.switch_over(), Answer::Accepted);
+        assert_eq!(pair.control.switch_over(), RequestOutcome::Accepted);
         let source = pair.source().bandwidth(SLOW).downtime(SHORT);
         let (sent, received) = pair.run(source, &(), &());
         received.unwrap();
@@ -228,7 +227,7 @@ fn a_requested_switchover_waits_for_what_was_saved_ahead() {
         let (control, called, blocked) = (pair.control.clone(), Arc::clone(&order), may_load.clone());
         pair.to.on_call = Some(Box::new(move |method| {
             if method == "load_ahead" {
-                assert_eq!(control.switch_over(), Answer::Accepted);
+                assert_eq!(control.switch_over(), RequestOutcome::Accepted);
                 called.lock().unwrap().push("requested");
                 blocked.wait();
                 called.lock().unwrap().push("loads");
@@ -243,10 +242,11 @@ fn a_requested_switchover_waits_for_what_was_saved_ahead() {
         let (requested, reports) = (Arc::clone(&order), AtomicU64::new(0));
         let observer = Watching(move |seen: Seen<'_>| {
             // The rounds have had every opportunity to pause the guest.
-            if matches!(seen, Seen::Progress(_)) && !requested.lock().unwrap().is_empty() {
-                if reports.fetch_add(1, Ordering::Relaxed) == 2 {
-                    may_load.set();
-                }
+            if matches!(seen, Seen::Progress(_))
+                && !requested.lock().unwrap().is_empty()
+                && reports.fetch_add(1, Ordering::Relaxed) == 2
+            {
+                may_load.set();
             }
         });
         let source = pair.source();
@@ -267,7 +267,7 @@ fn a_guest_that_is_being_paused_stays_paused_if_that_is_requested_meanwhile() {
         let control = pair.control.clone();
         pair.from.on_call = Some(Box::new(move |method| {
             if method == "pause" {
-                assert_eq!(control.switch_over(), Answer::Accepted);
+                assert_eq!(control.switch_over(), RequestOutcome::Accepted);
             }
         }));
         let source = pair.source().bandwidth(SLOW);
@@ -287,10 +287,10 @@ fn a_longer_target_downtime_ends_the_rounds_of_a_guest_that_does_not_converge() 
         let is_noted = Arc::clone(&noted);
         let observer = Watching(move |seen: Seen<'_>| match seen {
             Seen::Progress(progress) if progress.round >= 3 && progress.phase == Phase::Rounds => {
-                assert_eq!(control.set_downtime(Duration::from_secs(60)), Answer::Accepted);
+                assert_eq!(control.set_downtime(Duration::from_secs(60)), RequestOutcome::Accepted);
             }
             Seen::Note(text) if text.contains("the target downtime is 60000 ms") => {
-                is_noted.store(true, Ordering::Relaxed)
+                is_noted.store(true, Ordering::Relaxed);
             }
             _ => {}
         });
@@ -329,7 +329,7 @@ fn a_limit_that_is_lifted_frees_threads_that_would_wait_for_hours() {
         let (sent, received) = pair.run(source, &observer, &());
         received.unwrap();
         let (sent, before) = (sent.unwrap(), before.load(Ordering::Relaxed));
-        assert_eq!(lifting.join().unwrap(), Answer::Accepted);
+        assert_eq!(lifting.join().unwrap(), RequestOutcome::Accepted);
         pair.check(true);
         assert!(
             before < 64 << 10 && sent.wire_bytes > pair.memory.ram().bytes(),
@@ -351,16 +351,16 @@ fn a_limit_that_is_set_holds_all_channels_and_a_cancellation_does_not_wait_for_i
                 return;
             }
             if !limited.swap(true, Ordering::Relaxed) {
-                assert_eq!(control.set_bandwidth(Some(1)), Answer::Accepted);
+                assert_eq!(control.set_bandwidth(Some(1)), RequestOutcome::Accepted);
                 return;
             }
             // The packets that were being written are finished; then the figure does not change any more, in three reports in a row.
             let mut wire = wire.lock().unwrap();
             *wire = if wire.0 == progress.wire_bytes { (wire.0, wire.1 + 1) } else { (progress.wire_bytes, 0) };
             if wire.1 == 3 {
-                assert_eq!(control.cancel(), Answer::Accepted);
+                assert_eq!(control.cancel(), RequestOutcome::Accepted);
                 // The channels are being closed, and never wait again.
-                assert_eq!(control.set_bandwidth(Some(1)), Answer::Accepted);
+                assert_eq!(control.set_bandwidth(Some(1)), RequestOutcome::Accepted);
             }
         });
         let source = pair.source().channels(3).bandwidth(Some(64 << 20)).downtime(SHORT);
@@ -374,19 +374,10 @@ fn a_limit_that_is_set_holds_all_channels_and_a_cancellation_does_not_wait_for_i
     });
 }
 
-/// Returns whether page faults can be watched here; prints the reason if not.
-fn post_copy_is_possible() -> bool {
-    let opened = Userfault::open(Faults::All, 0);
-    if let Err(error) = &opened {
-        println!("skipped: {error}");
-    }
-    opened.is_ok()
-}
-
 #[test]
 fn post_copy_begins_in_the_middle_of_a_round_and_both_sides_tell_how_long_it_takes() {
     within_a_minute(|| {
-        if !post_copy_is_possible() {
+        if !faults_can_be_watched() {
             return;
         }
         let mut pair = Pair::of(MANY_PAGES, TOO_BUSY);
@@ -398,13 +389,13 @@ fn post_copy_begins_in_the_middle_of_a_round_and_both_sides_tell_how_long_it_tak
         let to_source = Arc::clone(&reports);
         let at_source = Watching(move |seen: Seen<'_>| {
             if is_within_the_first_round(&seen) && !asked.swap(true, Ordering::Relaxed) {
-                assert_eq!(control.post_copy(), Answer::Accepted);
+                assert_eq!(control.post_copy(), RequestOutcome::Accepted);
             }
             if let Seen::Progress(progress) = seen
                 && progress.phase == Phase::PostCopy
             {
-                assert_eq!(control.post_copy(), Answer::TooLate);
-                assert_eq!(control.set_bandwidth(SLOW), Answer::Accepted);
+                assert_eq!(control.post_copy(), RequestOutcome::TooLate);
+                assert_eq!(control.set_bandwidth(SLOW), RequestOutcome::Accepted);
                 to_source.lock().unwrap().push(progress.clone());
             }
         });
@@ -487,7 +478,7 @@ const MOMENTS: [&str; 12] = [
 /// Runs a migration and calls `at` with the name of each moment.
 fn run_observed(pair: &mut Pair, source: Source, at: impl Fn(&str) + Clone + Send + Sync + 'static) -> Ends {
     let at_call = at.clone();
-    pair.from.on_call = Some(Box::new(move |method| at_call(method)));
+    pair.from.on_call = Some(Box::new(at_call));
     let observer = Watching(move |seen: Seen<'_>| match seen {
         Seen::Step(moment, step) => at(&format!("{moment:?} {step:?}")),
         Seen::Progress(_) => at("progress"),
@@ -524,11 +515,11 @@ fn an_accepted_cancellation_keeps_the_guest_at_the_source_and_a_late_one_does_no
                 pair.from.on_call = None;
                 (ends, threads.into_iter().filter_map(|thread| thread.join().unwrap()).collect::<Vec<_>>())
             });
-            let in_time = answers.contains(&Answer::Accepted);
+            let in_time = answers.contains(&RequestOutcome::Accepted);
             match ends.0 {
                 Ok(_) => assert!(!in_time, "at {moment}: {answers:?}"),
                 Err(error) => {
-                    assert!(in_time && error.kind == ErrorKind::Cancelled, "at {moment}: {error}, {answers:?}")
+                    assert!(in_time && error.kind == ErrorKind::Cancelled, "at {moment}: {error}, {answers:?}");
                 }
             }
             pair.check(!in_time);
@@ -558,7 +549,7 @@ fn any_requests_of_several_threads_leave_one_guest_that_is_whole() {
                                 8 => control.post_copy(),
                                 9 if random.once_in(4) => {
                                     let answer = control.cancel();
-                                    cancelled |= answer == Answer::Accepted;
+                                    cancelled |= answer == RequestOutcome::Accepted;
                                     answer
                                 }
                                 _ if number > 8 => control.switch_over(),

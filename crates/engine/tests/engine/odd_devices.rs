@@ -226,15 +226,15 @@ fn a_destination_that_names_devices_that_do_not_exist_is_refused_and_the_guest_c
             let error = std::thread::scope(|scope| {
                 let stop = incoming.stop_handle();
                 scope.spawn(move || {
-                    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
-                    let greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
+                    let handshake = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
+                    let accepted = handshake.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                     let (sender, news) = channel();
                     let on_event: OnConnectionEvent = Arc::new(move |event| drop(sender.send(event)));
                     let events = link_events(&on_event, 1);
-                    let (writer, reader, closer) = (greeted.writer, greeted.reader, greeted.closer);
-                    let link = ControlLink::start(writer, reader, closer, greeted.messages, events).unwrap();
+                    let (writer, reader, closer) = (accepted.writer, accepted.reader, accepted.closer);
+                    let link = ControlLink::start(writer, reader, closer, accepted.messages, events).unwrap();
                     let mut peer = Peer::new(link);
-                    peer.send(&ControlMessage::Welcome(greeted.welcome));
+                    peer.send(&ControlMessage::Welcome(accepted.welcome));
                     let channels = std::thread::spawn(move || {
                         // The channels are only kept open.
                         let mut kept = Vec::new();
@@ -256,7 +256,7 @@ fn a_destination_that_names_devices_that_do_not_exist_is_refused_and_the_guest_c
                     stop.stop();
                     channels.join().unwrap();
                 });
-                let limits = TimeLimits::default().telling(Duration::from_millis(100));
+                let limits = TimeLimits::default().reporting_abort(Duration::from_millis(100));
                 let mut source = devices().at_source(Source::new(memory.ram(), Box::new(log))).time_limits(limits);
                 source.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()).unwrap_err()
             });

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Behind, Memory, Monitor, Running, Workload};
+use crate::guest::{Behind, Memory, Monitor, Running, Workload, faults_can_be_watched};
 use sterna_codec::{Encoding, MethodChoice};
 use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
@@ -30,7 +30,6 @@ use sterna_engine::transport::simulated::Network;
 use sterna_engine::transport::{Address, Limits, Listener, Reader, Security, Writer, accept_channel};
 use sterna_engine::window::Window;
 use sterna_memory::ram::Backing;
-use sterna_memory::userfault::{Faults, Userfault};
 use sterna_wire::control::{Block, ControlMessage, Machine, Mode, Totals};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::packet::{
@@ -39,17 +38,17 @@ use sterna_wire::packet::{
 use sterna_wire::reason::Reason;
 use sterna_wire::switchover::SwitchoverMessage;
 
-const PAGES: [usize; 2] = [500, 100];
-const SHAPES: [BlockShape; 2] =
+pub(crate) const PAGES: [usize; 2] = [500, 100];
+pub(crate) const SHAPES: [BlockShape; 2] =
     [BlockShape { pages: 500, page_size: 4096 }, BlockShape { pages: 100, page_size: 4096 }];
 /// Never fits the downtime that is aimed at.
-const BUSY: Workload = Workload { writers: 1, span: 500, seed: 3, burst: 0 };
-const FEATURES: Features<'_> =
+pub(crate) const BUSY: Workload = Workload { writers: 1, span: 500, seed: 3, burst: 0 };
+pub(crate) const FEATURES: Features<'_> =
     Features { offered: &["guest-state-1", "post-copy-2", "unchecked-1"], required: &["guest-state-1"] };
 
 /// Takes everything and looks at nothing. State it takes only while it can have the lock.
 #[derive(Clone)]
-struct Nowhere(Arc<[BlockShape]>, Arc<Mutex<()>>);
+pub(crate) struct Nowhere(pub(crate) Arc<[BlockShape]>, pub(crate) Arc<Mutex<()>>);
 
 impl PageSink for Nowhere {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
@@ -96,11 +95,12 @@ fn odd_destination(
     mut answers: impl FnMut(&ControlMessage) -> Vec<ControlMessage>,
 ) -> Vec<ControlMessage> {
     let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
-    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
-    let greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
+    let handshake = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
+    let accepted = handshake.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
     let (tell, news) = news();
     let events = link_events(&tell, 1);
-    let link = ControlLink::start(greeted.writer, greeted.reader, greeted.closer, greeted.messages, events).unwrap();
+    let link =
+        ControlLink::start(accepted.writer, accepted.reader, accepted.closer, accepted.messages, events).unwrap();
     let abort = Arc::new(Abort::default());
     let kept: Arc<Mutex<Vec<(Writer, Reader)>>> = Arc::default();
     let extra_channels: ExtraChannelHandler = {
@@ -111,7 +111,7 @@ fn odd_destination(
         })
     };
     let acceptor = ChannelAcceptor::new(
-        greeted.session,
+        accepted.session,
         Box::new(Nowhere(SHAPES.into(), stall)),
         &abort,
         Some(extra_channels),
@@ -120,7 +120,7 @@ fn odd_destination(
     acceptor.open();
     let stop = incoming.stop_handle();
     let mut peer = Peer::new(link);
-    peer.send(&ControlMessage::Welcome(greeted.welcome));
+    peer.send(&ControlMessage::Welcome(accepted.welcome));
     let mut said = Vec::new();
     std::thread::scope(|scope| {
         let acceptor = &acceptor;
@@ -166,7 +166,7 @@ fn source_against(
     let port = Network::new(1).port("there");
     let listener = Listener::bind(port).unwrap();
     let address = listener.local_address();
-    let limits = TimeLimits::default().telling(Duration::from_millis(100));
+    let limits = TimeLimits::default().reporting_abort(Duration::from_millis(100));
     let mut migration = Source::new(memory.ram(), Box::new(log))
         .method(MethodChoice::default())
         .when_not_converging(not_converging)
@@ -220,7 +220,7 @@ fn a_destination_that_takes_no_state_is_given_up_in_time_and_the_guest_runs_on()
         let listener = Listener::bind(Network::new(1).port("there")).unwrap();
         let address = listener.local_address();
         let short = Duration::from_millis(100);
-        let limits = TimeLimits::default().step(short).telling(short);
+        let limits = TimeLimits::default().step(short).reporting_abort(short);
         let mut migration = Source::new(memory.ram(), Box::new(log))
             .method(MethodChoice::default())
             .time_limits(limits)
@@ -251,14 +251,14 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
         let address = listener.local_address();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let stop = incoming.stop_handle();
-        let limits = TimeLimits::default().telling(Duration::from_secs(1));
+        let limits = TimeLimits::default().reporting_abort(Duration::from_secs(1));
         let mut migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
         let (error, dials) = std::thread::scope(|scope| {
             let destination = scope.spawn(move || {
-                let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
-                let mut greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
-                control_link::send_message(&mut greeted.writer, &ControlMessage::Welcome(greeted.welcome)).unwrap();
-                drop((greeted.writer, greeted.reader));
+                let handshake = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
+                let mut accepted = handshake.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
+                control_link::send_message(&mut accepted.writer, &ControlMessage::Welcome(accepted.welcome)).unwrap();
+                drop((accepted.writer, accepted.reader));
                 // Accepts what comes, as a load balancer does whose servers are gone, and ends it.
                 let mut dials = 0;
                 while let Some((connection, header)) = incoming.next() {
@@ -303,6 +303,30 @@ fn a_destination_that_begins_or_ends_post_copy_unasked_is_refused_and_the_guest_
 }
 
 #[test]
+fn a_destination_that_sends_what_it_may_not_send_now_is_refused_by_its_name_and_the_guest_stays() {
+    within_a_minute(|| {
+        let ready = |line: &str| ControlMessage::Ready { placement: vec![line.into()], deltas: Vec::new() };
+        let checked = ControlMessage::Checked { refusals: vec!["\u{202e}secret".repeat(1000)] };
+        let totals = ControlMessage::Totals(Totals { ram: vec![7; 1000], ..Totals::default() });
+        for (sent, named) in [
+            (vec![ready("one"), ready("secret")], "`ready`"),
+            (vec![ready("one"), checked], "`checked`"),
+            (vec![totals], "`totals`"),
+        ] {
+            let (error, said, runs) = source_against(NotConverging::GoOn, |message| match message {
+                // Of the destination itself, in the place of what the source sends first.
+                ControlMessage::Ready { .. } => sent.clone(),
+                _ => Vec::new(),
+            });
+            assert!(runs && error.guest == GuestState::RunsAtSource, "{error}");
+            assert!(error.reason.contains(&format!("the destination sent {named}")), "{error}");
+            assert!(!error.to_string().contains("secret") && error.reason.len() < 100, "{error}");
+            assert_eq!(failures(&said), [error.reason.as_str()], "{said:?}");
+        }
+    });
+}
+
+#[test]
 fn a_destination_that_is_prepared_before_the_request_is_refused_and_the_guest_stays() {
     within_a_minute(|| {
         for early in [SwitchoverMessage::Prepared, SwitchoverMessage::Running] {
@@ -319,8 +343,7 @@ fn a_destination_that_is_prepared_before_the_request_is_refused_and_the_guest_st
 #[test]
 fn a_destination_whose_memory_fails_in_post_copy_is_not_waited_for() {
     within_a_minute(|| {
-        if let Err(error) = Userfault::open(Faults::All, 0) {
-            println!("skipped: {error}");
+        if !faults_can_be_watched() {
             return;
         }
         let lost = SwitchoverMessage::MemoryLost(Reason::new(ErrorKind::Memory, "a page fault could not be answered"));
@@ -393,7 +416,7 @@ impl OddSource {
         self.send(&ControlMessage::Switchover(message));
     }
 
-    /// Listens until something is heard that `wanted` looks for; false if the destination hung up before.
+    /// Listens until something is heard that `wanted` looks for; false if the destination hung up before, or cannot be reached again.
     fn hears(&mut self, wanted: impl Fn(&ControlMessage) -> bool) -> bool {
         while let Ok(news) = self.news.recv() {
             match self.peer.handle(news) {
@@ -403,8 +426,8 @@ impl OddSource {
                         return true;
                     }
                 }
-                Some(PeerEvent::Lost(_)) => return false,
-                _ => {}
+                Some(PeerEvent::Lost(_) | PeerEvent::Unreachable(_)) => return false,
+                Some(PeerEvent::Connected) | None => {}
             }
         }
         false
@@ -501,15 +524,23 @@ fn destination_that_touches<R: Send>(
     features: Features<'_>,
     source: impl FnOnce(OddSource, &Destined) -> R + Send,
 ) -> (Result<ReceiveReport, MigrationError>, R) {
+    destination_that_waits(Duration::from_millis(100), page, features, source)
+}
+
+/// As [`destination_that_touches`], where a source can reconnect for `linger` after the end.
+fn destination_that_waits<R: Send>(
+    linger: Duration,
+    page: Option<usize>,
+    features: Features<'_>,
+    source: impl FnOnce(OddSource, &Destined) -> R + Send,
+) -> (Result<ReceiveReport, MigrationError>, R) {
     let memory = Memory::new(PAGES[0], PAGES[1]);
     let (mut to, _) = Monitor::new(&memory, &Running::default(), Workload { writers: 0, ..BUSY });
     // In post-copy it would wait for what it looks at.
     to.behind = Some(Behind::new(&memory));
     let ram = memory.ram();
-    let listening = Destination::new(ram)
-        .linger(Duration::from_millis(100))
-        .listen(Network::new(1).port("there"), &Security::Insecure)
-        .unwrap();
+    let listening =
+        Destination::new(ram).linger(linger).listen(Network::new(1).port("there"), &Security::Insecure).unwrap();
     let (called, calls) = channel();
     let touched = Arc::clone(&memory);
     to.on_call = Some(Box::new(move |call| {
@@ -586,6 +617,28 @@ fn nothing_sent() -> ControlMessage {
 }
 
 #[test]
+fn a_source_that_sends_what_it_may_not_send_now_is_refused_by_its_name() {
+    within_a_minute(|| {
+        let ready = ControlMessage::Ready { placement: vec!["secret".repeat(1000)], deltas: Vec::new() };
+        for (sent, named) in [
+            (vec![ready], "`ready`"),
+            (vec![nothing_sent(), nothing_sent()], "`totals`"),
+            (vec![ControlMessage::SwitchoverAck], "`switchover_ack`"),
+        ] {
+            let (received, said) = destination_against(NOTHING, |source, _| {
+                sent.iter().for_each(|message| source.send(message));
+                source.until_it_hangs_up()
+            });
+            let error = received.unwrap_err();
+            assert!(error.reason.contains(&format!("the source sent {named}")), "{error}");
+            assert!(!error.to_string().contains("secret") && error.reason.len() < 100, "{error}");
+            assert_eq!(error.guest, GuestState::NotHere);
+            assert_eq!(failures(&said), [error.reason.as_str()], "{said:?}");
+        }
+    });
+}
+
+#[test]
 fn a_source_that_sends_pages_after_its_totals_is_refused() {
     within_a_minute(|| {
         let (received, _) = destination_against(NOTHING, |source, destined| {
@@ -653,23 +706,24 @@ fn a_destination_that_waits_for_state_can_be_cancelled() {
 #[test]
 fn a_source_that_comes_back_before_anything_was_loaded_in_post_copy_hears_that_nothing_came_of_it() {
     within_a_minute(|| {
-        if let Err(error) = Userfault::open(Faults::All, 0) {
-            return println!("skipped: {error}");
+        if !faults_can_be_watched() {
+            return;
         }
-        let (received, came_back) = destination_against(POST_COPY, |mut source, _| {
+        // It can be reached for 5 s, which the source's goodbye cuts short.
+        let (received, heard) = destination_that_waits(Duration::from_secs(5), None, POST_COPY, |mut source, _| {
             let (_ram, stream) = source.open();
             source.say_of_the_switchover(SwitchoverMessage::PostCopy);
             assert!(source.hears(is_post_copy_ready));
             // Nobody reads it: its thread waits.
             send_state(&stream, &state(), true);
             source.comes_back();
-            let told =
+            let heard =
                 source.hears(|message| matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort(_))));
+            source.say_of_the_switchover(SwitchoverMessage::Goodbye);
             source.abort.finish();
-            told
+            heard
         });
-        // Either it hears it, or the destination had gone by then: that it ends is what counts.
-        println!("heard: {came_back}");
+        assert!(heard);
         assert_eq!(received.unwrap_err().guest, GuestState::NotHere);
     });
 }
@@ -699,8 +753,8 @@ impl OddSource {
 #[test]
 fn a_second_post_copy_channel_is_refused() {
     within_a_minute(|| {
-        if let Err(error) = Userfault::open(Faults::All, 0) {
-            return println!("skipped: {error}");
+        if !faults_can_be_watched() {
+            return;
         }
         let (received, refused) = destination_against(POST_COPY, |mut source, _| {
             let _channels = source.prepares_without(0, 7);
@@ -718,8 +772,8 @@ fn a_second_post_copy_channel_is_refused() {
 #[test]
 fn a_guest_that_lacks_memory_is_not_started_when_its_source_is_gone_for_good() {
     within_a_minute(|| {
-        if let Err(error) = Userfault::open(Faults::All, 0) {
-            return println!("skipped: {error}");
+        if !faults_can_be_watched() {
+            return;
         }
         let (received, started) = destination_against(POST_COPY, |mut source, destined| {
             let channels = source.prepares_without(0, 7);
@@ -738,8 +792,8 @@ fn a_guest_that_lacks_memory_is_not_started_when_its_source_is_gone_for_good() {
 #[test]
 fn memory_that_somebody_else_touched_in_post_copy_is_told_and_not_tried_again() {
     within_a_minute(|| {
-        if let Err(error) = Userfault::open(Faults::All, 0) {
-            return println!("skipped: {error}");
+        if !faults_can_be_watched() {
+            return;
         }
         let (received, said) = destination_against(POST_COPY, |mut source, destined| {
             // Of the block that is a file.
@@ -767,8 +821,8 @@ fn memory_that_somebody_else_touched_in_post_copy_is_told_and_not_tried_again() 
 #[test]
 fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
     within_a_minute(|| {
-        if let Err(error) = Userfault::open(Faults::All, 0) {
-            return println!("skipped: {error}");
+        if !faults_can_be_watched() {
+            return;
         }
         let (received, said) = destination_against(POST_COPY, |mut source, _| {
             let (ram, stream, halves) = source.prepares_without(0, 7);
@@ -805,8 +859,8 @@ fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
 #[test]
 fn what_starts_the_guest_gets_its_page_over_new_channels() {
     within_a_minute(|| {
-        if let Err(error) = Userfault::open(Faults::All, 0) {
-            return println!("skipped: {error}");
+        if !faults_can_be_watched() {
+            return;
         }
         let (received, said) = destination_that_touches(Some(7), POST_COPY, |mut source, destined| {
             let (ram, stream, (writer, mut reader)) = source.prepares_without(0, 7);

@@ -114,7 +114,7 @@ impl Sender {
         Self { running, monitor, source, devices }
     }
 
-    /// Runs the source so often against this destination; the last time the guest moves.
+    /// Runs the source `times` times; only the last run moves the guest.
     fn run(&mut self, times: usize, listening: Listening, to: &mut Receiver) -> Vec<Result<Report, MigrationError>> {
         let address = listening.address().clone();
         std::thread::scope(|scope| {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Behind, Memory, Monitor, Running, Workload, both_sides};
+use crate::guest::{Workload, both_sides, faults_can_be_watched, witnessed};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
@@ -14,7 +14,6 @@ use sterna_engine::report::{Observer, Progress};
 use sterna_engine::source::{NotConverging, Source, TimeLimits};
 use sterna_engine::transport::Security;
 use sterna_engine::transport::simulated::Network;
-use sterna_memory::userfault::{Faults, Userfault};
 use sterna_offload::{Accelerators, Kind, Offload, Settings};
 
 /// Cuts all connections when the guest was started, and again when the destination has reconnected.
@@ -37,31 +36,17 @@ impl Observer for Cutting {
 
 const BUSY: Workload = Workload { writers: 2, span: 3000, seed: 7, burst: 0 };
 
-/// Returns whether page faults can be watched here; prints the reason if not.
-fn possible() -> bool {
-    let opened = Userfault::open(Faults::All, 0);
-    if let Err(error) = &opened {
-        println!("skipped: {error}");
-    }
-    opened.is_ok()
-}
-
 #[test]
 fn a_guest_that_never_converges_continues_at_the_destination_and_reads_its_own_memory() {
     within_a_minute(|| {
-        if !possible() {
+        if !faults_can_be_watched() {
             return;
         }
         for (channels, method) in [(1, "none"), (3, "lz4")] {
-            let (source, destination) = (Memory::new(3000, 1000), Memory::new(3000, 1000));
-            let running = Running::default();
-            let (mut from, log) = Monitor::new(&source, &running, BUSY);
-            let (mut to, _) = Monitor::new(&destination, &running, BUSY);
-            let behind = Behind::new(&source);
-            to.behind = Some(behind.clone());
-            from.start();
-            let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
-            let mut migration = Source::new(source.ram(), Box::new(log))
+            let (mut from, log, mut to, witness) = witnessed(BUSY);
+            let listening =
+                Destination::new(witness.destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+            let mut migration = Source::new(witness.source.ram(), Box::new(log))
                 .channels(channels)
                 .method(method.parse().unwrap())
                 .bandwidth(Some(40 << 20))
@@ -74,11 +59,8 @@ fn a_guest_that_never_converges_continues_at_the_destination_and_reads_its_own_m
             let (sent, received) = (sent.unwrap(), received.unwrap());
             let post_copy = sent.post_copy.expect("post-copy was used");
             println!("{post_copy:?} downtime {:.1} ms; {received:?}", sent.downtime_ms);
-            assert!(to.runs() && !from.runs() && !running.ever_twice());
-            to.stop();
-            assert_eq!(behind.wrong.load(Ordering::Relaxed), 0);
-            assert!(behind.compared.load(Ordering::Relaxed) > 0 && post_copy.requests > 0);
-            assert_eq!(behind.differing_pages(&destination), 0);
+            witness.check(&from, &mut to);
+            assert!(witness.behind.compared.load(Ordering::Relaxed) > 0 && post_copy.requests > 0);
         }
     });
 }
@@ -102,26 +84,21 @@ fn pages_that_an_accelerator_had_in_progress_at_a_lost_connection_are_sent_again
         lost_and_found(Some(&offload));
         let report = offload.report();
         let device = report.operations.iter().flat_map(|of| &of.engines).find(|engine| engine.engine == Kind::Dsa);
-        assert!(possible() == device.is_some_and(|device| device.items > 0), "{report:?}");
+        assert!(faults_can_be_watched() == device.is_some_and(|device| device.items > 0), "{report:?}");
     });
 }
 
 fn lost_and_found(offload: Option<&Arc<Offload>>) {
-    if !possible() {
+    if !faults_can_be_watched() {
         return;
     }
-    let (source, destination) = (Memory::new(3000, 1000), Memory::new(3000, 1000));
-    let running = Running::default();
-    let (mut from, log) = Monitor::new(&source, &running, BUSY);
-    let (mut to, _) = Monitor::new(&destination, &running, BUSY);
-    let behind = Behind::new(&source);
-    to.behind = Some(behind.clone());
-    from.start();
+    let (mut from, log, mut to, witness) = witnessed(BUSY);
     let network = Network::new(5);
     let cutting = Cutting { network: network.clone(), left: AtomicU32::new(3) };
-    let listening = Destination::new(destination.ram()).listen(network.port("there"), &Security::Insecure).unwrap();
+    let listening =
+        Destination::new(witness.destination.ram()).listen(network.port("there"), &Security::Insecure).unwrap();
     let limits = TimeLimits::default().dial_pause(Duration::from_millis(5));
-    let mut migration = Source::new(source.ram(), Box::new(log))
+    let mut migration = Source::new(witness.source.ram(), Box::new(log))
         .method(MethodChoice::default())
         .bandwidth(Some(20 << 20))
         .downtime(Duration::from_millis(10))
@@ -139,7 +116,5 @@ fn lost_and_found(offload: Option<&Arc<Offload>>) {
     });
     received.unwrap();
     assert!(sent.post_copy.unwrap().reconnected >= 3, "{:?}", sent.post_copy);
-    assert!(to.runs() && !from.runs() && !running.ever_twice());
-    to.stop();
-    assert_eq!((behind.wrong.load(Ordering::Relaxed), behind.differing_pages(&destination)), (0, 0));
+    witness.check(&from, &mut to);
 }

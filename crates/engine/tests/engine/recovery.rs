@@ -68,7 +68,7 @@ impl Sides {
     fn record(&self, side: Side) -> Recovery {
         let all = Recovery::unsettled(self.directory.path()).unwrap();
         let of_side = all.into_iter().find(|recovery| recovery.side() == side);
-        of_side.expect("it is unsettled").at(&self.network.port("there"))
+        of_side.expect("it is unsettled").at(self.network.port("there"))
     }
 
     fn is_settled(&self) -> bool {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::common::within_a_minute;
 use crate::device::{Device, Devices};
-use crate::guest::{Behind, Memory, Monitor, PAGE, Running, Signal, Workload, both_sides};
+use crate::guest::{Memory, Monitor, PAGE, Signal, Workload, both_sides, faults_can_be_watched, witnessed};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
@@ -17,7 +17,6 @@ use sterna_engine::source::{NotConverging, Source};
 use sterna_engine::transport::Security;
 use sterna_engine::vmm::{ResumeReason, SourceVmm, VmmError};
 use sterna_memory::dirty::reported::DirtyMarker;
-use sterna_memory::userfault::{Faults, Userfault};
 
 const BUSY: Workload = Workload { writers: 2, span: 600, seed: 11, burst: 8 };
 
@@ -51,29 +50,21 @@ fn moved(
     channels: DeviceChannels,
     devices: impl FnOnce(&Arc<Memory>, DirtyMarker, &Signal) -> Devices,
 ) -> Report {
-    let (source, destination) = (Memory::new(3000, 1000), Memory::new(3000, 1000));
-    let running = Running::default();
-    let (mut from, log) = Monitor::new(&source, &running, BUSY);
-    let (mut to, _) = Monitor::new(&destination, &running, BUSY);
-    let behind = Behind::new(&source);
-    to.behind = Some(behind.clone());
-    from.start();
+    let (mut from, log, mut to, witness) = witnessed(BUSY);
     (from.save_writes, from.state_bytes) = (7, state_bytes);
     let saved = Signal::default();
-    let devices = devices(&source, log.marker(), &saved);
+    let devices = devices(&witness.source, log.marker(), &saved);
     let mut from = Signals(from, saved);
-    let listening = devices.at_destination(Destination::new(destination.ram()));
+    let listening = devices.at_destination(Destination::new(witness.destination.ram()));
     let listening = listening.listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let address = listening.address().clone();
     // So long that the guest is paused once, also on a busy machine.
-    let migration = devices.at_source(Source::new(source.ram(), Box::new(log))).device_channels(channels);
+    let migration = devices.at_source(Source::new(witness.source.ram(), Box::new(log))).device_channels(channels);
     let mut migration = migration.method(MethodChoice::default()).downtime(Duration::from_secs(20));
     let (sent, received) =
         both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));
     received.unwrap();
-    assert!(to.runs() && !from.0.runs() && !running.ever_twice());
-    to.stop();
-    assert_eq!((behind.wrong.load(Ordering::Relaxed), behind.differing_pages(&destination)), (0, 0));
+    witness.check(&from.0, &mut to);
     assert!(devices.all_whole());
     sent.unwrap()
 }
@@ -112,20 +103,13 @@ fn pages_that_saving_devices_writes_arrive_over_every_kind_of_channel() {
 #[test]
 fn in_post_copy_pages_that_saving_writes_are_missing_at_the_destination_too() {
     within_a_minute(|| {
-        if let Err(error) = Userfault::open(Faults::All, 0) {
-            println!("skipped: {error}");
+        if !faults_can_be_watched() {
             return;
         }
-        let (source, destination) = (Memory::new(3000, 1000), Memory::new(3000, 1000));
-        let running = Running::default();
-        let (mut from, log) = Monitor::new(&source, &running, Workload { span: 3000, burst: 0, ..BUSY });
-        let (mut to, _) = Monitor::new(&destination, &running, BUSY);
-        let behind = Behind::new(&source);
-        to.behind = Some(behind.clone());
-        from.start();
+        let (mut from, log, mut to, witness) = witnessed(Workload { span: 3000, burst: 0, ..BUSY });
         (from.save_writes, from.state_bytes) = (100, 20 << 20);
-        let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
-        let mut migration = Source::new(source.ram(), Box::new(log))
+        let listening = Destination::new(witness.destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+        let mut migration = Source::new(witness.source.ram(), Box::new(log))
             .method(MethodChoice::default())
             .bandwidth(Some(40 << 20))
             .downtime(Duration::from_millis(10))
@@ -136,7 +120,6 @@ fn in_post_copy_pages_that_saving_writes_are_missing_at_the_destination_too() {
         });
         received.unwrap();
         assert!(sent.unwrap().post_copy.is_some());
-        to.stop();
-        assert_eq!((behind.wrong.load(Ordering::Relaxed), behind.differing_pages(&destination)), (0, 0));
+        witness.check(&from, &mut to);
     });
 }

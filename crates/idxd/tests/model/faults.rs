@@ -5,7 +5,7 @@ use std::time::Duration;
 use sterna_idxd::resume::{Rest, rest};
 use sterna_idxd::{Completion, Descriptor, Status, SubmitMethod};
 use sterna_idxd_model::Model;
-use sterna_idxd_model::core::{Script, ScriptedFault};
+use sterna_idxd_model::config::{Script, ScriptedFault};
 
 use crate::support::*;
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use sterna_idxd::{CompletionRecord, Descriptor, NotProven, OpenError, Status, SubmitError, SubmitMethod};
-use sterna_idxd_model::core::{Script, ScriptedFault};
+use sterna_idxd_model::config::{Script, ScriptedFault};
 use sterna_idxd_model::{Model, trap};
 
 use crate::support::*;

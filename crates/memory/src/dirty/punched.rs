@@ -1,4 +1,4 @@
-//! Names the pages of shared memory that were given back: holes punched into its file (balloons, free page reporting,
+//! Names the pages of shared memory that were freed: holes punched into its file (balloons, free page reporting,
 //! virtio-mem), which read as zero afterwards.
 //!
 //! No other log has them. A write-protecting log sees writes only, and the kernel leaves its protection in place of a page
@@ -6,10 +6,10 @@
 //! pages where the guest reads zeros.
 //!
 //! **How**: the log has a mapping of its own of each file, in which all data of the file is mapped, read-only, and which
-//! nobody else uses. The kernel takes a page out of every mapping when the page leaves the file, so a page that was mapped
-//! here and is no more was punched out, also where it was read or written since and the file has data there again. Asking
-//! the file for its holes (`SEEK_HOLE`) would miss the former: of a hole that is read through a mapping the kernel makes
-//! data.
+//! only this log uses. The kernel takes a page out of every mapping when the page leaves the file, so a page that was mapped
+//! here and is not any more was punched out, even if it was read or written since and the file has data there again. The
+//! file's own list of holes (`SEEK_HOLE`) would miss such pages: where a hole is read through a mapping, the kernel fills
+//! it with a page of zeros.
 //!
 //! **Order**: the log wraps the one that sees the writes, and looks after it. A page that is written after one answer of
 //! that log is named in its next answer, even if the page was punched out in between; so what this log must find is only
@@ -24,7 +24,7 @@
 //!
 //! **Cost**: the mapping has page tables, 2 MiB per GiB of data in pages of 4 KiB. `start` fills the mapping while the guest
 //! runs: 83 ms per GiB. The last look is made while the guest is paused: 1.8 ms per GiB (1.7 to 5.9), on a virtual machine
-//! with two CPUs, by `cargo run --release -p sterna-bench --example given_back`. A file on hugetlbfs does not tell its
+//! with two CPUs, by `cargo run --release -p sterna-bench --example given_back`. A file on hugetlbfs does not report its
 //! holes: there `start` populates the file.
 
 use super::{DirtyLog, DirtyLogError, next_gap};
@@ -161,7 +161,7 @@ impl Drop for View {
 
 impl View {
     fn new(block: usize, file: &SharedFile) -> Result<Self, DirtyLogError> {
-        let failed = DirtyLogError::system(format!("map the file of RAM block {block} once more"));
+        let failed = DirtyLogError::system(format!("map the file of RAM block {block} a second time"));
         let len = usize::try_from(file.pages).ok().and_then(|pages| pages.checked_mul(PAGE_SIZE));
         let Some(len) = len else {
             return Err(failed(io::Error::other("it is larger than an address space")));

@@ -4,7 +4,7 @@
 #![cfg(target_arch = "x86_64")]
 
 use crate::dirty_support::guest::{BLOCKS, FIRST_FREE, Guest, fd_of};
-use crate::dirty_support::{Memory, Random, Writer, Writers, collected, misuse_is_refused, rounds_against_writers};
+use crate::dirty_support::{Memory, Writer, Writers, collected, misuse_is_refused, rounds_against_writers};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use sterna_memory::bitmap::PageBitmap;
@@ -13,15 +13,16 @@ use sterna_memory::dirty::punched::PunchedLog;
 use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 use sterna_memory::dirty::union::UnionLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
+use sterna_test_kit::Random;
 
 /// A device model, which writes and then reports the page.
 fn device<'a>(memories: &'a [&'a Memory], marker: DirtyMarker, seed: u64) -> Writer<'a> {
     Box::new(move |writers| {
-        let mut random = Random(seed);
+        let mut random = Random::new(seed);
         while !writers.stopped() {
-            let block = random.next() as usize % memories.len();
-            let page = random.next() % memories[block].pages();
-            memories[block].word(page, random.next() as usize % 512).store(random.next(), Ordering::Relaxed);
+            let block = random.next_u64() as usize % memories.len();
+            let page = random.next_u64() % memories[block].pages();
+            memories[block].word(page, random.next_u64() as usize % 512).store(random.next_u64(), Ordering::Relaxed);
             marker.mark(block, page..page + 1);
             writers.writes.fetch_add(1, Ordering::Relaxed);
         }
@@ -66,11 +67,11 @@ fn a_union_names_pages_of_vcpus_by_kvm_and_of_a_device_by_its_reports() {
     let mut threads = Guest::writers(&mut guest.vcpus, None);
     // The device does not touch the pages with the guest's code and page tables, nor words that the guest writes.
     threads.push(Box::new(move |writers: &Writers| {
-        let mut random = Random(0x5EED_0006);
+        let mut random = Random::new(0x5EED_0006);
         while !writers.stopped() {
-            let block = random.next() as usize % 2;
-            let page = FIRST_FREE + random.next() % (BLOCKS[block] - FIRST_FREE);
-            memories[block].word(page, 100).store(random.next(), Ordering::Relaxed);
+            let block = random.next_u64() as usize % 2;
+            let page = FIRST_FREE + random.next_u64() % (BLOCKS[block] - FIRST_FREE);
+            memories[block].word(page, 100).store(random.next_u64(), Ordering::Relaxed);
             marker.mark(block, page..page + 1);
             writers.writes.fetch_add(1, Ordering::Relaxed);
         }
@@ -125,12 +126,12 @@ fn a_union_that_cannot_start_stops_its_started_logs_and_one_that_cannot_stop_sto
         UnionLog::new(logs.map(boxed).collect())
     };
     let error = union(["", "start", ""]).start().unwrap_err();
-    assert_eq!(error.to_string(), "b is not to be had here: use another");
+    assert_eq!(error.to_string(), "b is not available here: use another");
     assert_eq!(*calls.lock().unwrap(), ["a start", "b start", "a stop"]);
 
     calls.lock().unwrap().clear();
     let error = union(["stop", "stop", ""]).stop().unwrap_err();
-    assert_eq!(error.to_string(), "a is not to be had here: use another");
+    assert_eq!(error.to_string(), "a is not available here: use another");
     assert_eq!(*calls.lock().unwrap(), ["a stop", "b stop", "c stop"]);
 
     calls.lock().unwrap().clear();

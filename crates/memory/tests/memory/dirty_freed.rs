@@ -3,8 +3,7 @@
 
 use crate::dirty_support::process::{Process, serve};
 use crate::dirty_support::{
-    HUGE, Memory, Random, Writer, collected, huge_memory_file, memory_file, misuse_is_refused, rounds_against_writers,
-    works,
+    HUGE, Memory, Writer, collected, huge_memory_file, memory_file, misuse_is_refused, rounds_against_writers, works,
 };
 use proptest::prelude::*;
 use proptest::test_runner::contextualize_config;
@@ -25,6 +24,7 @@ use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::holes::PageMap;
 use sterna_memory::userfault::Userfault;
+use sterna_test_kit::Random;
 
 /// The test that [`Process`] runs as a child.
 #[test]
@@ -203,13 +203,13 @@ proptest! {
 /// Returns a thread that writes pages and frees others.
 fn writer<'a>(memory: &'a Memory, seed: u64, advice: Advice) -> Writer<'a> {
     Box::new(move |writers| {
-        let mut random = Random(seed);
+        let mut random = Random::new(seed);
         while !writers.stopped() {
-            let page = random.next() % memory.pages();
-            if random.next().is_multiple_of(8) {
-                memory.advise(page..(page + random.next() % 8).min(memory.pages()), advice).unwrap();
+            let page = random.next_u64() % memory.pages();
+            if random.next_u64().is_multiple_of(8) {
+                memory.advise(page..(page + random.next_u64() % 8).min(memory.pages()), advice).unwrap();
             } else {
-                memory.word(page, random.next() as usize % 512).store(random.next(), Ordering::Relaxed);
+                memory.word(page, random.next_u64() as usize % 512).store(random.next_u64(), Ordering::Relaxed);
             }
             writers.writes.fetch_add(1, Ordering::Relaxed);
         }

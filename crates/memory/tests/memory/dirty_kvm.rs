@@ -4,7 +4,7 @@
 #![cfg(target_arch = "x86_64")]
 
 use crate::dirty_support::guest::{BLOCKS, FIRST_FREE, FIRST_WRITTEN, Guest, RING_FULL, WRITTEN, fd_of};
-use crate::dirty_support::{Memory, Random, collected, misuse_is_refused, rounds_against_writers};
+use crate::dirty_support::{Memory, collected, misuse_is_refused, rounds_against_writers};
 use kvm_ioctls::VmFd;
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -13,6 +13,7 @@ use sterna_memory::dirty::kvm_log::KvmLog;
 use sterna_memory::dirty::kvm_ring::{self, KvmRingLog};
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError, KvmSlot};
+use sterna_test_kit::Random;
 
 /// The smallest rings that KVM allows without and with Intel's page modification log: 256 and 1024 pages.
 const SMALLEST_RINGS: [u32; 2] = [4096, 16384];
@@ -70,7 +71,7 @@ fn exactly_the_pages_written_are_named(
     log: &mut dyn DirtyLog,
     harvester: Option<&kvm_ring::RingHarvester>,
 ) {
-    let mut random = Random(0x5EED_0003);
+    let mut random = Random::new(0x5EED_0003);
     let all = BLOCKS[0] + BLOCKS[1];
     // Before the start, and so not named. The guest itself writes none of its own pages.
     guest.write_pages((FIRST_FREE..all).filter(|page| page % 3 == 0), harvester);
@@ -78,7 +79,7 @@ fn exactly_the_pages_written_are_named(
     assert_eq!(named(log), BTreeSet::new());
     for round in 0..30 {
         let count = [0, 1, 5, 300, 700][round % 5];
-        let written: BTreeSet<u64> = (0..count).map(|_| FIRST_FREE + random.next() % (all - FIRST_FREE)).collect();
+        let written: BTreeSet<u64> = (0..count).map(|_| FIRST_FREE + random.next_u64() % (all - FIRST_FREE)).collect();
         guest.write_pages(written.iter().copied(), harvester);
         assert_eq!(named(log), written, "round {round}, seed 5EED0003");
     }

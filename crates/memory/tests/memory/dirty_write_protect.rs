@@ -4,7 +4,7 @@
 #![cfg(target_arch = "x86_64")]
 
 use crate::dirty_support::guest::{self, Guest};
-use crate::dirty_support::{HUGE, Memory, Random, Writer, collected, misuse_is_refused, rounds_against_writers, works};
+use crate::dirty_support::{HUGE, Memory, Writer, collected, misuse_is_refused, rounds_against_writers, works};
 use proptest::prelude::*;
 use proptest::test_runner::contextualize_config;
 use rustix::mm::Advice;
@@ -15,6 +15,7 @@ use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::userfault::{Faults, Userfault, WP_ASYNC, WP_HUGETLBFS_SHMEM, WP_UNPOPULATED};
+use sterna_test_kit::Random;
 
 /// Returns a log, or prints why none works here.
 fn log_of(memories: &[&Memory]) -> Option<WriteProtectLog> {
@@ -29,12 +30,13 @@ fn log_of(memories: &[&Memory]) -> Option<WriteProtectLog> {
 /// times to each and then no more, so that a lost write stays lost.
 fn writer<'a>(memories: &'a [&'a Memory], seed: u64, stay: u64) -> Writer<'a> {
     Box::new(move |writers| {
-        let (mut random, mut count) = (Random(seed), 0);
+        let (mut random, mut count) = (Random::new(seed), 0);
         while !writers.stopped() {
-            let memory = memories[random.next() as usize % memories.len()];
+            let memory = memories[random.next_u64() as usize % memories.len()];
             count += 1;
-            let page = if random.next().is_multiple_of(2) { random.next() % 8 } else { count / stay % memory.pages() };
-            memory.word(page, random.next() as usize % 512).store(random.next(), Ordering::Relaxed);
+            let page =
+                if random.next_u64().is_multiple_of(2) { random.next_u64() % 8 } else { count / stay % memory.pages() };
+            memory.word(page, random.next_u64() as usize % 512).store(random.next_u64(), Ordering::Relaxed);
             writers.writes.fetch_add(1, Ordering::Relaxed);
         }
     })

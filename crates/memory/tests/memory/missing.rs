@@ -6,9 +6,7 @@
 use crate::dirty_support;
 
 use crate::dirty_support::guest::{self, Guest};
-use crate::missing_support::{
-    HUGE, Kind, Memory, Random, WORDS, WRITTEN, Watchdog, answer_faults, content, open, stamp,
-};
+use crate::missing_support::{HUGE, Kind, Memory, WORDS, WRITTEN, Watchdog, answer_faults, content, open, stamp};
 use proptest::prelude::*;
 use proptest::test_runner::contextualize_config;
 use std::ops::Range;
@@ -17,10 +15,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::discard::{DiscardError, Discardable};
-use sterna_memory::missing::{Answer, MissingError, MissingPages};
+use sterna_memory::missing::{FaultAction, MissingError, MissingPages};
 use sterna_memory::userfault::fill::Filled;
 use sterna_memory::userfault::wait::{FaultBuffer, Stop};
 use sterna_memory::userfault::{Faults, MISSING_SHMEM, Userfault, UserfaultError};
+use sterna_test_kit::Random;
 
 const TOUCHERS: u64 = 3;
 /// The versions that the two channels and the answers to requests place.
@@ -37,7 +36,7 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
     let Some(memory) = Memory::new(kind, units * unit) else { return };
     let Some(userfault) = open(&memory) else { return };
     let _watchdog = Watchdog::new("race");
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     // Per unit: never sent, sent, or sent and stale by now; some stale ones were never sent.
     let sent: Vec<bool> = (0..units).map(|_| random.below(4) != 0).collect();
     let stale: Vec<bool> = (0..units).map(|_| random.below(5) < 3).collect();
@@ -78,7 +77,7 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
         scope.spawn(|| {
             let ask = ask;
             answer_faults(&userfault, &missing, &stop, |answer| {
-                if let Answer::Request(run) = answer {
+                if let FaultAction::Request(run) = answer {
                     asks.fetch_add(1, Ordering::Relaxed);
                     asked[(run.start / unit) as usize].fetch_add(1, Ordering::Relaxed);
                     ask.send(run).unwrap();
@@ -92,7 +91,7 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
         });
         let touchers: Vec<_> = (0..TOUCHERS)
             .map(|thread| {
-                let mut random = Random(seed.rotate_left(7 * thread as u32 + 1) | 1);
+                let mut random = Random::new(seed.rotate_left(7 * thread as u32 + 1) | 1);
                 let (memory, check, writes) = (&memory, &check, &writes);
                 scope.spawn(move || {
                     for _ in 0..4 * units {
@@ -108,7 +107,7 @@ fn race(kind: Kind, seed: u64, reconnects: bool) {
             .collect();
         let channels: Vec<_> = (0..2)
             .map(|channel| {
-                let mut random = Random(seed.rotate_left(11 * channel as u32 + 31) | 1);
+                let mut random = Random::new(seed.rotate_left(11 * channel as u32 + 31) | 1);
                 let (place, stale, missing, asks) = (&place, &stale, &missing, &asks);
                 scope.spawn(move || {
                     // Only after some faults were answered, so that there are any.
@@ -220,8 +219,12 @@ fn a_missing_page_is_requested_once_and_again_after_the_connection_was_lost() {
                     let faults = one.userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap();
                     answers.extend(faults.iter().map(|fault| one.missing.fault(fault.address()).unwrap()));
                 }
-                assert_eq!(answers[0], Answer::Request(one.run.clone()), "{kind:?}");
-                assert_eq!(answers[1..], [Answer::Waiting, Answer::Waiting, Answer::Waiting], "{kind:?}");
+                assert_eq!(answers[0], FaultAction::Request(one.run.clone()), "{kind:?}");
+                assert_eq!(
+                    answers[1..],
+                    [FaultAction::Waiting, FaultAction::Waiting, FaultAction::Waiting],
+                    "{kind:?}"
+                );
                 let mut still = Vec::new();
                 one.missing.for_each_stale_run(|run| still.push(run));
                 assert_eq!(still, std::slice::from_ref(&one.run));
@@ -234,7 +237,7 @@ fn a_missing_page_is_requested_once_and_again_after_the_connection_was_lost() {
         assert_eq!(one.missing.place(one.run.start, &one.content(2)).unwrap(), 0);
         assert_eq!(one.missing.place_zero(one.run.clone()).unwrap(), 0);
         assert_eq!(one.missing.dropped(), 2 * one.memory.unit());
-        assert_eq!(one.missing.fault(one.memory.address(one.run.start)).unwrap(), Answer::Present);
+        assert_eq!(one.missing.fault(one.memory.address(one.run.start)).unwrap(), FaultAction::Present);
         one.missing.finish().unwrap();
         one.missing.finish().unwrap();
         for page in 0..one.memory.pages() {
@@ -290,14 +293,14 @@ fn pages_that_are_never_sent_read_as_zero_and_so_do_zero_pages() {
                 let mut buffer = FaultBuffer::new();
                 let faults = one.userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap();
                 answers.extend(faults.iter().map(|fault| one.missing.fault(fault.address()).unwrap()));
-                if answers.contains(&Answer::ZeroFilled) {
+                if answers.contains(&FaultAction::ZeroFilled) {
                     break;
                 }
             }
             assert_eq!(reader.join().unwrap(), (0, 0));
-            assert_eq!(answers, [Answer::ZeroFilled]);
+            assert_eq!(answers, [FaultAction::ZeroFilled]);
             // A late reader finds the page present.
-            assert_eq!(one.missing.fault(one.memory.address(2 * unit)).unwrap(), Answer::Present);
+            assert_eq!(one.missing.fault(one.memory.address(2 * unit)).unwrap(), FaultAction::Present);
         });
         assert_eq!(one.missing.place_zero(one.run.clone()).unwrap(), unit);
         one.missing.finish().unwrap();
@@ -306,7 +309,7 @@ fn pages_that_are_never_sent_read_as_zero_and_so_do_zero_pages() {
         assert_eq!(one.memory.stamp(unit), stamp(unit, 5), "a zero page can be written");
         // A fault that was received before the end and is processed after it: its thread was woken.
         one.missing.backing().discard(2 * unit..3 * unit).unwrap();
-        assert_eq!(one.missing.fault(one.memory.address(2 * unit)).unwrap(), Answer::Present);
+        assert_eq!(one.missing.fault(one.memory.address(2 * unit)).unwrap(), FaultAction::Present);
     }
 }
 
@@ -340,13 +343,13 @@ fn pages_placed_before_an_error_count_and_threads_that_wait_for_the_rest_request
             let faults = one.userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap();
             one.missing.fault(faults[0].address()).unwrap()
         };
-        assert_eq!(next_fault(), Answer::Request(17..18));
+        assert_eq!(next_fault(), FaultAction::Request(17..18));
         assert!(matches!(one.missing.place(0, &content(0..64, 1)), Err(MissingError::NotMissing { page: 15, .. })));
         let mut still = Vec::new();
         one.missing.for_each_stale_run(|run| still.push(run));
         assert_eq!(still, std::slice::from_ref(&(15..20)));
         assert_eq!(one.missing.stale_count(), 5);
-        assert_eq!(next_fault(), Answer::Request(17..18));
+        assert_eq!(next_fault(), FaultAction::Request(17..18));
         assert_eq!(one.missing.place(16, &content(16..20, 2)).unwrap(), 4);
         assert_eq!(reader.join().unwrap(), stamp(17, 2));
     });
@@ -366,15 +369,15 @@ fn without_memory_for_a_page_the_error_reports_it_and_the_page_is_requested_agai
             let faults = one.userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap();
             one.missing.fault(faults[0].address()).unwrap()
         };
-        assert_eq!(next_fault(), Answer::Request(one.run.clone()));
+        assert_eq!(next_fault(), FaultAction::Request(one.run.clone()));
         one.memory.without_spare_huge_pages(|| {
             let error = one.missing.place(one.run.start, &one.content(1)).unwrap_err().to_string();
             assert!(error.contains("the pool is empty"), "{error}");
             assert_eq!(one.missing.stale_count(), one.memory.unit());
-            assert_eq!(next_fault(), Answer::Request(one.run.clone()));
+            assert_eq!(next_fault(), FaultAction::Request(one.run.clone()));
             // The same for a zero page.
             assert!(matches!(one.missing.place_zero(one.run.clone()), Err(MissingError::NoHugePage { .. })));
-            assert_eq!(next_fault(), Answer::Request(one.run.clone()));
+            assert_eq!(next_fault(), FaultAction::Request(one.run.clone()));
             let free = 2 * one.memory.unit();
             one.missing.backing().discard(free..free + one.memory.unit()).unwrap();
             let error = one.missing.fault(one.memory.address(free)).unwrap_err();
@@ -573,7 +576,7 @@ fn a_vcpu_waits_for_a_stale_page_and_continues_with_its_content() {
     std::thread::scope(|scope| {
         let faults = scope.spawn(|| {
             answer_faults(&userfault, &missing, &stop, |answer| {
-                if let Answer::Request(run) = answer {
+                if let FaultAction::Request(run) = answer {
                     asks.fetch_add(1, Ordering::Relaxed);
                     missing.place(run.start, &content(run.clone(), 1)).unwrap();
                 }
@@ -666,10 +669,10 @@ proptest! {
                     let answer = missing.fault(memory.address(page) + 100).unwrap();
                     let was_asked = &mut asked[page as usize];
                     match model[page as usize] {
-                        None if *was_asked => prop_assert_eq!(answer, Answer::Waiting),
-                        None => prop_assert_eq!(answer, Answer::Request(page..page + 1)),
-                        Some(0) => prop_assert!(matches!(answer, Answer::ZeroFilled | Answer::Present)),
-                        Some(_) => prop_assert_eq!(answer, Answer::Present),
+                        None if *was_asked => prop_assert_eq!(answer, FaultAction::Waiting),
+                        None => prop_assert_eq!(answer, FaultAction::Request(page..page + 1)),
+                        Some(0) => prop_assert!(matches!(answer, FaultAction::ZeroFilled | FaultAction::Present)),
+                        Some(_) => prop_assert_eq!(answer, FaultAction::Present),
                     }
                     *was_asked |= model[page as usize].is_none();
                 }

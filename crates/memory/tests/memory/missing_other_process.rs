@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::guest_process::{Advice, GuestProcess};
-use sterna_memory::missing::{Answer, MissingPages};
+use sterna_memory::missing::{FaultAction, MissingPages};
 use sterna_memory::place::TargetProcess;
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_memory::userfault::Userfault;
@@ -133,7 +133,7 @@ impl WatchedChild {
 }
 
 /// Reads the next fault of the child, and returns the answer to it.
-fn next_fault(userfault: &Userfault, missing: &MissingPages) -> Answer {
+fn next_fault(userfault: &Userfault, missing: &MissingPages) -> FaultAction {
     let (stop, mut buffer) = (Stop::new().unwrap(), FaultBuffer::new());
     let faults = userfault.wait_faults(&stop, &mut buffer).unwrap().unwrap();
     assert_eq!(faults.len(), 1);
@@ -154,7 +154,7 @@ fn a_process_waits_for_its_missing_pages_and_finds_pages_placed_from_outside() {
         assert_eq!(child.ask("read 0 0"), "1");
 
         child.process.lock().unwrap().send("read 0 3");
-        assert_eq!(next_fault(&userfault, &missing), Answer::Request(3..4));
+        assert_eq!(next_fault(&userfault, &missing), FaultAction::Request(3..4));
         assert_eq!(missing.place(3, &page_of(333)).unwrap(), 1);
         assert_eq!(child.process.lock().unwrap().answer(), "333", "{kind}");
         // Pages that arrive before they are accessed cause no fault; zero pages are zero.
@@ -165,7 +165,7 @@ fn a_process_waits_for_its_missing_pages_and_finds_pages_placed_from_outside() {
         let backing = ram.discardable(&ram.blocks()[0]).unwrap().unwrap();
         backing.discard(30..31).unwrap();
         child.process.lock().unwrap().send("read 0 30");
-        assert_eq!(next_fault(&userfault, &missing), Answer::ZeroFilled);
+        assert_eq!(next_fault(&userfault, &missing), FaultAction::ZeroFilled);
         assert_eq!(child.process.lock().unwrap().answer(), "0");
 
         assert!(missing.finish().is_err());
@@ -182,7 +182,7 @@ fn a_waiting_thread_continues_to_wait_when_the_filling_program_is_gone() {
         let WatchedChild { child, features, userfault, missing, ram: _ram } = WatchedChild::start(kind);
         missing.declare_stale(5..7).unwrap();
         child.process.lock().unwrap().send("read 0 5");
-        assert_eq!(next_fault(&userfault, &missing), Answer::Request(5..6));
+        assert_eq!(next_fault(&userfault, &missing), FaultAction::Request(5..6));
         // Like the end of this program: closes its descriptor, without unregistering.
         std::mem::forget(missing);
         let userfault = Arc::into_raw(userfault);

@@ -6,9 +6,8 @@
 
 use std::cell::RefCell;
 
-use sterna_memory::checksum::{copy_crc32c_raw, crc32c_raw};
 use sterna_memory::compare::first_difference_raw;
-use sterna_memory::copy::copy_raw;
+use sterna_memory::copy::{copy_crc32c_raw, copy_raw, crc32c_raw};
 use sterna_memory::delta::{self, Created};
 use sterna_memory::scan::is_zero_raw;
 

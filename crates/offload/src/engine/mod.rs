@@ -1,8 +1,8 @@
 //! The engines behind the table of operations: which engine can do which operation, and how a request is begun, looked
 //! at and settled.
 //!
-//! A new engine implements [`Engine`] and is put into the table at start; no caller, and nothing in `channel.rs`,
-//! changes.
+//! A new engine implements [`OffloadEngine`], is put into the table at start (`start/devices.rs`) and has a variant of [`Kind`], which the
+//! parser of `--accel`, the report, the plan and traces know. Callers of channels, and `channel.rs`, do not change.
 
 pub(crate) mod cpu;
 #[cfg(feature = "accel")]
@@ -56,8 +56,8 @@ pub(crate) struct Whose {
     pub(crate) urgent: bool,
 }
 
-/// An engine.
-pub(crate) trait Engine: Debug + Send + Sync {
+/// An engine that does operations on pages. The engines that encode packets are an enum of `sterna-codec`.
+pub(crate) trait OffloadEngine: Debug + Send + Sync {
     /// Returns its kind.
     fn kind(&self) -> Kind;
 

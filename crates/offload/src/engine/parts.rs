@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use crate::engine::device::Device;
-use crate::engine::{Begun, Engine, Progress, Whose};
+use crate::engine::{Begun, OffloadEngine, Progress, Whose};
 use crate::kind::{Cause, Kind};
 use crate::operation::Operation;
 use crate::request::{Answer, Item, Request};
@@ -434,7 +434,7 @@ impl<D: Dialect> Accelerator<D> {
     }
 }
 
-impl<D: Dialect> Engine for Accelerator<D> {
+impl<D: Dialect> OffloadEngine for Accelerator<D> {
     fn kind(&self) -> Kind {
         D::KIND
     }

@@ -5,9 +5,9 @@ use super::spill::CpuCost;
 use super::turns::Turns;
 use super::{AdmissionDecision, AdmissionRequest, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, Share};
 
-/// The shortest wait: asking again has a cost.
+/// Minimum wait: asking again has a cost.
 const MIN_WAIT: Nanos = 5_000;
-/// The longest wait, in case the device is faster than predicted.
+/// Maximum wait, in case the device is faster than predicted.
 const MAX_WAIT: Nanos = 2_000_000;
 
 /// A grant is returned when its completion is noticed, and a thread that waits for a core notices late. So the work in

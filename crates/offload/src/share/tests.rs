@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
+use sterna_test_kit::Random;
 
 use super::ledger::{Ledger, Slot, Table};
 use super::*;
@@ -271,11 +272,9 @@ proptest! {
         per_byte in 0.02f64..0.2, per_descriptor in 8.0f64..80.0, wild in 0u64..20, seed: u64,
     ) {
         let mut predictor = Predictor::default();
-        let (mut now, mut random) = (0, seed | 1);
+        let (mut now, mut numbers) = (0, Random::new(seed));
         for _ in 0..if cfg!(miri) { 200 } else { 20_000 } {
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
+            let random = numbers.next_u64();
             let descriptors = 1 + (random % 256) as u32;
             let bytes = u64::from(descriptors) * [512, 4096, 16_384][(random >> 20) as usize % 3];
             let mut taken = per_byte * bytes as f64 + per_descriptor * f64::from(descriptors);

@@ -9,7 +9,7 @@ use sterna_idxd::{QueueInfo, Reason, WorkQueue, discover};
 use super::{NOT_ASKED_FOR, Opened, StartError};
 use crate::accelerators::{Accelerators, DeviceSelector};
 use crate::common::Common;
-use crate::engine::Engine;
+use crate::engine::OffloadEngine;
 use crate::engine::device::Device;
 use crate::engine::dsa::{self, Dsa};
 use crate::engine::iaa::{self, Iaa};
@@ -167,7 +167,7 @@ impl Opened {
     }
 
     /// Puts the devices into service, in order of preference. Adds to `summary` how each is shared.
-    pub(crate) fn into_engines(self, common: &Common, summary: &mut String) -> Vec<Arc<dyn Engine>> {
+    pub(crate) fn into_engines(self, common: &Common, summary: &mut String) -> Vec<Arc<dyn OffloadEngine>> {
         if let Some(trace) = &common.settings.trace {
             self.queues.iter().for_each(|queue| trace.queue(queue.info()));
         }
@@ -191,7 +191,7 @@ impl Opened {
             let _ = write!(summary, "; {device} is shared {}", shared.replace('\n', " "));
         }
         let of = |kind| -> Vec<_> { devices.iter().filter(|device| device.kind == kind).cloned().collect() };
-        let mut engines: Vec<Arc<dyn Engine>> = Vec::new();
+        let mut engines: Vec<Arc<dyn OffloadEngine>> = Vec::new();
         let (dsa, iaa) = (of(Kind::Dsa), of(Kind::Iaa));
         if !dsa.is_empty() {
             engines.push(Arc::new(Accelerator::new(Dsa, dsa)));

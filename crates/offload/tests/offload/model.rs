@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::support::operations::{all_operations, filled};
 use crate::support::{Memory, PAGE, crc32c};
-use sterna_idxd_model::core::{Script, ScriptedFault};
+use sterna_idxd_model::config::{Script, ScriptedFault};
 use sterna_idxd_model::{DeviceConfig, Model, ModelConfig};
 use sterna_offload::trace::Trace;
 use sterna_offload::{Cause, Kind, NEVER, Offload, OffloadReport, Operation, Outcome, Recheck, Settings, Shares};

@@ -3,6 +3,8 @@
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 
+use sterna_memory::mappings;
+
 use super::FileKind;
 
 /// The mappings of a process, in the order of their addresses.
@@ -98,23 +100,17 @@ impl Maps {
 
 /// Parses a line like `7fe8dffff000-7fe8effff000 rw-s 00000000 00:01 1050      /memfd:memory-backend-memfd (deleted)`.
 fn mapping(line: &str) -> Option<Mapping> {
-    let mut words = line.split_whitespace();
-    let (start, end) = words.next()?.split_once('-')?;
-    let permissions = words.next()?.as_bytes();
-    let offset = words.next()?;
-    let (major, minor) = words.next()?.split_once(':')?;
-    let inode = words.next()?.parse().ok()?;
-    let hexadecimal = |text| u64::from_str_radix(text, 16).ok();
+    let mapping = mappings::Mapping::parse(line)?;
     Some(Mapping {
-        start: hexadecimal(start)?,
-        end: hexadecimal(end)?,
+        start: mapping.start as u64,
+        end: mapping.end as u64,
         // Must be readable as well: write access is probed by reading.
-        writable: permissions.starts_with(b"rw"),
-        shared: permissions.get(3) == Some(&b's'),
-        offset: hexadecimal(offset)?,
-        device: (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?),
-        inode,
-        path: words.next().unwrap_or_default().to_owned(),
+        writable: mapping.writable,
+        shared: !mapping.private,
+        offset: mapping.offset,
+        device: mapping.device,
+        inode: mapping.inode,
+        path: mapping.path.split_whitespace().next().unwrap_or_default().to_owned(),
     })
 }
 

@@ -8,8 +8,8 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, flock};
 use sterna_engine::directory::Directory;
+use sterna_engine::name_lock::lock_name;
 use sterna_engine::process;
 use sterna_wire::reason::ErrorKind;
 use sterna_wire::switchover::ProcessIdentity;
@@ -52,16 +52,7 @@ impl Claim {
     /// Takes the lock in `directory`; none if another process has it.
     fn take(directory: Directory, identity: ProcessIdentity) -> io::Result<Option<Self>> {
         let name = name_of(identity);
-        loop {
-            let lock = directory.lock_file(&name)?;
-            if !try_lock(&lock)? {
-                return Ok(None);
-            }
-            // The previous owner may have removed the file after it was opened here.
-            if is_at(&directory, &name, &lock) {
-                return Ok(Some(Self { directory, name, _lock: lock }));
-            }
-        }
+        Ok(lock_name(&directory, &name)?.map(|lock| Self { directory, name, _lock: lock }))
     }
 }
 
@@ -105,27 +96,11 @@ fn remove_stale(directory: &Directory) {
     for name in directory.names().unwrap_or_default() {
         let Some(name) = name.to_str() else { continue };
         if identity_in(name).is_some_and(|qemu| !process::lives(qemu))
-            && let Ok(lock) = directory.lock_file(name)
-            && try_lock(&lock).unwrap_or(false)
-            && is_at(directory, name, &lock)
+            && let Ok(Some(_lock)) = lock_name(directory, name)
         {
             let _ = directory.remove(name);
         }
     }
-}
-
-fn try_lock(file: &File) -> io::Result<bool> {
-    match flock(file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(true),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
-        Err(errno) => Err(errno.into()),
-    }
-}
-
-/// Returns whether `name` still names this open file.
-fn is_at(directory: &Directory, name: &str, file: &File) -> bool {
-    let open = sterna_engine::directory::FileIdentity::of_file(file);
-    directory.identity_of(name).ok().zip(open.ok()).is_some_and(|(named, open)| named == open)
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ mod return_path;
 mod session;
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::Builder;
 use std::time::Duration;
 
 use sterna_engine::cancel::Cancel;
@@ -17,7 +18,6 @@ use sterna_engine::session::{AcceptedSource, DRY_RUN, Declined, Features, Handsh
 use sterna_engine::transport::{Incoming, Limits, Listener};
 use sterna_engine::wakers::Registration;
 use sterna_wire::control::{ControlMessage, Hello, Mode};
-use sterna_wire::limits::SILENCE_LIMIT;
 
 use self::guest::Guest;
 use super::claim::Claim;
@@ -28,12 +28,6 @@ use super::{GatewayError, Placement, ReceiveOptions, direct};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
 use sterna_wire::reason::{ErrorKind, Reason};
-
-/// How long the source may stay connected after the end here, except where the guest runs here.
-const LINGER: Duration = SILENCE_LIMIT;
-/// How long a source may take, from the start of the guest here, to close its connection, or to reconnect where the connection was lost:
-/// until it notices the loss, and some attempts to dial.
-pub(super) const RETURN_TIME: Duration = SILENCE_LIMIT.saturating_add(Duration::from_secs(12));
 
 /// Takes one migration into the QEMU at `options.qmp`. Connections that are refused do not end it.
 ///
@@ -102,7 +96,7 @@ fn accept_source(
         reasons
     };
     let handshake = Handshake { takes, refusals: &refusals };
-    let waiting = Waiting::start(options.wait, cancel);
+    let waiting = Waiting::start(options.wait, cancel).map_err(GatewayError::untouched)?;
     let no_source = || match options.wait {
         Some(wait) if !cancel.is_cancelled() => {
             let seconds = wait.as_secs_f64();
@@ -158,19 +152,21 @@ struct Waiting {
 }
 
 impl Waiting {
-    fn start(time: Option<Duration>, program: &Cancel) -> Self {
+    fn start(time: Option<Duration>, program: &Cancel) -> Result<Self, String> {
         let cancel = Cancel::new();
         let passed_on = cancel.clone();
         let passing_on = program.on_cancel(move || passed_on.cancel());
         let (over, is_over) = channel::<()>();
         if let Some(time) = time {
             let late = cancel.clone();
-            std::thread::spawn(move || {
+            let clock = move || {
                 if let Err(RecvTimeoutError::Timeout) = is_over.recv_timeout(time) {
                     late.cancel();
                 }
-            });
+            };
+            let thread = Builder::new().name("wait".into()).spawn(clock);
+            thread.map_err(|error| format!("no thread for the time limit of the wait: {error}"))?;
         }
-        Self { cancel, _passing_on: passing_on, _over: over }
+        Ok(Self { cancel, _passing_on: passing_on, _over: over })
     }
 }

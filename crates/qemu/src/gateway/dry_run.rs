@@ -1,7 +1,7 @@
-//! `sterna send --dry-run`: everything that `send` finds out before it touches anything, all of it rather than the first refusal, and what
-//! the destination says.
+//! `sterna send --dry-run`: makes every check that `send` makes before it changes anything, and reports all refusals, the destination's
+//! included, rather than the first one.
 //!
-//! QEMU is only asked. Three things that `send` tries are left out, because they touch QEMU: making a userfaultfd in its process, having
+//! QEMU is only queried. Three steps that `send` tries are left out, because they touch QEMU: making a userfaultfd in its process, having
 //! it open a private socket, and beginning a stream at the destination.
 
 use std::fmt::Write as _;
@@ -233,7 +233,7 @@ impl Found {
         }
     }
 
-    /// Opens the engines and accelerators that were asked for, and returns what would encode.
+    /// Opens the engines and accelerators of the options, and returns the encoding that a migration would use.
     fn encoding(&mut self, options: &SendOptions, mode: Mode) -> Option<sterna_codec::Encoding> {
         let engines = match options.qatzip.engines(options.method, options.channels) {
             Ok((engines, _)) => engines,
@@ -323,7 +323,9 @@ impl DryRun {
         line("these times assume that nothing is compressed and that the guest writes nothing; what it writes is sent again".into());
         match self.round_trip_ms {
             Some(measured) => {
-                line(format!("round trip to the destination: {measured:.1} ms, which says nothing about its bandwidth"))
+                line(format!(
+                    "round trip to the destination: {measured:.1} ms, which says nothing about its bandwidth"
+                ));
             }
             None => line("the destination has not answered".into()),
         }

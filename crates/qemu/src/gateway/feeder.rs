@@ -7,25 +7,28 @@
 //! generation writes the sync point on the main channel. Machine types before 9.0 have zero pages on the main channel. Such a
 //! page waits until its channel's last generation has been closed there; else it could overtake the content that it replaces.
 //!
+//! **Pages in guest RAM.** Blocks whose memory can be written directly are filled by the engine's rules
+//! ([`placer`](sterna_engine::receive::placer)). Until the switchover nothing else writes them: QEMU loads no ROMs into them while it
+//! waits for a migration, memory of virtio-mem goes in-stream, and a balloon's discards begin with the guest. A delta's checksum would
+//! detect any other writer.
+//!
 //! **End of RAM.** Everything after it waits until every channel has ended the last generation and every damaged page has
 //! been retransmitted, because QEMU reads guest RAM while it loads devices.
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
 use sterna_engine::abort::Abort;
+use sterna_engine::receive::placer::{ChannelPlacer, Closed, PageAgreement, PagePlacer, PlacedBlock, StillWriting};
 use sterna_engine::receive::{ChannelSink, DeviceBufferSink, PageSink, SinkError, StreamSink};
 use sterna_engine::session::Sinks;
-use sterna_memory::place::{Piece, Place};
-use sterna_memory::received::{Freshness, ReceivedBitmap};
+use sterna_memory::received::ReceivedBitmap;
 use sterna_wire::delta::PageDeltas;
 use sterna_wire::limits::MAX_RAM_CHANNELS;
 use sterna_wire::packet::{BlockShape, DeviceLabel, Run, RunKind};
 
-use super::applied::{DeltaBuffer, MissingPages};
 use super::layout::{self, Prologue, Start, record};
 use super::source_stream::closer;
 use super::{Placement as PlacementOption, qemu, sockets};
@@ -65,23 +68,12 @@ pub(super) struct Feeder {
     patience: Duration,
     placement: PlacementOption,
     find_blocks: FindBlocks,
-    agreed: Agreed,
-    missing: MissingPages,
+    agreement: PageAgreement,
+    placer: Arc<PagePlacer>,
     abort: Arc<Abort>,
     feeding: OnceLock<Feeding>,
     generations: Mutex<Generations>,
     changed: Condvar,
-    /// Whether the source has sent its totals: all pages have been sent.
-    sealed: AtomicBool,
-}
-
-/// The features concerning pages on which the two sides agreed.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Agreed {
-    /// Pages may come as deltas.
-    pub(super) deltas: bool,
-    /// A damaged packet may be refused, and the source retransmits it.
-    pub(super) send_again: bool,
 }
 
 #[derive(Debug)]
@@ -105,19 +97,8 @@ struct Feeding {
     main: Mutex<MainWriter<UnixStream>>,
     multifd: Vec<Mutex<MultifdWriter<UnixStream>>>,
     variant: WireVariant,
-    blocks: Vec<TargetBlock>,
-    shapes: Arc<[BlockShape]>,
-}
-
-struct TargetBlock {
-    name: String,
-    placement: BlockPlacement,
-}
-
-/// How the pages of a block reach guest RAM.
-enum BlockPlacement {
-    Direct { place: Box<dyn Place>, received: ReceivedBitmap },
-    InStream,
+    /// The names of the blocks.
+    blocks: Vec<String>,
 }
 
 impl Feeder {
@@ -127,22 +108,24 @@ impl Feeder {
         patience: Duration,
         placement: PlacementOption,
         find_blocks: FindBlocks,
-        agreed: Agreed,
+        agreement: PageAgreement,
         abort: &Arc<Abort>,
     ) -> Arc<Self> {
         let generations = Generations { ended: Vec::new(), closed: 0, over: false };
-        let feeder = Arc::new(Self {
+        let feeder = Arc::new_cyclic(|feeder: &Weak<Self>| Self {
             socket: socket.to_owned(),
             patience,
             placement,
             find_blocks,
-            agreed,
-            missing: MissingPages::default(),
+            agreement,
+            placer: Arc::new(PagePlacer::new({
+                let feeder = feeder.clone();
+                move || feeder.upgrade().iter().for_each(|feeder| feeder.wake())
+            })),
             abort: Arc::clone(abort),
             feeding: OnceLock::new(),
             generations: Mutex::new(generations),
             changed: Condvar::new(),
-            sealed: AtomicBool::new(false),
         });
         let weak = Arc::downgrade(&feeder);
         abort.on_end(move || {
@@ -163,16 +146,11 @@ impl Feeder {
     }
 
     /// Refuses all later pages: the source has sent its totals.
-    pub(super) fn seal(&self) {
-        self.sealed.store(true, Ordering::Release);
-    }
-
-    /// Returns the stream, as long as pages may come.
-    fn accepting_pages(&self) -> Result<&Feeding, SinkError> {
-        match self.sealed.load(Ordering::Acquire) {
-            true => Err("pages after the source's totals".into()),
-            false => self.feeding(),
-        }
+    ///
+    /// # Errors
+    /// A channel is still writing pages.
+    pub(super) fn seal(&self) -> Result<(), StillWriting> {
+        self.placer.close(Closed::Totals)
     }
 
     /// Connects to QEMU and writes everything up to the end of the RAM setup section.
@@ -209,12 +187,8 @@ impl Feeder {
             multifd.push(Mutex::new(MultifdWriter::new(stream, variant, page_size)?));
         }
 
-        let shape = |block: &RamBlockInfo| BlockShape {
-            pages: block.used_length / page_size as u64,
-            page_size: page_size as u32,
-        };
-        let shapes = start.ram.blocks.iter().map(shape).collect();
-        let feeding = Feeding { main: Mutex::new(main), multifd, variant, blocks, shapes };
+        let names = start.ram.blocks.iter().map(|block| block.name.clone()).collect();
+        let feeding = Feeding { main: Mutex::new(main), multifd, variant, blocks: names };
         feeding.on_main(|main| {
             main.configuration(&start.configuration)?;
             for item in &start.prologue {
@@ -227,15 +201,16 @@ impl Feeder {
             main.end_setup()
         })?;
         self.generations().ended = vec![0; start.ram_channels.into()];
-        let deltas = if self.agreed.deltas { feeding.direct() } else { Vec::new() };
-        if self.feeding.set(feeding).is_err() {
+        let direct = |number: &u16| blocks[usize::from(*number)].memory.is_some();
+        let deltas = (0..blocks.len() as u16).filter(|number| self.agreement.deltas && direct(number)).collect();
+        if self.feeding.set(feeding).is_err() || !self.placer.begin(blocks) {
             return Err("the stream started twice".into());
         }
         Ok(FeederEvent::Ready { placement: lines, deltas, return_path })
     }
 
     /// Decides how each block is placed. Returns the blocks, and the decisions for the log and the report.
-    fn target_blocks(&self, announced: &[RamBlockInfo]) -> Result<(Vec<TargetBlock>, Vec<String>), SinkError> {
+    fn target_blocks(&self, announced: &[RamBlockInfo]) -> Result<(Vec<PlacedBlock>, Vec<String>), SinkError> {
         let mut found = match self.placement {
             PlacementOption::InStream => Vec::new(),
             PlacementOption::Auto => (self.find_blocks)()?,
@@ -244,19 +219,20 @@ impl Feeder {
         let mut in_stream = 0;
         let blocks = announced.iter().map(|announced| {
             let position = found.iter().position(|block| block.name == announced.name);
-            let name = announced.name.clone();
+            let (name, pages) = (announced.name.clone(), announced.used_length / qemu::PAGE_SIZE as u64);
+            let shape = BlockShape { pages, page_size: qemu::PAGE_SIZE as u32 };
             let Some(block) = position.map(|at| found.swap_remove(at)) else {
                 in_stream += 1;
-                return TargetBlock { name, placement: BlockPlacement::InStream };
+                return PlacedBlock { name, shape, memory: None };
             };
             if block.used != announced.used_length {
                 in_stream += 1;
                 lines.push(format!("{name}: in-stream, its length differs and QEMU has to adapt it"));
-                return TargetBlock { name, placement: BlockPlacement::InStream };
+                return PlacedBlock { name, shape, memory: None };
             }
             match choose(&block) {
                 Placement::Direct { place, why } => {
-                    let received = ReceivedBitmap::new(announced.used_length / qemu::PAGE_SIZE as u64);
+                    let received = ReceivedBitmap::new(pages);
                     // Pages written before count as received, so that a zero page for them clears them.
                     let fresh = match block.freshness().written_pages(received.pages(), qemu::PAGE_SIZE as u64) {
                         Ok(written) => {
@@ -269,14 +245,14 @@ impl Feeder {
                         }
                     };
                     lines.push(format!("{name}: {}, {why}, {fresh}", place.method()));
-                    TargetBlock { name, placement: BlockPlacement::Direct { place, received } }
+                    PlacedBlock { name, shape, memory: Some((place, received)) }
                 }
                 Placement::InStream { why } => {
                     in_stream += 1;
                     if announced.used_length > LARGE_BLOCK {
                         lines.push(format!("{name}: in-stream, {why}"));
                     }
-                    TargetBlock { name, placement: BlockPlacement::InStream }
+                    PlacedBlock { name, shape, memory: None }
                 }
             }
         });
@@ -328,7 +304,7 @@ impl Feeder {
     /// Waits until all refused pages have been retransmitted.
     fn wait_until_complete(&self) -> Result<(), SinkError> {
         let mut generations = self.generations();
-        while self.missing.pages() > 0 {
+        while self.placer.refused() > 0 {
             if generations.over {
                 return Err("the migration is being taken down".into());
             }
@@ -337,18 +313,16 @@ impl Feeder {
         Ok(())
     }
 
-    /// Records that these pages have arrived undamaged.
-    fn mark_arrived(&self, block: u16, runs: &[Run]) {
-        if self.missing.remove(block, runs) {
-            // A waiting thread either waits for the notification already, or sees the new number when it gets the lock.
-            drop(self.generations());
-            self.changed.notify_all();
-        }
+    /// Wakes a thread that waits for retransmitted pages.
+    fn wake(&self) {
+        // A waiting thread either waits for the notification already, or sees the new number of pages when it gets the lock.
+        drop(self.generations());
+        self.changed.notify_all();
     }
 
     /// Returns the number of pages that arrived damaged and have not been retransmitted yet.
     pub(super) fn missing(&self) -> u64 {
-        self.missing.pages()
+        self.placer.refused()
     }
 
     fn end_ram(&self, generation: u64) -> Result<(), SinkError> {
@@ -365,14 +339,6 @@ impl Feeder {
 const LARGE_BLOCK: u64 = 8 << 20;
 
 impl Feeding {
-    /// Returns the numbers of the blocks whose pages do not go through QEMU.
-    fn direct(&self) -> Vec<u16> {
-        let direct = |(number, block): (usize, &TargetBlock)| {
-            matches!(block.placement, BlockPlacement::Direct { .. }).then_some(number as u16)
-        };
-        self.blocks.iter().enumerate().filter_map(direct).collect()
-    }
-
     /// Performs `act` on the main channel, then writes as many SYNCs to every multifd channel as `act` has written sync points.
     ///
     /// Each channel gets the same number, whatever its count: a channel that has ended a generation before others stays ahead.
@@ -402,12 +368,11 @@ impl Feeding {
 /// The sink of one RAM channel.
 pub(super) struct RamSink {
     feeder: Arc<Feeder>,
+    placer: ChannelPlacer,
     channel: usize,
     generation: u64,
     normal: Vec<u64>,
     zero: Vec<u64>,
-    /// Where deltas are applied; allocated with the first delta.
-    buffer: Option<DeltaBuffer>,
 }
 
 impl RamSink {
@@ -416,46 +381,12 @@ impl RamSink {
         let offsets = || Vec::with_capacity(PAGES_PER_PACKET);
         Self {
             feeder: Arc::clone(feeder),
+            placer: ChannelPlacer::new(&feeder.placer, channel, feeder.agreement),
             channel: channel.into(),
             generation: 0,
             normal: offsets(),
             zero: offsets(),
-            buffer: None,
         }
-    }
-
-    fn place(place: &dyn Place, received: &ReceivedBitmap, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
-        const MAX_PIECES: usize = 64;
-        let page_size = qemu::PAGE_SIZE as u64;
-        let mut pieces = [Piece { offset: 0, data: &[] }; MAX_PIECES];
-        let mut filled = 0;
-        let mut rest = content;
-        for run in runs {
-            match run.kind {
-                RunKind::Normal => {
-                    let (data, behind) = rest.split_at(run.count as usize * qemu::PAGE_SIZE);
-                    rest = behind;
-                    received.mark(run.first..run.end());
-                    pieces[filled] = Piece { offset: run.first * page_size, data };
-                    filled += 1;
-                    if filled == MAX_PIECES {
-                        place.write_pieces(&pieces)?;
-                        filled = 0;
-                    }
-                }
-                RunKind::Zero => {
-                    let mut outcome = Ok(());
-                    // Every page written before has been marked, so a page without a mark is fresh.
-                    received.zero(run.first..run.end(), Freshness::Fresh, |part| {
-                        if outcome.is_ok() {
-                            outcome = place.zero(part.start * page_size, (part.end - part.start) * page_size);
-                        }
-                    });
-                    outcome?;
-                }
-            }
-        }
-        Ok(place.write_pieces(&pieces[..filled])?)
     }
 
     /// Writes pages to QEMU's own stream, in packets of at most 128 pages.
@@ -485,7 +416,7 @@ impl RamSink {
                 let zeros_here = feeding.variant.zero_pages_in_packets();
                 let zero: &[u64] = if zeros_here { &self.zero } else { &[] };
                 if !self.normal.is_empty() || !zero.is_empty() {
-                    let name = &feeding.blocks[index].name;
+                    let name = &feeding.blocks[index];
                     multifd.lock().expect("feeders do not panic").pages(name, &self.normal, &[data], zero)?;
                 }
                 if !zeros_here && !self.zero.is_empty() {
@@ -507,52 +438,24 @@ impl RamSink {
 
 impl PageSink for RamSink {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
-        Ok(Arc::clone(&self.feeder.feeding()?.shapes))
+        self.feeder.placer.shapes()
     }
 
     fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
-        let feeder = Arc::clone(&self.feeder);
-        let feeding = feeder.accepting_pages()?;
-        let target = &feeding.blocks[usize::from(block)];
-        match &target.placement {
-            BlockPlacement::Direct { place, received } => {
-                Self::place(&**place, received, runs, content)
-                    .map_err(|error| format!("placing pages of {}: {error}", target.name))?;
-                feeder.mark_arrived(block, runs);
-                Ok(())
-            }
-            BlockPlacement::InStream => self.feed(feeding, block, runs, content),
+        if self.feeder.placer.memory(block).is_some() {
+            return self.placer.place(block, runs, content);
         }
+        let feeder = Arc::clone(&self.feeder);
+        let _permit = feeder.placer.permit()?;
+        self.feed(feeder.feeding()?, block, runs, content)
     }
 
     fn deltas(&mut self, block: u16, runs: &[Run], deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
-        let feeding = self.feeder.accepting_pages()?;
-        let target = &feeding.blocks[usize::from(block)];
-        match &target.placement {
-            BlockPlacement::Direct { place, .. } if self.feeder.agreed.deltas => {
-                let buffer = self.buffer.get_or_insert_with(DeltaBuffer::new);
-                let applied = buffer.apply(&**place, runs, deltas);
-                Ok(applied.map_err(|error| format!("applying deltas to pages of {}: {error}", target.name))?)
-            }
-            _ => Err(format!("deltas of {}, which are not taken", target.name).into()),
-        }
+        self.placer.apply(block, runs, deltas)
     }
 
     fn refuse(&mut self, block: u16, runs: &[Run]) -> Result<bool, SinkError> {
-        let feeding = self.feeder.accepting_pages()?;
-        let BlockPlacement::Direct { place, received } = &feeding.blocks[usize::from(block)].placement else {
-            return Ok(false);
-        };
-        if !self.feeder.agreed.send_again {
-            return Ok(false);
-        }
-        self.feeder.missing.add(&feeding.shapes, block, runs);
-        // The packet's table is undamaged, so its zero pages are placed now: they are not retransmitted.
-        for run in runs.iter().filter(|run| run.kind == RunKind::Zero) {
-            Self::place(&**place, received, &[*run], &[])?;
-            self.feeder.mark_arrived(block, &[*run]);
-        }
-        Ok(true)
+        self.placer.refuse(block, runs)
     }
 
     fn generation_end(&mut self, generation: u64) -> Result<(), SinkError> {
@@ -646,33 +549,37 @@ mod tests {
     use std::sync::mpsc::channel;
     use sterna_wire::reason::Reason;
 
-    use sterna_memory::place::{FileWrite, ZeroBy};
+    use sterna_memory::place::{FileWrite, Place, ZeroBy};
 
     /// Returns a feeder without a QEMU, one of whose two blocks is filled directly.
-    fn feeder(agreed: Agreed, abort: &Arc<Abort>) -> (Arc<Feeder>, UnixStream) {
+    fn feeder(agreement: PageAgreement, abort: &Arc<Abort>) -> (Arc<Feeder>, UnixStream) {
         const PAGES: u64 = 16;
         let feeder = Feeder::new(
             Path::new(""),
             Duration::ZERO,
             PlacementOption::Auto,
             Box::new(|| Err("there is no QEMU".into())),
-            agreed,
+            agreement,
             abort,
         );
         let (main, qemu) = UnixStream::pair().unwrap();
         let file = tempfile::tempfile().unwrap();
         file.set_len(PAGES * qemu::PAGE_SIZE as u64).unwrap();
         let place = FileWrite::new(file, 0, PAGES * qemu::PAGE_SIZE as u64, ZeroBy::Writing).unwrap();
-        let direct = BlockPlacement::Direct { place: Box::new(place), received: ReceivedBitmap::new(PAGES) };
-        let block = |name: &str, placement| TargetBlock { name: name.into(), placement };
+        let block = |name: &str, memory| PlacedBlock {
+            name: name.into(),
+            shape: BlockShape { pages: PAGES, page_size: 4096 },
+            memory,
+        };
+        let direct: (Box<dyn Place>, _) = (Box::new(place), ReceivedBitmap::new(PAGES));
         let feeding = Feeding {
             main: Mutex::new(MainWriter::new(main, WireVariant::SwitchoverStart, false)),
             multifd: Vec::new(),
             variant: WireVariant::SwitchoverStart,
-            blocks: vec![block("rom", BlockPlacement::InStream), block("ram", direct)],
-            shapes: Arc::new([BlockShape { pages: PAGES, page_size: 4096 }; 2]),
+            blocks: vec!["rom".into(), "ram".into()],
         };
         assert!(feeder.feeding.set(feeding).is_ok());
+        assert!(feeder.placer.begin(vec![block("rom", None), block("ram", Some(direct))]));
         (feeder, qemu)
     }
 
@@ -681,7 +588,7 @@ mod tests {
     #[test]
     fn the_end_of_ram_waits_for_refused_pages() {
         let abort = Arc::new(Abort::default());
-        let (feeder, _qemu) = feeder(Agreed { deltas: true, send_again: true }, &abort);
+        let (feeder, _qemu) = feeder(PageAgreement { deltas: true, retransmission: true }, &abort);
         let mut sink = RamSink::new(&feeder, 0);
         assert!(sink.refuse(1, &PAGE).unwrap());
         assert_eq!(feeder.missing(), 1);
@@ -700,11 +607,10 @@ mod tests {
     fn deltas_and_refusals_need_an_agreement_and_a_block_that_is_filled_directly() {
         let abort = Arc::new(Abort::default());
         let none = || PageDeltas::new(&[], 0);
-        for (deltas, send_again) in [(true, true), (false, false)] {
-            let (feeder, _qemu) = feeder(Agreed { deltas, send_again }, &abort);
-            assert_eq!(feeder.feeding().unwrap().direct(), [1]);
+        for (deltas, retransmission) in [(true, true), (false, false)] {
+            let (feeder, _qemu) = feeder(PageAgreement { deltas, retransmission }, &abort);
             let mut sink = RamSink::new(&feeder, 0);
-            assert_eq!(sink.refuse(1, &PAGE).unwrap(), send_again);
+            assert_eq!(sink.refuse(1, &PAGE).unwrap(), retransmission);
             assert_eq!(sink.deltas(1, &[], none()).is_ok(), deltas);
             assert!(!sink.refuse(0, &PAGE).unwrap() && sink.deltas(0, &[], none()).is_err());
         }
@@ -713,10 +619,10 @@ mod tests {
     #[test]
     fn pages_after_the_totals_are_refused_and_leave_the_memory_as_it_was() {
         let abort = Arc::new(Abort::default());
-        let (feeder, _qemu) = feeder(Agreed { deltas: true, send_again: true }, &abort);
+        let (feeder, _qemu) = feeder(PageAgreement { deltas: true, retransmission: true }, &abort);
         let mut sink = RamSink::new(&feeder, 0);
         sink.pages(1, &PAGE, &[7; qemu::PAGE_SIZE]).unwrap();
-        feeder.seal();
+        feeder.seal().unwrap();
         let refused = |outcome: Result<(), SinkError>| {
             let error = outcome.unwrap_err().to_string();
             assert!(error.contains("pages after the source's totals"), "{error}");
@@ -727,9 +633,7 @@ mod tests {
             refused(sink.refuse(block, &PAGE).map(drop));
         }
         let mut page = [0; qemu::PAGE_SIZE];
-        let BlockPlacement::Direct { place, .. } = &feeder.feeding().unwrap().blocks[1].placement else {
-            unreachable!("block 1 is filled directly")
-        };
+        let place = feeder.placer.memory(1).expect("block 1 is filled directly");
         place.read_pages(&[3 * qemu::PAGE_SIZE as u64], &mut page).unwrap();
         assert_eq!(page, [7; qemu::PAGE_SIZE]);
     }
@@ -744,7 +648,6 @@ mod tests {
             multifd: vec![Mutex::new(MultifdWriter::new(multifd, variant, qemu::PAGE_SIZE).unwrap())],
             variant,
             blocks: Vec::new(),
-            shapes: Arc::new([]),
         });
         // The lock that its writer holds while QEMU does not read.
         let blocked = feeding.multifd[0].lock().unwrap();

@@ -162,18 +162,22 @@ impl Start {
     }
 }
 
-/// Splits a piece of a device's section into contents of records of at most `max_bytes` bytes.
+/// Splits a piece of a device's section into contents of records of at most `max_bytes` bytes; an empty piece is one record.
 pub(super) fn encode_device_section(piece: &DevicePiece, max_bytes: usize) -> Vec<Vec<u8>> {
     const PREFIX: usize = 5;
-    let parts = piece.bytes.chunks(max_bytes - PREFIX);
-    let last = parts.len() - 1;
-    let record = |(number, part): (usize, &[u8])| {
+    let mut rest = &piece.bytes[..];
+    let mut records = Vec::new();
+    loop {
+        let (part, after) = rest.split_at(rest.len().min(max_bytes - PREFIX));
         let mut content = piece.section_id.to_le_bytes().to_vec();
-        content.push(u8::from(piece.last && number == last));
+        content.push(u8::from(piece.last && after.is_empty()));
         content.extend_from_slice(part);
-        content
-    };
-    parts.enumerate().map(record).collect()
+        records.push(content);
+        if after.is_empty() {
+            return records;
+        }
+        rest = after;
+    }
 }
 
 /// Decodes one record of [`encode_device_section`].
@@ -261,6 +265,9 @@ mod tests {
         let read: Vec<_> = parts.iter().map(|part| decode_device_section(part).unwrap()).collect();
         assert_eq!(read.iter().map(|part| part.last).collect::<Vec<_>>(), [false, true]);
         assert_eq!(read.iter().flat_map(|part| part.bytes.clone()).collect::<Vec<_>>(), piece.bytes);
+        let empty = encode_device_section(&DevicePiece { bytes: Vec::new(), ..piece }, 7);
+        let read: Vec<_> = empty.iter().map(|part| decode_device_section(part).unwrap()).collect();
+        assert!(matches!(&read[..], [one] if one.last && one.section_id == 9 && one.bytes.is_empty()));
         assert!(decode_device_section(&[1, 0, 0, 0]).is_err());
         assert!(decode_ram_end(&[0; 7]).is_err());
     }

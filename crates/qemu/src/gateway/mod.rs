@@ -21,7 +21,6 @@ use sterna_offload::Accelerators;
 use sterna_wire::identity::MigrationId;
 use sterna_wire::switchover::SourceAfter;
 
-mod applied;
 mod backlog;
 mod claim;
 mod destination;

@@ -1,11 +1,12 @@
 //! The source's data plane: channels, pipeline, and the threads that read QEMU's connections.
 
+use std::convert::Infallible;
 use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use sterna_engine::abort::Abort;
@@ -47,6 +48,10 @@ pub(super) struct Plane {
     when_aborted: WhenAborted,
     connections: Connections,
     threads: Vec<JoinHandle<()>>,
+    /// Each thread has a clone.
+    running: Sender<Infallible>,
+    /// Disconnected when all threads have ended.
+    ended: Receiver<Infallible>,
 }
 
 impl Plane {
@@ -77,6 +82,7 @@ impl Plane {
             waiting.close();
         });
         let stream_channel = Arc::new(stream_channel);
+        let (running, ended) = channel();
         Ok(Self {
             pipeline,
             stream_channel,
@@ -85,6 +91,8 @@ impl Plane {
             when_aborted,
             connections: Connections(Vec::new()),
             threads: Vec::new(),
+            running,
+            ended,
         })
     }
 
@@ -154,8 +162,9 @@ impl Plane {
         rest: Option<UnixStream>,
         run: impl FnOnce() -> Result<(), String> + Send + 'static,
     ) -> io::Result<()> {
-        let abort = Arc::clone(&self.abort);
-        self.threads.push(std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        let (abort, running) = (Arc::clone(&self.abort), self.running.clone());
+        self.threads.push(Builder::new().name(name.to_owned()).spawn(move || {
+            let _running = running;
             if let Err(reason) = run() {
                 abort.raise(Reason::other(reason));
                 if let Some(rest) = rest {
@@ -179,21 +188,11 @@ impl Plane {
     /// Waits up to `time` until QEMU closes its connections, then closes them and waits for all threads. Every connection to the
     /// destination must be closed, as for [`Plane::join`].
     pub(super) fn leave(mut self, time: Duration) {
-        let threads = std::mem::take(&mut self.threads);
-        std::thread::scope(|scope| {
-            let (ended, waiting) = channel::<()>();
-            let connections = &self.connections;
-            scope.spawn(move || {
-                if waiting.recv_timeout(time) == Err(RecvTimeoutError::Timeout) {
-                    connections.close();
-                }
-            });
-            for thread in threads {
-                // A panic in the thread has been printed, and its closed connection noticed.
-                let _ = thread.join();
-            }
-            drop(ended);
-        });
+        // Only the threads' own clones are left.
+        self.running = channel().0;
+        if self.ended.recv_timeout(time) == Err(RecvTimeoutError::Timeout) {
+            self.connections.close();
+        }
         self.join();
     }
 

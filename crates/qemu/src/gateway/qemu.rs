@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -36,6 +37,10 @@ pub(super) const QUIT_TIME: Duration = Duration::from_secs(10);
 const EXIT_TIME: Duration = Duration::from_secs(5);
 /// Pause between two polls of a state for which QEMU has no event.
 const POLL_PAUSE: Duration = Duration::from_millis(5);
+/// How long a destination QEMU may take from having loaded everything until it reports that it is paused.
+const PAUSE_TIME: Duration = Duration::from_secs(10);
+/// As [`POLL_PAUSE`], while the guest is paused.
+const LOADED_POLL_PAUSE: Duration = Duration::from_millis(1);
 
 /// QEMU's events that concern the drivers.
 #[derive(Debug)]
@@ -51,9 +56,16 @@ pub(super) enum QemuEvent {
 }
 
 /// Passes QEMU's events to `tell` on a thread of its own, until `tell` returns false. Each event is counted in `backlog`.
-pub(super) fn watch(qmp: &Qmp, backlog: BacklogEntry, tell: impl Fn(QemuEvent) -> bool + Send + 'static) {
+///
+/// # Errors
+/// The system cannot start a thread.
+pub(super) fn watch(
+    qmp: &Qmp,
+    backlog: BacklogEntry,
+    tell: impl Fn(QemuEvent) -> bool + Send + 'static,
+) -> Result<(), String> {
     let qmp = qmp.clone();
-    std::thread::spawn(move || {
+    let watch = move || {
         loop {
             let event = match qmp.next_event(Instant::now() + Duration::from_secs(1)) {
                 Ok(None) => continue,
@@ -74,7 +86,21 @@ pub(super) fn watch(qmp: &Qmp, backlog: BacklogEntry, tell: impl Fn(QemuEvent) -
                 return;
             }
         }
-    });
+    };
+    let thread = Builder::new().name("qemu-events".into()).spawn(watch);
+    thread.map(drop).map_err(|error| format!("no thread for QEMU's events: {error}"))
+}
+
+/// Waits until QEMU, which has loaded the guest, reports that it is paused. This is downtime, so the pauses are short.
+pub(super) fn wait_paused(qmp: &Qmp) -> Result<(), String> {
+    let deadline = Instant::now() + PAUSE_TIME;
+    loop {
+        match qmp.status().map_err(|error| error.to_string())?.as_str() {
+            "paused" => return Ok(()),
+            "inmigrate" if Instant::now() < deadline => std::thread::sleep(LOADED_POLL_PAUSE),
+            status => return Err(format!("QEMU is {status} where it should be loaded and paused")),
+        }
+    }
 }
 
 /// Returns the description of QEMU's machine for the source's hello.

@@ -21,7 +21,9 @@ use sterna_engine::recovery::MAX_DIAL_PAUSE;
 use sterna_engine::report::{Observer, Progress, Report};
 use sterna_engine::send::{Compression, DeltaBlocks, Refusals};
 use sterna_engine::session::{self, Backoff, DIAL_PAUSE, Offer, Peer, Redial};
-use sterna_engine::switchover::{DeliveryLimits, Events, Reconnection, SourceKernel, SourceSetup, after, run_source};
+use sterna_engine::switchover::{
+    ABORT_TIME, DELIVERY_TIME, DeliveryLimits, Events, Reconnection, SourceKernel, SourceSetup, after, run_source,
+};
 use sterna_engine::transport::Address;
 use sterna_engine::window::Window;
 use sterna_offload::Operation;
@@ -42,10 +44,6 @@ use super::{GatewayError, SendMode, SendOptions, direct};
 use crate::qmp::Qmp;
 use crate::settings::{RequiredSettings, Role, Settings};
 
-/// How long `send` dials a lost destination to deliver the decision. After that, `sterna recover` has to deliver it.
-const DELIVERY_TIME: Duration = Duration::from_secs(60);
-/// How long `send` dials a lost destination to report an abort, which the destination presumes anyway.
-const ABORT_TIME: Duration = Duration::from_secs(5);
 /// Estimated time of commit and start besides loading: two records written durably on each side, and `cont`.
 const COMMIT_ESTIMATE: Duration = Duration::from_millis(20);
 /// QEMU never considers a smaller downtime limit as reached.
@@ -127,7 +125,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let _cancelling = events.on_cancel(cancel, || {});
     let backlog = Backlog::default();
     let of_qemu = events.clone();
-    qemu::watch(&qmp, backlog.entry(), move |event| of_qemu.send(Event::Qemu(event)));
+    qemu::watch(&qmp, backlog.entry(), move |event| of_qemu.send(Event::Qemu(event)))
+        .map_err(GatewayError::untouched)?;
 
     let deltas: Option<Arc<DeltaBlocks>> = (options.delta_cache > 0 && session.has(DELTA)).then(Arc::default);
     let refusals = deltas.clone().map(|blocks| Arc::new(Refusals::of_kept_pages(blocks)));
@@ -158,6 +157,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         started: Instant::now(),
         figures: DestinationFigures::default(),
         placement: Vec::new(),
+        ready: false,
         progress: Progress::default(),
         watch: RoundsWatch::new(options.downtime),
         limit,

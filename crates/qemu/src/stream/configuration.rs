@@ -25,7 +25,7 @@ pub struct Configuration {
     pub page_bits: u32,
     /// Migration capabilities that the destination must have set in the same way.
     pub capabilities: Vec<String>,
-    /// The guest's UUID, when QEMU was told to validate it.
+    /// The guest's UUID, where QEMU is set to validate it.
     pub uuid: Option<[u8; 16]>,
 }
 

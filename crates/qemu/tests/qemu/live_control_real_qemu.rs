@@ -6,7 +6,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use sterna_engine::cancel::Cancel;
-use sterna_engine::live_control::{Answer, Control};
+use sterna_engine::live_control::{Control, RequestOutcome};
 use sterna_engine::migration::Phase;
 use sterna_engine::report::{Observer, Outcome, Progress, Report};
 use sterna_engine::transport::Security;
@@ -48,9 +48,9 @@ impl Observer for Requesting<'_> {
     fn progress(&self, progress: &Progress) {
         let under_way = progress.phase == Phase::Rounds && progress.wire_bytes > 0;
         if under_way && !self.requested.swap(true, Ordering::Relaxed) {
-            assert_eq!(self.control.post_copy(), Answer::NotAgreed);
-            assert_eq!(self.control.set_downtime(TARGET * 2), Answer::Accepted);
-            assert_eq!(self.control.switch_over(), Answer::Accepted);
+            assert_eq!(self.control.post_copy(), RequestOutcome::NotAgreed);
+            assert_eq!(self.control.set_downtime(TARGET * 2), RequestOutcome::Accepted);
+            assert_eq!(self.control.switch_over(), RequestOutcome::Accepted);
         }
     }
 
@@ -121,7 +121,7 @@ fn move_by_request(mode: SendMode) -> Option<(Report, Vec<String>)> {
         assert_eq!((sent.outcome, received.outcome), (Outcome::Completed, Outcome::Completed), "{sent:?}");
         (sent, observer.notes.into_inner().unwrap())
     });
-    assert_eq!((control.switch_over(), control.cancel()), (Answer::TooLate, Answer::TooLate));
+    assert_eq!((control.switch_over(), control.cancel()), (RequestOutcome::TooLate, RequestOutcome::TooLate));
     let before = destination.console().byte_count();
     destination.console().wait_for_bytes(before + 1, LONG).expect("the guest goes on");
     Qmp::connect(&socket).unwrap().execute("stop", serde_json::json!({})).unwrap();

@@ -187,6 +187,11 @@ impl DestinationSwitchover {
         self.phase == Phase::Prepared
     }
 
+    /// Returns whether post-copy was requested.
+    pub fn began_post_copy(&self) -> bool {
+        !matches!(self.memory, Memory::BeforeStart)
+    }
+
     /// Returns whether part of the guest's memory is still at the source, and is on its way or waited for.
     pub fn lacks_memory(&self) -> bool {
         matches!(self.memory, Memory::Missing(_)) && !self.phase.ended()

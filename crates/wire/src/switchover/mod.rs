@@ -5,6 +5,8 @@
 //! the decision: it is one record on the **source's** disk. Before that record exists the source may resume its guest; after
 //! that the source never runs it again.
 //!
+//! With QEMU, for operators, the sequence is in `docs/switchover.md`; here with any monitor:
+//!
 //! ```text
 //!  source                                             destination
 //!  record started                                     record started
@@ -31,7 +33,7 @@
 //!  rounds do not       ─────── PostCopy ────────────> missing pages are watched
 //!  converge            <────── PostCopyReady ────────
 //!  answers requests; guest paused, discards and
-//!  final state sent ────────── Prepare ─────────────> all but the discarded pages placed, all loaded
+//!  final state sent ────────── Prepare ─────────────> everything but the discarded pages placed, all loaded
 //!                      <────── Prepared ───────────── record prepared_incomplete
 //!  record committed            (the decision)
 //!  serves pages        ─────── Commit ──────────────> record committed_incomplete, guest started, it runs
@@ -44,8 +46,8 @@
 //! After a lost connection or a crash **the source connects** to the destination's listener (the destination has no
 //! address to connect to) and **the destination sends first**: `AskOutcome` if it is prepared, `Running`, `Abort`
 //! (discarded, never ran), `Lost` (committed, but its monitor is gone), or `MemoryLost`. The source replies to `AskOutcome`
-//! with `Outcome`. Where memory is missing the destination sends `PostCopyReady` before anything else: the source opens new
-//! data channels, and sends what the destination lists there. If the process that received the guest dies while memory is
+//! with `Outcome`. Where memory is missing the destination sends `PostCopyReady` before anything else. Before the decision this message
+//! means that missing pages are watched; here, that memory is still missing: the source opens new data channels, and sends what the destination lists there. If the process that received the guest dies while memory is
 //! missing, that memory can never be placed: a guest that had not been started is discarded (the source has all of it), any
 //! other is lost. If the process that served the pages dies, the guest waits wherever it touches what is missing; nothing
 //! of it may be ended or resumed before an operator decides. If the source's monitor dies, the source sends `MemoryLost`.

@@ -18,7 +18,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_idxd::{
     Descriptor, Device, Kind, Mode, OperationSet, Portal, QueueInfo, Submission, SubmitMethod, WorkQueue,
 };
-use sterna_idxd_model::core::Timing;
+use sterna_idxd_model::config::Timing;
 use sterna_memory::PAGE_SIZE;
 use sterna_offload::{Channel, NEVER, Offload, Operation, Region, Settings, Ticket};
 
@@ -284,10 +284,8 @@ impl StandIn {
 
 impl Portal for StandIn {
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
-        match self.submitted.as_ref().map(|submitted| submitted.try_send(*descriptor)) {
-            Some(Ok(())) => Submission::Accepted,
-            _ => Submission::Retry,
-        }
+        let accepted = self.submitted.as_ref().is_some_and(|submitted| submitted.try_send(*descriptor).is_ok());
+        if accepted { Submission::Accepted } else { Submission::Retry }
     }
 
     fn submit_method(&self) -> SubmitMethod {

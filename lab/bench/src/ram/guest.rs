@@ -24,7 +24,7 @@ use sterna_memory::snapshot::Snapshot;
 use sterna_qemu_lab::corpus::Corpus;
 
 use super::clock::now_ns;
-use super::writer::Writer;
+use super::writer::{SEED, Writer};
 
 /// Huge pages of anonymous memory are of this size, and begin at multiples of it.
 const HUGE_PAGE: usize = 2 << 20;
@@ -48,8 +48,6 @@ pub(crate) enum Memory {
 
 /// Where a corpus begins, and how much there is behind it: the firmware of a QEMU has its tables at both ends of low memory.
 const CORPUS_AT: u64 = 64 << 20;
-/// The part of a corpus that is used.
-pub(crate) const SEED: u64 = 1;
 /// Bytes that are read from a corpus at once.
 const CHUNK: usize = 1 << 20;
 

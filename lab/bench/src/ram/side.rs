@@ -9,7 +9,6 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::thread::{CpuSet, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 use sterna_codec::{ChoiceError, MethodChoice};
 use sterna_engine::cancel::Cancel;
@@ -20,12 +19,12 @@ use sterna_engine::tls::TlsSettings;
 use sterna_engine::transport::Security;
 use sterna_qemu_lab::usage::Usage;
 
-use super::super::delta;
 use super::super::measured::check_method;
 use super::clock::{cpu_ns, now_ns};
 use super::guest::{Content, Guest, Memory, Monitor};
+use super::pin::pin;
 use super::writer::{Writer, Writes};
-use super::{pipeline, plain, received};
+use super::{delta_side, pipeline, plain, received};
 
 /// The name in the certificate of the source.
 pub(crate) const CLIENT: &str = "sterna-bench";
@@ -83,7 +82,7 @@ pub(crate) enum Order {
     /// Return the sum over the parts of RAM that this content fills.
     Sum { content: Content },
     /// A command of `sterna-bench delta`, with its own guest RAM.
-    Delta(delta::side::Order),
+    Delta(delta_side::Order),
 }
 
 /// An answer of a side.
@@ -93,7 +92,7 @@ pub(crate) enum Answer {
     Listening { address: String },
     Took(Took),
     Sum(u64),
-    Delta(delta::side::Found),
+    Delta(delta_side::Found),
     Failed { reason: String },
 }
 
@@ -131,7 +130,7 @@ pub(crate) fn run() -> Result<(), String> {
     Ok(())
 }
 
-pub(crate) fn send_answer(answer: &Answer) -> Result<(), String> {
+fn send_answer(answer: &Answer) -> Result<(), String> {
     let mut line = serde_json::to_string(answer).map_err(|error| error.to_string())?;
     line.push('\n');
     let mut out = std::io::stdout().lock();
@@ -147,7 +146,8 @@ fn execute(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
         return Ok(Answer::Done);
     }
     if let Order::Delta(order) = order {
-        return delta::side::execute(order);
+        let listening = |address| send_answer(&Answer::Listening { address });
+        return delta_side::execute(order, listening).map(Answer::Delta);
     }
     let guest = guest.as_ref().ok_or("nothing was prepared")?;
     match order {
@@ -162,13 +162,6 @@ fn execute(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
         Order::Check { content } => guest.check(content).map(|()| Answer::Done),
         Order::Sum { content } => Ok(Answer::Sum(guest.sum(content))),
     }
-}
-
-/// Pins this thread, and the threads that it starts later, to these CPUs.
-pub(crate) fn pin(cpus: &[usize]) -> Result<(), String> {
-    let mut set = CpuSet::new();
-    cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU).for_each(|cpu| set.set(*cpu));
-    sched_setaffinity(None, &set).map_err(|error| format!("cannot run on CPUs {cpus:?} only: {error}"))
 }
 
 /// Measures `work`, which returns the bytes that it wrote to the network, and its end if that is not the time of its

@@ -19,7 +19,7 @@ use sterna_memory::discard::Discardable;
 use sterna_memory::ram::RamBlock;
 
 use super::guest::{Guest, Memory};
-use super::side::pin;
+use super::pin::pin;
 use crate::hosts::{HostsError, doing};
 
 /// Warm memory that is kept free in advance: more than is allocated between two steps on a busy machine. Memory freed

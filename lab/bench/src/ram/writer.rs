@@ -12,7 +12,10 @@ use sterna_guest::page::{Fill, Pages};
 use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_qemu_lab::corpus::Slabs;
 
-use super::side::pin;
+use super::pin::pin;
+
+/// The part of a corpus that is used.
+pub(crate) const SEED: u64 = 1;
 
 /// How often it checks which writes are due.
 const INTERVAL: Duration = Duration::from_millis(1);
@@ -182,7 +185,7 @@ impl<'a> Memory<'a> {
             block,
             pattern: writes.pattern,
             pages: Pages::new(fill),
-            slabs: Slabs::new(super::guest::SEED),
+            slabs: Slabs::new(SEED),
             first_page: writes.from / PAGE_BYTES as u64,
             page_count: writes.bytes / PAGE_BYTES as u64,
             bytes: writes.bytes,

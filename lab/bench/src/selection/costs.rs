@@ -11,15 +11,15 @@ use std::sync::Arc;
 
 use sterna_codec::sample::Sampler;
 use sterna_codec::{CodecError, Encoded, Encoder, EncoderSource, Encoding, Engine, Engines};
-use sterna_idxd_model::core::Timing;
+use sterna_idxd_model::config::Timing;
 use sterna_qemu_lab::corpus::Corpus;
 use sterna_simulator::measured::thread_cpu;
 use sterna_simulator::path::choices::{Batch, Trace};
 use sterna_simulator::path::{self, Path};
 use sterna_wire::checksum::crc32c;
 
-use super::super::ram::guest::SEED;
-use super::super::ram::side::pin;
+use super::super::ram::pin::pin;
+use super::super::ram::writer::SEED;
 use crate::hosts::{HostsError, doing};
 
 /// A packet of the engine.
@@ -230,6 +230,7 @@ fn charge(encoding: Encoding, made: &mut path::Encoded, beside: &Bytes) {
 #[cfg(test)]
 mod tests {
     use sterna_codec::MethodChoice;
+    use sterna_test_kit::content;
 
     use super::*;
 
@@ -240,11 +241,7 @@ mod tests {
         let mut memory = vec![0u8; 2 * BATCH];
         let (text, noise) = memory.split_at_mut(BATCH);
         text.iter_mut().enumerate().for_each(|(at, byte)| *byte = b"pages of a guest "[at % 17]);
-        let mut state = 1u64;
-        noise.fill_with(|| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (state >> 56) as u8
-        });
+        noise.copy_from_slice(&content::noise(1, BATCH));
         let encodings = encodings();
         let trace = measure(&memory, &encodings, 1, &BESIDE).unwrap();
         assert_eq!((trace.encodings.len(), trace.batches.len()), (encodings.len(), 2));

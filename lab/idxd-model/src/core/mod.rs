@@ -12,14 +12,12 @@
 
 mod batch;
 mod device;
+mod page_requests;
 mod queue;
 mod random;
 mod script;
-mod timing;
 
 pub use device::{Accounts, Device, SoftwareError};
-pub use script::{Script, ScriptedFault};
-pub use timing::{PageRequests, Timing};
 
 use crate::memory::{AddressSpace, Fault};
 use crate::ops::{self, Effects, Limits, Outcome, Record, Scratch};

@@ -1,5 +1,5 @@
 //! Summarises each operation of a trace: how often it occurred, how it ended, how long it took. The times end when the
-//! record is *seen*, so they are upper bounds of the device's times. [`Timing`](crate::core::Timing) is calibrated with
+//! record is *seen*, so they are upper bounds of the device's times. [`Timing`](crate::config::Timing) is calibrated with
 //! them.
 
 use std::collections::BTreeMap;

@@ -1,16 +1,10 @@
 //! The checks of sections 5.4 and 5.5, driven by the table.
 
+use super::invalid::Invalid;
 use super::{Limits, overlap};
 use crate::config::Kind;
 use crate::table::dsa::{self, code};
 use crate::table::{Operation, status};
-
-/// Why a descriptor is not executed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Invalid {
-    pub(crate) status: u8,
-    pub(crate) flags: u32,
-}
 
 fn invalid<T>(status: u8) -> Result<T, Invalid> {
     Err(Invalid { status, flags: 0 })

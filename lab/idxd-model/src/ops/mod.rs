@@ -10,10 +10,12 @@ mod copy;
 pub mod crc;
 mod delta;
 pub mod iaa;
+mod invalid;
 
 use access::{Access, Stop};
 pub(crate) use access::{Effects, MAX_PAGE_REQUESTS};
-pub(crate) use check::{Invalid, check};
+pub(crate) use check::check;
+pub(crate) use invalid::Invalid;
 
 use crate::config::Kind;
 use crate::memory::AddressSpace;

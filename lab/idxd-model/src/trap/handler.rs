@@ -182,7 +182,7 @@ fn queue_at(address: u64) -> Option<ModelQueue> {
         }
         let (major, minor) = device.split_once(':')?;
         let number = libc::makedev(u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
-        return crate::tree::portal(number, inode.parse().ok()?);
+        return crate::model::portals::find(number, inode.parse().ok()?);
     }
     None
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use sterna_idxd_model::core::{Script, ScriptedFault};
+use sterna_idxd_model::config::{Script, ScriptedFault};
 use sterna_idxd_model::memory::Watch;
 use sterna_idxd_model::{DeviceConfig, Mode, Model, ModelConfig, QueueConfig};
 

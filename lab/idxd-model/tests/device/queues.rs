@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use sterna_idxd_model::core::{Script, ScriptedFault, Timing};
+use sterna_idxd_model::config::{Script, ScriptedFault, Timing};
 use sterna_idxd_model::memory::{AddressSpace, PageState, TestMemory};
 use sterna_idxd_model::{DeviceConfig, Mode, Model, ModelConfig};
 

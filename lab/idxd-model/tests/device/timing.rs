@@ -1,7 +1,9 @@
 //! The timing: against the published figures to which it was fitted, against queueing theory, and the speed of the model itself.
 
-use sterna_idxd_model::core::{Completed, Device, Payload, Posting, Step, Submitted, Timed, Timing};
+use sterna_idxd_model::config::Timing;
+use sterna_idxd_model::core::{Completed, Device, Payload, Posting, Step, Submitted, Timed};
 use sterna_idxd_model::{DeviceConfig, Kind, Mode, QueueConfig};
+use sterna_test_kit::Random;
 
 use crate::common::queue;
 
@@ -97,13 +99,10 @@ fn a_single_server_waits_as_theory_says() {
     for load in [0.3_f64, 0.6, 0.8] {
         let mut device = device(Kind::Dsa, Some(Timing::server(1000)), 1);
         let timed = Timed { bytes: SERVICE, writes: true, ..Timed::default() };
-        let (mut state, mut now, mut sum, mut count) = (88_172_645_463_325_252_u64, 0.0_f64, 0_u64, 0_u64);
+        let (mut random, mut now, mut sum, mut count) = (Random::new(1), 0.0_f64, 0_u64, 0_u64);
         let mut arrivals = Vec::new();
         for tag in 0..300_000 {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            let uniform = (state >> 11) as f64 / (1_u64 << 53) as f64;
+            let uniform = (random.next_u64() >> 11) as f64 / (1_u64 << 53) as f64;
             now += -(1.0 - uniform).ln() * SERVICE as f64 / load;
             let at = now as u64;
             run_until(&mut device, at, |completed| {

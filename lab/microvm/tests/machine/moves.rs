@@ -5,6 +5,7 @@ use crate::support::{
     move_state,
 };
 use sterna_microvm::{Backing, BlockConfig, Config, Error, Execution, Tracking, Workload};
+use sterna_test_kit::Random;
 
 #[test]
 fn a_guest_goes_on_in_a_second_machine_and_back_and_forth() {
@@ -148,14 +149,14 @@ fn damaged_states_are_accepted_or_refused() {
         let mut state = Vec::new();
         source.save(&mut state).unwrap();
         let seed = 0x5EED_0007;
-        let mut random = crate::support::Random(seed);
+        let mut random = Random::new(seed);
         for case in 0..200 {
             let mut damaged = state.clone();
-            for _ in 0..1 + random.next() % 3 {
-                let at = random.next() as usize % damaged.len();
-                damaged[at] = b"0123456789[],{}\"x"[random.next() as usize % 17];
+            for _ in 0..1 + random.next_u64() % 3 {
+                let at = random.next_u64() as usize % damaged.len();
+                damaged[at] = b"0123456789[],{}\"x"[random.next_u64() as usize % 17];
             }
-            damaged.truncate(if case % 10 == 0 { random.next() as usize % damaged.len() } else { damaged.len() });
+            damaged.truncate(if case % 10 == 0 { random.next_u64() as usize % damaged.len() } else { damaged.len() });
             let destination = machine(&config, &SerialOutput::default()).unwrap();
             if destination.load(&mut damaged.as_slice()).is_ok() {
                 copy(&source, &destination, all_pages(&source));

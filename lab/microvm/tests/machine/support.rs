@@ -145,16 +145,6 @@ pub(crate) fn move_state(from: &Machine, to: &Machine) {
     assert!(rest.is_empty());
 }
 
-/// A small generator of pseudo-random numbers.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 33
-    }
-}
-
 /// Names of all that can fill memory.
 pub(crate) const FILLS: [Fill; 7] =
     [Fill::Zeros, Fill::Ones, Fill::Sequence, Fill::Random, Fill::Text, Fill::Corpus, Fill::Mixed];

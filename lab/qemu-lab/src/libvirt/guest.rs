@@ -163,7 +163,7 @@ impl<'a> LibvirtGuest<'a> {
   <vcpu>1</vcpu>
   <os>
     <type arch='x86_64' machine='{machine}'>hvm</type>
-    <kernel>/run/lab/vmlinuz</kernel><initrd>/run/lab/initramfs</initrd>
+    <kernel>/run/lab/vmlinux</kernel><initrd>/run/lab/initramfs</initrd>
     <cmdline>{command_line}</cmdline>
   </os>
   <features><acpi/></features>

@@ -163,7 +163,7 @@ fn the_guest_obeys_its_console() {
 
 #[test]
 fn a_setting_that_the_guest_does_not_know_is_an_error_in_words() {
-    let guest = LinuxGuest { kernel_words: "sterna.colour=red".into(), ..linux(Fill::Zeros) };
+    let guest = LinuxGuest { kernel_arguments: "sterna.colour=red".into(), ..linux(Fill::Zeros) };
     let Some(qemu) = skip_if_unavailable(Qemu::start(&small_linux(QemuVersion::V10_0, guest))) else { return };
     let error = qemu.guest().wait_ready(LONG).expect_err("refused");
     assert!(matches!(&error, Error::Guest(text) if text.contains("colour")), "{error}");

@@ -2,28 +2,17 @@
 //! made of the same facts as the JSON.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
 
-use clap::Args;
 use serde::Serialize;
 use sterna_idxd::{DeviceInfo, Directories, Kind, Operation, QueueInfo, Reason, WorkQueue, discover, iaa};
 use sterna_memory::scan::Implementation;
 
 use super::super::report_file::{Named, ReportFile};
-use super::{Exit, Failure, Out};
+use super::{Failure, Out};
+use crate::args::accel::ListArgs;
+use crate::exit::Exit;
 
 const LIST: Named = Named { option: "--json", what: "list" };
-
-/// `sterna accel list`.
-#[derive(Debug, Args)]
-pub(crate) struct ListArgs {
-    /// Do not open queues that could be used
-    #[arg(long)]
-    closed: bool,
-    /// Write the list as JSON, whole or not at all; `-` is stdout (the text is then left out)
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-}
 
 /// Everything that the command shows. docs/accelerators.md describes the fields.
 #[derive(Debug, Serialize)]

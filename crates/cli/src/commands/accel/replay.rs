@@ -7,7 +7,9 @@ use sterna_idxd_model::Kind;
 use sterna_idxd_model::judge::{OperationSummary, Verdict};
 use sterna_offload::trace::{Replay, replay};
 
-use super::{Exit, Failure, Out, ReplayArgs};
+use super::{Failure, Out};
+use crate::args::accel::ReplayArgs;
+use crate::exit::Exit;
 
 /// Maximum number of unanswered descriptors that are listed; the others are counted.
 const MAX_LISTED: usize = 10;

@@ -68,8 +68,9 @@ pub(crate) struct Move {
     /// Bytes of its RAM.
     pub(crate) memory: u64,
     pub(crate) tls: bool,
-    /// More words for `send` and `receive`.
+    /// Further arguments of `send`.
     pub(crate) send: Vec<String>,
+    /// Further arguments of `receive`.
     pub(crate) receive: Vec<String>,
 }
 
@@ -103,8 +104,8 @@ impl Move {
         meanwhile(&sender);
 
         let held = hold.reached(&receiver);
-        let left = if self.mode == "direct" { "paused" } else { "postmigrate" };
-        assert_eq!(pair.source.status().as_deref(), Some(left));
+        let source_status = if self.mode == "direct" { "paused" } else { "postmigrate" };
+        assert_eq!(pair.source.status().as_deref(), Some(source_status));
         assert_eq!(pair.destination.status().as_deref(), Some("paused"));
         let mut differing = compare(pair.source.qemu.pid(), pair.destination.qemu.pid(), self.memory).unwrap();
         differing.retain(|page| !CHANGED_BY_LOADING.contains(page));
@@ -141,10 +142,10 @@ pub(crate) fn tried<T>(
     mut moved: impl FnMut() -> Option<Result<T, String>>,
 ) -> Option<T> {
     let tries = if from == sterna_qemu_lab::QemuVersion::V7_2 { TRIES_OF_7_2 } else { 1 };
-    for left in (0..tries).rev() {
+    for tries_left in (0..tries).rev() {
         match moved()? {
             Ok(result) => return Some(result),
-            Err(differing) if left > 0 => eprintln!("QEMU 7.2 as the source, another try: {differing}"),
+            Err(differing) if tries_left > 0 => eprintln!("QEMU 7.2 as the source, another try: {differing}"),
             Err(differing) => panic!("{differing}"),
         }
     }
@@ -153,6 +154,6 @@ pub(crate) fn tried<T>(
 
 /// Kernel options for a Linux guest of a QEMU 7.2: with separate page tables for the kernel, each interrupt drops the
 /// cached translations, which avoids most of the lost writes.
-pub(crate) fn kernel_words(from: sterna_qemu_lab::QemuVersion) -> String {
+pub(crate) fn kernel_arguments(from: sterna_qemu_lab::QemuVersion) -> String {
     if from == sterna_qemu_lab::QemuVersion::V7_2 { "pti=on".into() } else { String::new() }
 }

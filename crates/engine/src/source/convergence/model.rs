@@ -5,6 +5,8 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use sterna_test_kit::Random;
+
 use super::{Arrived, Convergence, Decision, Measure, NotConverging};
 
 const PAGE: u64 = 4096;
@@ -238,26 +240,12 @@ impl Model {
     }
 }
 
-/// A sequence of numbers that follows from its seed.
-struct Seeded(u64);
-
-impl Seeded {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 33
-    }
-
-    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.next() as usize % choices.len()]
-    }
-}
-
 const LIMITS: [u64; 6] = [0, 1, 10, 50, 300, 2000];
 const NETWORKS: [f64; 4] = [1.25e6, 12.5e6, 125e6, 3e9];
 const ROUND_TRIPS: [f64; 4] = [0.000_1, 0.001, 0.02, 0.4];
 
-fn again(random: &mut Seeded, first: Coding) -> Coding {
-    random.of(&[first, AGAIN[0], AGAIN[1], AGAIN[2]])
+fn again(random: &mut Random, first: Coding) -> Coding {
+    random.one_of(&[first, AGAIN[0], AGAIN[1], AGAIN[2]])
 }
 
 #[test]
@@ -297,21 +285,21 @@ fn a_guest_that_was_always_idle_moves_at_once_and_is_never_said_not_to_converge(
 #[test]
 fn a_guest_that_becomes_idle_moves_soon_after_whatever_its_pages_were_sent_as() {
     for seed in 0..300 {
-        let mut random = Seeded(seed);
-        let first = random.of(&WHOLE);
+        let mut random = Random::new(seed);
+        let first = random.one_of(&WHOLE);
         let coding = again(&mut random, first);
-        let network = random.of(&NETWORKS);
-        let pages = random.of(&[16, 1024, 4096, 16_384]);
+        let network = random.one_of(&NETWORKS);
+        let pages = random.one_of(&[16, 1024, 4096, 16_384]);
         let guest = Guest {
             pages,
-            one_in: random.of(&[1, 8, 512]),
-            working_set: random.of(&[1, 25, pages / 2, pages]),
-            rate: random.of(&[10.0, 2500.0, 25_000.0, 1e9]),
-            until: random.of(&[0.02, 0.3, 2.0]),
-            state: random.of(&[0, 64 << 10]).min((network / 100.0) as u64),
+            one_in: random.one_of(&[1, 8, 512]),
+            working_set: random.one_of(&[1, 25, pages / 2, pages]),
+            rate: random.one_of(&[10.0, 2500.0, 25_000.0, 1e9]),
+            until: random.one_of(&[0.02, 0.3, 2.0]),
+            state: random.one_of(&[0, 64 << 10]).min((network / 100.0) as u64),
         };
-        let limit = random.of(&LIMITS);
-        let round_trip = random.of(&ROUND_TRIPS);
+        let limit = random.one_of(&LIMITS);
+        let round_trip = random.one_of(&ROUND_TRIPS);
         let about = format!("seed {seed}: {} then {}, {network}, {guest:?}, limit {limit}", first.name, coding.name);
         let mut model = Model::new(first, coding, network, round_trip);
         let went = model.moves(&guest, Duration::from_millis(limit), NotConverging::GoOn);

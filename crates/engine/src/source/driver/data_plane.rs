@@ -76,7 +76,7 @@ impl Driver<'_> {
         let device_channels = self.open_device_channels(&context)?;
         self.start_devices(&pipeline, &device_channels, &stream)?;
         let mut ahead = StateWriter::new(&stream, Part::Ahead, self.kernel.session.packet_size);
-        let inside = self.occupied.enter(&self.kernel.abort, None);
+        let inside = self.occupied.enter(&self.kernel.abort);
         let failed = |error| Reason::new(ErrorKind::Monitor, format_args!("saving state ahead failed: {error}"));
         let saved = self.vmm.save_ahead(&mut ahead).map_err(failed);
         let finished = saved.and_then(|()| ahead.finish().map_err(Reason::other));

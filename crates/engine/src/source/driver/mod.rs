@@ -35,7 +35,7 @@ use crate::migration::{
     Cause, DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, PROGRESS, Phase, RETRANSMIT, machine,
 };
 use crate::monitor::{CaughtLog, CaughtObserver, SourceMonitor};
-use crate::occupied::Occupied;
+use crate::occupied::{Deadlines, Occupied};
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
 use crate::send::{Compression, HashKey, Refusals, Sent};
@@ -117,6 +117,8 @@ pub(super) fn run(
         patience: Duration::ZERO,
     };
     let occupied = Occupied::default();
+    let no_thread = |error| MigrationError::untouched(format!("no thread for time limits: {error}"));
+    let deadlines = occupied.watch_deadlines().map_err(no_thread)?;
     let on_connection = on_connection(&events, &occupied, &known);
     let dialled = session::dial(&offer, cancel, &on_connection);
     // A cancellation interrupts dialling, which then fails.
@@ -151,7 +153,7 @@ pub(super) fn run(
         session,
         ledger,
         events,
-        limits: DeliveryLimits { decision: settings.limits.delivery, abort: settings.limits.telling },
+        limits: DeliveryLimits { decision: settings.limits.delivery, abort: settings.limits.reporting_abort },
         cancel,
         control: control.clone(),
         observer,
@@ -172,6 +174,7 @@ pub(super) fn run(
         pacer: Arc::new(Pacer::new(settings.bandwidth)),
         settings: settings.clone(),
         occupied,
+        deadlines,
         moving: None,
         devices: Devices::new(known, devices),
         stats: Arc::default(),
@@ -182,6 +185,7 @@ pub(super) fn run(
         sent_before: Sent::default(),
         figures: DestinationFigures::default(),
         placement: Vec::new(),
+        ready: false,
         throttled: 0,
         hash_key,
         ended: false,
@@ -247,6 +251,7 @@ struct Driver<'a> {
     window: Arc<Window>,
     pacer: Arc<Pacer>,
     occupied: Occupied,
+    deadlines: Deadlines,
     moving: Option<Moving>,
     devices: Devices,
     stats: Arc<Mutex<RoundStats>>,
@@ -260,6 +265,8 @@ struct Driver<'a> {
     sent_before: Sent,
     figures: DestinationFigures,
     placement: Vec<String>,
+    /// Whether the destination has sent that it is ready to be filled.
+    ready: bool,
     /// How much the monitor slows its guest down, in percent.
     throttled: u8,
     /// Key of the hashes of sent pages, for blocks with huge pages.
@@ -359,8 +366,9 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
 
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {
         match message {
-            ControlMessage::Ready { placement, .. } => {
-                let placement: Vec<String> = placement.iter().map(|line| cleaned(line)).collect();
+            ControlMessage::Ready { placement, .. } if !std::mem::replace(&mut self.ready, true) => {
+                let blocks = self.ram.blocks().len();
+                let placement: Vec<String> = placement.iter().take(blocks).map(|line| cleaned(line)).collect();
                 placement.iter().for_each(|line| self.kernel.observer.note(&format!("placement: {line}")));
                 self.placement = placement;
             }
@@ -373,7 +381,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
             }
             ControlMessage::PostCopyFigures(figures) => self.post_copy.figures = figures,
             ControlMessage::Figures(figures) => self.figures = figures,
-            unexpected => tracing::warn!(?unexpected, "unexpected message from the destination"),
+            unexpected => return self.kernel.out_of_phase(&unexpected),
         }
         None
     }

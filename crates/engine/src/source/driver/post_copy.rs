@@ -3,14 +3,14 @@
 
 use std::io;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 
 use sterna_wire::control::PostCopyFigures;
 use sterna_wire::reason::Reason;
 
 use super::data_plane::Moving;
 use super::{Driver, new_window};
-use crate::cpu_time::{self, CpuTime};
+use crate::cpu_time;
 use crate::entry::PageSearch;
 use crate::pacer::Pacer;
 use crate::report::Shrinking;
@@ -63,15 +63,13 @@ impl Driver<'_> {
         let (unsent, ram, packet_size) = (Arc::clone(&self.unsent), self.ram.clone(), self.kernel.session.packet_size);
         let server = self.answer_requests(move |mut server| {
             server.receive_list()?;
-            std::thread::scope(|scope| {
-                let cpu = CpuTime::current();
-                // A failure of the pipeline raises the alarm by itself.
-                scope.spawn(move || {
-                    let _counted = cpu.as_ref().map(CpuTime::count);
-                    unsent.stream(&mut PageSearch::new(pipeline, ram, packet_size))
-                });
-                server.serve()
-            })
+            // A failure of the pipeline raises the alarm by itself.
+            let stream = move || unsent.stream(&mut PageSearch::new(pipeline, ram, packet_size));
+            let streaming = cpu_time::spawn(Builder::new().name("missing-pages".into()), stream)?;
+            let served = server.serve();
+            // A panic of the thread has been printed.
+            let _ = streaming.join();
+            served
         })?;
         self.post_copy.server = Some(server);
         self.post_copy.reconnected += 1;
@@ -91,7 +89,7 @@ impl Driver<'_> {
             PageServer::new(self.ram.clone(), Arc::clone(&self.unsent), halves, self.kernel.session.rules(), pacer);
         let server = server.map_err(Reason::other)?;
         let abort = Arc::clone(&self.kernel.abort);
-        let thread = std::thread::Builder::new().name("page-requests".into());
+        let thread = Builder::new().name("page-requests".into());
         let served = move || {
             if let Err(error) = serve(server) {
                 abort.lost(format_args!("the post-copy channel: {error}"));

@@ -62,10 +62,14 @@ impl Driver<'_> {
         self.send_progress();
     }
 
-    /// Sends the destination what it cannot know by itself. In post-copy it knows what it lacks.
+    /// Sends the destination what it cannot know by itself. In post-copy it knows what it lacks. Newer figures follow for a destination
+    /// that reads too slowly.
     fn send_progress(&self) {
         let Progress { phase, remaining_bytes, time_left_ms, .. } = self.progress;
-        if matches!(phase, Phase::Rounds | Phase::SwitchingOver) && self.kernel.session.has(PROGRESS) {
+        if matches!(phase, Phase::Rounds | Phase::SwitchingOver)
+            && self.kernel.session.has(PROGRESS)
+            && !self.kernel.peer.is_behind()
+        {
             let progress = SourceProgress { remaining_bytes, time_left_ms };
             self.kernel.peer.send(&ControlMessage::Progress(progress));
         }

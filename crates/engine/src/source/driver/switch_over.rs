@@ -52,7 +52,7 @@ impl Driver<'_> {
 
     /// Has the monitor wait until the input and output under way has written guest RAM.
     pub(super) fn settle_io(&mut self) -> Result<(), Reason> {
-        let inside = self.occupied.enter(&self.kernel.abort, None);
+        let inside = self.occupied.enter(&self.kernel.abort);
         let settled = self.vmm.settle_io();
         drop(inside);
         settled.map_err(monitor("the guest's input and output does not settle"))?;
@@ -77,7 +77,7 @@ impl Driver<'_> {
         // Before the call: the guest may have stopped even where pausing fails.
         self.kernel.moments.pausing = Some(Instant::now());
         // In `pause` a monitor may wait for a device that is saved ahead, and that device for the destination.
-        let inside = self.occupied.enter(&self.kernel.abort, None);
+        let inside = self.occupied.enter(&self.kernel.abort);
         let paused = self.vmm.pause();
         drop(inside);
         paused.map_err(monitor("the monitor does not pause the guest"))?;
@@ -135,7 +135,7 @@ impl Driver<'_> {
             let reason = move || too_long(step, Some(lacks().into_iter().flatten().collect::<Vec<_>>().join(", ")));
             (deadline, Box::new(reason) as _)
         });
-        let inside = self.occupied.enter(&self.kernel.abort, deadline);
+        let inside = self.deadlines.enter(&self.kernel.abort, deadline);
         let saved = self.vmm.save(&mut state).map_err(monitor("saving the guest's state failed"));
         let finished = saved.and_then(|()| {
             moving.order(Order::Saved);

@@ -6,8 +6,8 @@ use sterna_wire::control::{ControlMessage, DestinationFigures, PostCopyFigures};
 use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest};
 
-use super::{DestinationKernel, SourceLink};
-use crate::switchover::Receiving;
+use super::DestinationKernel;
+use crate::switchover::{LINGER, LastAnswer, Receiving};
 
 /// What one monitor does as a destination.
 pub trait DestinationDriver<'a> {
@@ -78,8 +78,10 @@ pub trait DestinationDriver<'a> {
     /// Called when the state machine has reached `end`.
     fn ended(&mut self, end: &DestinationEnd);
 
-    /// Returns until when the source is answered after the end, which was reached at `since`. Asked anew when `link` has changed.
-    fn hang_up_at(&self, end: &DestinationEnd, link: SourceLink, since: Instant) -> Instant;
+    /// Returns until when the source is answered after the end. Asked anew when the source's control channel has changed.
+    fn hang_up_at(&self, answer: &LastAnswer) -> Instant {
+        answer.until(LINGER)
+    }
 
     /// Returns whether a cancellation ends the wait for a source that may still need answers.
     fn cancel_ends_lingering(&self) -> bool {

@@ -7,8 +7,8 @@ use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::ControlMessage;
 use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{
-    DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, Moment, RecordState,
-    SwitchoverMessage,
+    DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, Moment, Outcome,
+    RecordState, SwitchoverMessage,
 };
 
 use super::{DestinationDriver, DestinationOutcome, Lingering};
@@ -61,12 +61,11 @@ fn outcome<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationOu
     if let Some(reason) = driver.kernel().given_up.take() {
         return Some(DestinationOutcome::GivenUp(reason));
     }
-    let kernel = driver.kernel();
-    let (link, settled) = (kernel.link(), kernel.settled);
-    let Lingering { end, since, hang_up_at } = kernel.lingering.clone()?;
-    let hang_up_at = hang_up_at.unwrap_or_else(|| driver.hang_up_at(&end, link, since));
+    let answer = driver.kernel().last_answer()?;
+    let known = driver.kernel().lingering.as_ref().and_then(|lingering| lingering.hang_up_at);
+    let hang_up_at = known.unwrap_or_else(|| driver.hang_up_at(&answer));
     driver.kernel().lingering.iter_mut().for_each(|lingering| lingering.hang_up_at = Some(hang_up_at));
-    (settled || passed(hang_up_at)).then_some(DestinationOutcome::Machine(end))
+    (driver.kernel().settled || passed(hang_up_at)).then_some(DestinationOutcome::Machine(answer.end))
 }
 
 fn report_progress<'a, D: DestinationDriver<'a>>(driver: &mut D) {
@@ -151,6 +150,7 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
         }
         DestinationAction::Send(message) => {
             match &message {
+                SwitchoverMessage::Prepared => driver.kernel().prepared = true,
                 SwitchoverMessage::Running | SwitchoverMessage::RunningIncomplete => send_figures(driver, &message),
                 SwitchoverMessage::MemoryLost(reason) => drop(driver.kernel().abort.raise(reason.clone())),
                 _ => {}
@@ -204,7 +204,8 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             if let DestinationEnd::Stuck { reason } = &end {
                 driver.kernel().send_failure(reason);
             }
-            let lingering = Lingering { end: end.clone(), since: Instant::now(), hang_up_at: None };
+            let now = Instant::now();
+            let lingering = Lingering { end: end.clone(), since: now, changed: now, hang_up_at: None };
             driver.kernel().lingering = Some(lingering);
             driver.ended(&end);
             None
@@ -212,10 +213,11 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
     }
 }
 
-/// Ends the channels of a guest whose memory is complete, and waits for their threads: no thread writes the memory of a running guest,
-/// whatever the source sends after its decision.
+/// Ends the channels before a guest is started with all of its memory, and waits for their threads: no thread writes the memory of a running
+/// guest, whatever the source sends after its decision. In post-copy the channels stay, because the source still counts on them: then
+/// nothing is placed but missing pages, and nothing is discarded after the totals (`receive::placer`).
 fn end_channels<'a, D: DestinationDriver<'a>>(driver: &mut D) {
-    if driver.kernel().lacks_memory() {
+    if driver.kernel().machine.began_post_copy() {
         return;
     }
     driver.kernel().abort.finish();
@@ -282,7 +284,11 @@ fn handle_peer<'a, D: DestinationDriver<'a>>(driver: &mut D, news: ConnectionEve
     let kernel = driver.kernel();
     match kernel.peer.handle(news)? {
         PeerEvent::Message(message, _share) => match message {
-            ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
+            ControlMessage::Switchover(message) => {
+                kernel.independent |=
+                    matches!(message, SwitchoverMessage::Abort(_) | SwitchoverMessage::Outcome(Outcome::Aborted));
+                Some(DestinationEvent::Message(message))
+            }
             ControlMessage::Failed(reason) | ControlMessage::Refused(reason) => {
                 Some(DestinationEvent::Failed { reason: reason.from_peer().within("the source failed") })
             }

@@ -155,7 +155,7 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
 fn write_record<'a, D: SourceDriver<'a>>(driver: &mut D, state: SourceState) -> SourceEvent {
     let kernel = driver.kernel();
     if state == SourceState::Aborted {
-        // Before the channels are closed, so that the destination learns the reason.
+        // Before the channels are closed, so that the destination learns the reason. Sending waits for nothing: the guest may be paused.
         let reason = kernel.machine.reason().clone();
         kernel.peer.send(&ControlMessage::Failed(reason.clone()));
         kernel.abort.raise(reason);
@@ -176,7 +176,7 @@ fn translate<'a, D: SourceDriver<'a>>(driver: &mut D, event: Event<D::Event>) ->
     match event {
         Event::Peer(news) => handle_peer(driver, news),
         Event::Broken(incarnation) if incarnation != driver.kernel().data_incarnation => None,
-        Event::Broken(_) => channels_broke(driver),
+        Event::Broken(_) => channels_failed(driver),
         Event::Cancelled => cancel(driver),
         Event::Requested => {
             driver.handle_requests();
@@ -187,7 +187,7 @@ fn translate<'a, D: SourceDriver<'a>>(driver: &mut D, event: Event<D::Event>) ->
 }
 
 /// Handles the failure of the data channels. Before the decision, where only a connection broke, first waits for the destination's reason.
-fn channels_broke<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
+fn channels_failed<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
     let kernel = driver.kernel();
     if kernel.abort.was_lost() && !kernel.decided() {
         kernel.last_words = Some(Instant::now() + LAST_WORDS);

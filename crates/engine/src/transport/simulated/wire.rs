@@ -291,6 +291,45 @@ impl End {
         if state.broken.is_some() { 0 } else { state.flows[self.reading()].deliverable(usize::MAX) as u64 }
     }
 
+    /// Returns for how many bytes there is room.
+    ///
+    /// # Errors
+    /// No byte that is written would ever arrive.
+    fn room(&self, state: &State) -> io::Result<usize> {
+        match state.broken {
+            Some(breaks) if let Break::Reset = breaks[self.reading()] => {
+                return Err(io::ErrorKind::ConnectionReset.into());
+            }
+            Some(_) => return Err(io::ErrorKind::BrokenPipe.into()),
+            None => {}
+        }
+        // A stalled direction also delays the news that the other end has closed.
+        let known = !state.flows[self.reading()].stalled;
+        let flow = &state.flows[self.writing()];
+        if flow.ended || (flow.unheard && known) {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        Ok(self.wire.capacity.saturating_sub(flow.bytes.len()))
+    }
+
+    /// Writes as much of `bytes` as there is room for, and returns how many.
+    pub(in crate::transport) fn write_some(&self, bytes: &[u8]) -> io::Result<usize> {
+        let mut state = self.wire.state();
+        let count = self.room(&state)?.min(bytes.len());
+        state.flows[self.writing()].bytes.extend(&bytes[..count]);
+        self.wire.readable[self.writing()].notify_one();
+        Ok(count)
+    }
+
+    /// Waits until [`End::write_some`] writes or fails.
+    pub(in crate::transport) fn wait_writable(&self, deadline: Instant) -> io::Result<()> {
+        let mut state = self.wire.state();
+        while self.room(&state).is_ok_and(|room| room == 0) {
+            state = wait(&self.wire.writable[self.writing()], state, Some(deadline))?;
+        }
+        Ok(())
+    }
+
     /// Writes all of `parts`, waiting for room. If it may not wait, writes as much as there is room for and then fails
     /// with `WouldBlock`.
     pub(in crate::transport) fn write_all(&self, parts: &[IoSlice<'_>], may_wait: bool) -> io::Result<()> {
@@ -300,23 +339,10 @@ impl End {
             let timeout = state.timeouts[self.reading()].write;
             let mut deadline = None;
             while !part.is_empty() {
-                match state.broken {
-                    Some(breaks) if let Break::Reset = breaks[self.reading()] => {
-                        return Err(io::ErrorKind::ConnectionReset.into());
-                    }
-                    Some(_) => return Err(io::ErrorKind::BrokenPipe.into()),
-                    None => {}
-                }
-                // A stalled direction also delays the news that the other end has closed.
-                let known = !state.flows[self.reading()].stalled;
-                let flow = &mut state.flows[at];
-                if flow.ended || (flow.unheard && known) {
-                    return Err(io::ErrorKind::BrokenPipe.into());
-                }
-                let room = self.wire.capacity.saturating_sub(flow.bytes.len());
+                let room = self.room(&state)?;
                 if room > 0 {
                     let (now, later) = part.split_at(part.len().min(room));
-                    flow.bytes.extend(now);
+                    state.flows[at].bytes.extend(now);
                     part = later;
                     deadline = None;
                     self.wire.readable[at].notify_one();

@@ -11,6 +11,8 @@ use rustls::{
     Tls13CipherSuite,
 };
 
+use sterna_test_kit::Random;
+
 use super::*;
 use crate::tls::{EXPORTER_LABEL, Side};
 use crate::transport::encrypted::{Arrived, Leaving};
@@ -320,13 +322,8 @@ fn a_message_of_tls_cut_in_two_after_the_handshake_is_refused() {
 
 #[test]
 fn however_the_bytes_are_split_or_changed_only_sent_plaintext_is_returned() {
-    let mut random = announced_seed() | 1;
-    let mut below = move |limit: usize| {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        (random % limit as u64) as usize
-    };
+    let mut random = Random::announced();
+    let mut below = move |limit: usize| random.index(limit);
     let mut changed = 0;
     for round in 0..60 {
         let mut pair = if round % 2 == 0 { Pair::client() } else { Pair::server() };

@@ -22,6 +22,8 @@ use sterna_engine::report::ReceiveReport;
 use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
+use sterna_memory::userfault::{Faults, Userfault};
+use sterna_test_kit::Random;
 
 /// Bytes of a page.
 pub(crate) const PAGE: usize = 4096;
@@ -250,21 +252,20 @@ impl Behind {
 
     fn run(&self, memory: &Memory, seed: u64, stop: &AtomicBool) {
         let pages = memory.pages();
-        let mut state = seed;
+        let mut random = Random::new(seed);
         let mut written = std::collections::HashMap::new();
         while !stop.load(Ordering::Relaxed) {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            let random = state >> 20;
-            let block = (random % pages.len() as u64) as usize;
-            let page = ((random >> 8) % pages[block]) as usize;
-            let word = page * WORDS + (random >> 30) as usize % WORDS;
+            let block = random.index(pages.len());
+            let page = random.below(pages[block]) as usize;
+            let word = page * WORDS + random.index(WORDS);
             let here = memory.words(block)[word].load(Ordering::Relaxed);
             if page % 4 == 3 {
                 let expected = written.get(&(block, word)).copied();
                 let expected = expected.unwrap_or_else(|| self.source.words(block)[word].load(Ordering::Relaxed));
                 self.wrong.fetch_add(u64::from(here != expected), Ordering::Relaxed);
-                memory.words(block)[word].store(state, Ordering::Relaxed);
-                written.insert((block, word), state);
+                let value = random.next_u64();
+                memory.words(block)[word].store(value, Ordering::Relaxed);
+                written.insert((block, word), value);
             } else {
                 let there = self.source.words(block)[word].load(Ordering::Relaxed);
                 self.wrong.fetch_add(u64::from(here != there), Ordering::Relaxed);
@@ -439,22 +440,21 @@ fn write(
     writer: u64,
     stop: &AtomicBool,
 ) {
-    let mut state = workload.seed ^ (writer + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ writes.load(Ordering::Relaxed);
+    let seed = workload.seed ^ (writer + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ writes.load(Ordering::Relaxed);
+    let mut random = Random::new(seed);
     let pages = memory.pages();
     while !stop.load(Ordering::Relaxed) {
         for _ in 0..workload.burst.max(1) {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            let random = state >> 20;
-            let block = (random % pages.len() as u64) as usize;
-            let page = (random >> 8) % pages[block].min(workload.span);
-            let word = page as usize * WORDS + (random >> 30) as usize % WORDS;
+            let block = random.index(pages.len());
+            let page = random.below(pages[block].min(workload.span));
+            let word = page as usize * WORDS + random.index(WORDS);
             // Now and then a page becomes zero again.
-            if random.is_multiple_of(97) {
+            if random.once_in(97) {
                 memory.words(block)[page as usize * WORDS..][..WORDS]
                     .iter()
                     .for_each(|word| word.store(0, Ordering::Relaxed));
             } else {
-                memory.words(block)[word].store(state, Ordering::Relaxed);
+                memory.words(block)[word].store(random.next_u64(), Ordering::Relaxed);
             }
             marker.mark(block, page..page + 1);
             writes.fetch_add(1, Ordering::Relaxed);
@@ -610,6 +610,43 @@ pub(crate) fn monitors(
         to.behind = Some(Behind::new(source));
     }
     (from, log, to)
+}
+
+/// What is known of a guest that moves: from its start at the destination, the guest compares its memory with the source's.
+pub(crate) struct Witness {
+    pub(crate) source: Arc<Memory>,
+    pub(crate) destination: Arc<Memory>,
+    pub(crate) behind: Behind,
+    running: Running,
+}
+
+/// Starts a guest, and returns its monitor, its dirty log, the monitor of the destination and the witness of the move.
+pub(crate) fn witnessed(workload: Workload) -> (Monitor, ReportedLog, Monitor, Witness) {
+    let (source, destination, running) = (Memory::new(3000, 1000), Memory::new(3000, 1000), Running::default());
+    let (mut from, log, mut to) = monitors([&source, &destination], &running, workload);
+    let behind = Behind::new(&source);
+    to.behind = Some(behind.clone());
+    from.start();
+    (from, log, to, Witness { source, destination, behind, running })
+}
+
+impl Witness {
+    /// Checks that the guest has moved with all of its memory, and stops it.
+    pub(crate) fn check(&self, from: &Monitor, to: &mut Monitor) {
+        assert!(to.runs() && !from.runs() && !self.running.ever_twice());
+        to.stop();
+        let wrong = self.behind.wrong.load(Ordering::Relaxed);
+        assert_eq!((wrong, self.behind.differing_pages(&self.destination)), (0, 0));
+    }
+}
+
+/// Returns whether page faults can be watched here; prints the reason if not.
+pub(crate) fn faults_can_be_watched() -> bool {
+    let opened = Userfault::open(Faults::All, 0);
+    if let Err(error) = &opened {
+        println!("skipped: {error}");
+    }
+    opened.is_ok()
 }
 
 /// Runs both sides of a migration: `send`, while `to` receives.

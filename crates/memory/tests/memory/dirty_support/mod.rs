@@ -265,18 +265,6 @@ impl Drop for Surplus {
     }
 }
 
-/// Pseudo-random numbers; the tests print their seeds.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-}
-
 /// Returns the pages that one `collect` names.
 pub fn collected(log: &mut dyn DirtyLog, block: usize, pages: u64) -> Vec<u64> {
     let mut dirty = PageBitmap::new(pages);

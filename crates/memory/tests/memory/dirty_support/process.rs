@@ -3,7 +3,7 @@
 //! The test file that uses this has a test `as_a_child` that calls [`serve`]. Commands and answers are lines.
 
 use super::held_disk::Read;
-use super::{HUGE, Memory, Random, Writers};
+use super::{HUGE, Memory, Writers};
 use rustix::mm::Advice;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use std::fs::File;
@@ -19,6 +19,7 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::dirty::write_protect::{MappedBlock, MappedPart};
 use sterna_memory::place::TargetProcess;
 use sterna_memory::userfault::{Faults, Userfault};
+use sterna_test_kit::Random;
 
 /// Makes the program a child, with this memory: `KIND:PAGES KIND:PAGES …`.
 const CHILD: &str = "STERNA_DIRTY_LOG_CHILD";
@@ -73,14 +74,17 @@ pub fn serve() {
                     let (writers, memories) = (&writers, &memories);
                     let seed = number(1);
                     racing.push(scope.spawn(move || {
-                        let mut random = Random(seed);
+                        let mut random = Random::new(seed);
                         while !writers.stopped() {
-                            let memory = &memories[random.next() as usize % memories.len()];
-                            let span =
-                                if random.next().is_multiple_of(2) { memory.pages().min(8) } else { memory.pages() };
+                            let memory = &memories[random.next_u64() as usize % memories.len()];
+                            let span = if random.next_u64().is_multiple_of(2) {
+                                memory.pages().min(8)
+                            } else {
+                                memory.pages()
+                            };
                             memory
-                                .word(random.next() % span, random.next() as usize % 512)
-                                .store(random.next(), Ordering::Relaxed);
+                                .word(random.next_u64() % span, random.next_u64() as usize % 512)
+                                .store(random.next_u64(), Ordering::Relaxed);
                             writers.writes.fetch_add(1, Ordering::Relaxed);
                         }
                     }));

@@ -15,7 +15,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::discard::Discardable;
-use sterna_memory::missing::{Answer, MissingPages};
+use sterna_memory::missing::{FaultAction, MissingPages};
 use sterna_memory::userfault::wait::{FaultBuffer, Stop};
 use sterna_memory::userfault::{Faults, Userfault, UserfaultError};
 
@@ -256,7 +256,7 @@ pub fn open(memory: &Memory) -> Option<Arc<Userfault>> {
 }
 
 /// Runs the fault thread: passes each fault to `act` until stopped.
-pub fn answer_faults(userfault: &Userfault, missing: &MissingPages, stop: &Stop, mut act: impl FnMut(Answer)) {
+pub fn answer_faults(userfault: &Userfault, missing: &MissingPages, stop: &Stop, mut act: impl FnMut(FaultAction)) {
     let mut buffer = FaultBuffer::new();
     while let Some(faults) = userfault.wait_faults(stop, &mut buffer).unwrap() {
         for fault in faults {
@@ -286,28 +286,6 @@ impl Drop for Watchdog {
         // After a panic, threads may wait for ever, so the watchdog stays active.
         if std::thread::panicking() {
             std::mem::forget(self.0.take());
-        }
-    }
-}
-
-/// Pseudo-random numbers, from a seed that is printed.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    pub fn below(&mut self, end: u64) -> u64 {
-        (self.next() >> 8) % end
-    }
-
-    pub fn shuffle<T>(&mut self, list: &mut [T]) {
-        for index in (1..list.len()).rev() {
-            list.swap(index, self.below(index as u64 + 1) as usize);
         }
     }
 }

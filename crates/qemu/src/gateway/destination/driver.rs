@@ -1,20 +1,19 @@
 //! What `sterna receive` does with its QEMU for each action of the switchover's state machine.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::thread::{Builder, JoinHandle};
+use std::time::Instant;
 
 use serde_json::json;
 use sterna_engine::migration::Phase;
 use sterna_engine::process;
 use sterna_engine::report::ReceiveReport;
-use sterna_engine::switchover::{DestinationDriver, DestinationKernel, DestinationOutcome, Receiving, SourceLink};
+use sterna_engine::switchover::{DestinationDriver, DestinationKernel, DestinationOutcome, Receiving};
 use sterna_wire::control::{ControlMessage, DestinationFigures, Totals};
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest};
 
 use super::return_path::read_return_path;
-use super::{LINGER, RETURN_TIME};
 use crate::gateway::backlog::Backlog;
 use crate::gateway::feeder::{Feeder, FeederEvent};
 use crate::gateway::qemu::{self, QUIT_TIME, QemuEvent};
@@ -22,11 +21,6 @@ use crate::gateway::sockets::SocketDir;
 use crate::qmp::Qmp;
 use crate::settings::Restore;
 use crate::stream::ReturnMessage;
-
-/// How long QEMU may take from having loaded everything until it reports that it is paused.
-const PAUSE_TIME: Duration = Duration::from_secs(10);
-/// Pause between two queries of a state that QEMU reports by no event.
-const POLL_PAUSE: Duration = Duration::from_millis(1);
 
 /// The events of the driver's own threads.
 #[derive(Debug)]
@@ -117,20 +111,13 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         }
     }
 
-    fn hang_up_at(&self, end: &DestinationEnd, link: SourceLink, since: Instant) -> Instant {
-        match (end, link) {
-            // The source may not have received that the guest runs here: it dials again, and is answered.
-            (DestinationEnd::Running, SourceLink::Connected | SourceLink::Lost) => since + RETURN_TIME,
-            (_, SourceLink::Connected) => since + LINGER,
-            (_, SourceLink::Closed | SourceLink::Lost) => since,
-        }
-    }
-
     fn receive(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
         match message {
-            ControlMessage::Totals(totals) => {
+            ControlMessage::Totals(totals) if self.loading.totals.is_none() => {
                 self.kernel.phase = Phase::SwitchingOver;
-                self.feeder.seal();
+                if let Err(error) = self.feeder.seal() {
+                    return Some(self.kernel.fail(Reason::other(error)));
+                }
                 self.loading.totals = Some(totals);
                 let missing = self.feeder.missing();
                 if missing > 0 {
@@ -139,10 +126,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
                 }
                 self.if_complete()
             }
-            unexpected => {
-                tracing::warn!(?unexpected, "unexpected message from the source");
-                None
-            }
+            unexpected => self.kernel.out_of_phase(&unexpected),
         }
     }
 
@@ -199,7 +183,14 @@ impl Driver<'_> {
                 self.kernel.peer.send(&ControlMessage::Ready { placement, deltas });
                 let events = self.kernel.events.clone();
                 if let Some(entry) = self.backlog.as_ref().map(Backlog::entry) {
-                    self.return_path = Some(std::thread::spawn(move || read_return_path(return_path, &entry, &events)));
+                    let read = move || read_return_path(return_path, &entry, &events);
+                    match Builder::new().name("return-path".into()).spawn(read) {
+                        Ok(thread) => self.return_path = Some(thread),
+                        Err(error) => {
+                            let text = format_args!("no thread for QEMU's return path: {error}");
+                            self.kernel.abort.raise(Reason::other(text));
+                        }
+                    }
                 }
             }
             FeederEvent::RamPlaced => self.loading.ram_placed = Some(Instant::now()),
@@ -213,7 +204,7 @@ impl Driver<'_> {
             ReturnMessage::Shut(0) => {
                 let since = self.loading.ram_placed;
                 self.receiving.figures.load_ms = since.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
-                if let Err(text) = wait_paused(&self.qmp) {
+                if let Err(text) = qemu::wait_paused(&self.qmp) {
                     return Some(DestinationEvent::Failed { reason: Reason::new(ErrorKind::Monitor, text) });
                 }
                 self.loading.loaded = true;
@@ -266,16 +257,4 @@ impl Driver<'_> {
 /// Returns QEMU's page faults so far.
 pub(super) fn faults(qmp: &Qmp) -> u64 {
     qmp.peer_pid().and_then(|pid| u32::try_from(pid).ok()).map_or(0, process::faults)
-}
-
-/// Waits until QEMU, which has loaded the guest, reports that it is paused.
-fn wait_paused(qmp: &Qmp) -> Result<(), String> {
-    let deadline = Instant::now() + PAUSE_TIME;
-    loop {
-        match qmp.status().map_err(|error| error.to_string())?.as_str() {
-            "paused" => return Ok(()),
-            "inmigrate" if Instant::now() < deadline => std::thread::sleep(POLL_PAUSE),
-            status => return Err(format!("QEMU is {status} where it should be loaded and paused")),
-        }
-    }
 }

@@ -7,6 +7,7 @@ use sterna_engine::abort::Abort;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::{ControlLink, send_message};
 use sterna_engine::migration::{DELTA, RETRANSMIT};
+use sterna_engine::receive::placer::PageAgreement;
 use sterna_engine::record_file::RecordFile;
 use sterna_engine::report::{Observer, ReceiveReport};
 use sterna_engine::session::{AcceptedSource, ChannelAcceptor, Peer, link_events};
@@ -20,7 +21,7 @@ use super::driver::{Driver, Event, Loading, faults};
 use crate::discover::discover;
 use crate::gateway::backlog::Backlog;
 use crate::gateway::fault::WithFaultPoints;
-use crate::gateway::feeder::{Agreed, Feeder, FeederSinks};
+use crate::gateway::feeder::{Feeder, FeederSinks};
 use crate::gateway::sockets::{SocketDir, SocketPlace};
 use crate::gateway::{GatewayError, ReceiveOptions, qemu};
 use crate::qmp::Qmp;
@@ -67,12 +68,12 @@ pub(super) fn run(
     let _cancelling = events.on_cancel(cancel, || {});
     let backlog = Backlog::default();
     let of_qemu = events.clone();
-    qemu::watch(&qmp, backlog.entry(), move |event| of_qemu.send(Event::Qemu(event)));
+    qemu::watch(&qmp, backlog.entry(), move |event| of_qemu.send(Event::Qemu(event))).map_err(GatewayError::new)?;
 
     let blocks_of = qmp.clone();
     let find_blocks = Box::new(move || discover(&blocks_of).map_err(|error| error.to_string()));
-    let agreed = Agreed { deltas: session.has(DELTA), send_again: session.has(RETRANSMIT) };
-    let feeder = Feeder::new(&sockets.path(), Duration::ZERO, options.placement, find_blocks, agreed, &abort);
+    let agreement = PageAgreement { deltas: session.has(DELTA), retransmission: session.has(RETRANSMIT) };
+    let feeder = Feeder::new(&sockets.path(), Duration::ZERO, options.placement, find_blocks, agreement, &abort);
     let fed = events.clone();
     let sinks = FeederSinks::new(Arc::clone(&feeder), move |news| {
         fed.send(Event::Feeder(news));

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::json;
 use sterna_engine::cancel::Cancel;
@@ -17,14 +17,12 @@ use sterna_engine::transport::{Address, Incoming};
 use sterna_engine::vmm::{DestinationVmm, VmmError};
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{Machine, Mode};
-use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{ProcessIdentity, SourceAfter};
 use sterna_wire::text::cleaned;
 
 use super::post_copy::QemuProcess;
 use super::ram;
 use super::stream::{self, BlockLength, PING_VALUE};
-use crate::gateway::destination::RETURN_TIME;
 use crate::gateway::fault::WithFaultPoints;
 use crate::gateway::qemu::{self, QUIT_TIME};
 use crate::gateway::{GatewayError, ReceiveOptions};
@@ -36,10 +34,6 @@ use crate::stream::{ReturnMessage, ReturnPathReader};
 const OPENING_TIME: Duration = Duration::from_secs(10);
 /// How long QEMU may take to load the devices.
 const LOADING_TIME: Duration = Duration::from_secs(60);
-/// How long QEMU may take from having loaded everything until it reports that it is paused.
-const PAUSE_TIME: Duration = Duration::from_secs(10);
-/// Pause between two queries of a state that QEMU reports by no event.
-const POLL_PAUSE: Duration = Duration::from_millis(1);
 /// QEMU's name for its end of the stream.
 const DESCRIPTOR: &str = "sterna-incoming";
 
@@ -97,8 +91,6 @@ pub(in crate::gateway) fn receive(
         .memory_before(sterna_engine::destination::Before::Written)
         .prefault(options.prefault)
         .monitor(record)
-        // If the source is still connected, as far as is known, it gets one silence limit more.
-        .linger(RETURN_TIME.saturating_sub(SILENCE_LIMIT))
         .stall_limit(Some(options.waits.stall))
         .give_up_after(options.waits.total)
         .state_dir(&options.state_dir)
@@ -189,19 +181,23 @@ impl QemuDestination {
         match this.answers.next_message() {
             Ok(Some(ReturnMessage::Pong(PING_VALUE))) if written.is_ok() => Ok(this),
             answer => {
-                let why = this.failure();
-                let why =
-                    why.unwrap_or_else(|| format!("QEMU does not take the machine and its RAM blocks: {answer:?}"));
-                Err(Refusal::Begun(why))
+                let seen = format!("it does not take the machine and its RAM blocks: {answer:?}");
+                Err(Refusal::Begun(this.failure(&seen)))
             }
         }
     }
 
-    /// Returns QEMU's reason for a failed load.
-    fn failure(&self) -> Option<String> {
-        let info = self.qmp.query_migrate().ok()?;
-        let why = info.error_desc.as_deref().map(cleaned);
-        Some(format!("QEMU could not load the guest: {} (its output says more)", why.as_deref().unwrap_or("no reason")))
+    /// Returns QEMU's reason for a failed load: what QEMU says while it lives, and `seen`, what was seen from outside, where it says nothing.
+    fn failure(&self, seen: &str) -> String {
+        match self.qmp.query_migrate() {
+            Ok(info) => {
+                let why = info.error_desc.as_deref().map_or_else(|| seen.to_owned(), cleaned);
+                format!("QEMU could not load the guest: {why} (its output says more)")
+            }
+            // A QEMU that fails to load exits: its stream may break before its process is gone, and its monitor with it.
+            Err(QmpError::Closed { .. }) => "QEMU has ended while it loaded the guest (its output says why)".into(),
+            Err(error) => format!("QEMU could not load the guest: {seen}; its monitor does not answer: {error}"),
+        }
     }
 
     /// Checks, while the guest can still continue at its source, whether QEMU can lock the disks: QEMU locks images
@@ -231,24 +227,6 @@ impl QemuDestination {
             tracing::warn!(%error, "the destination's QEMU keeps disks that it should not have yet");
         }
     }
-
-    fn ended_while_loading(&self, answer: &impl std::fmt::Debug) -> String {
-        match qemu::has_ended(self.identity) {
-            true => "QEMU has ended while it loaded the guest (its output says why)".into(),
-            false => format!("QEMU could not load the guest: {answer:?}"),
-        }
-    }
-
-    fn wait_paused(&self) -> Result<(), VmmError> {
-        let deadline = Instant::now() + PAUSE_TIME;
-        loop {
-            match self.qmp.status()?.as_str() {
-                "paused" => return Ok(()),
-                "inmigrate" if Instant::now() < deadline => std::thread::sleep(POLL_PAUSE),
-                status => return Err(format!("QEMU is {status} where it should be loaded and paused").into()),
-            }
-        }
-    }
 }
 
 impl DestinationVmm for QemuDestination {
@@ -262,12 +240,12 @@ impl DestinationVmm for QemuDestination {
         let answer = if sent.is_ok() { self.answers.next_message() } else { Ok(None) };
         match (sent, answer) {
             (Ok(()), Ok(Some(ReturnMessage::Shut(0)))) => {
-                self.wait_paused()?;
+                qemu::wait_paused(&self.qmp)?;
                 self.try_disks()
             }
             (sent, answer) => {
-                let why = self.failure().or_else(|| sent.err().map(|error| error.to_string()));
-                Err(why.unwrap_or_else(|| self.ended_while_loading(&answer)).into())
+                let seen = sent.err().map_or_else(|| format!("{answer:?}"), |error| error.to_string());
+                Err(self.failure(&seen).into())
             }
         }
     }

@@ -50,8 +50,11 @@ pub(super) fn obstacles(qmp: &Qmp) -> Vec<String> {
     CHECKS.iter().filter_map(|check| check(qmp).err()).collect()
 }
 
+/// A check that a QEMU must pass; its error is the reason why direct mode cannot move the guest.
+type Check = fn(&Qmp) -> Result<(), String>;
+
 /// What [`check`] consists of. Each is independent of the others.
-const CHECKS: &[fn(&Qmp) -> Result<(), String>] = &[
+const CHECKS: &[Check] = &[
     check_release,
     check_commands,
     check_migration,

@@ -118,7 +118,8 @@ pub(super) fn inspect(qmp: &Qmp) -> Inspected {
 fn kernel_refusal() -> Option<String> {
     let room = vec![1u8; 2 * PAGE_SIZE];
     let page = room.as_ptr().addr().next_multiple_of(PAGE_SIZE);
-    let log = WriteProtectLog::new(vec![page..page + PAGE_SIZE]);
+    let block = page..page + PAGE_SIZE;
+    let log = WriteProtectLog::new(vec![block]);
     log.and_then(|log| log.check()).err().map(|error| error.to_string())
 }
 

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use sterna_engine::abort::Abort;
-use sterna_engine::control_link::{ControlEvent, ControlLink};
+use sterna_engine::control_link::{ControlEvent, ControlLink, out_of_phase};
 use sterna_engine::session::{ChannelAcceptor, LAST_WORDS};
 use sterna_wire::control::ControlMessage;
 
@@ -102,7 +102,7 @@ impl<'a> Migration<'a> {
                 return Err(GatewayError::new(format!("the source's proxy was lost: {reason}")));
             }
             Event::Control(ControlEvent::Message(message, _)) => {
-                tracing::warn!(?message, "unexpected message from a source's proxy");
+                return Err(GatewayError::new(out_of_phase("the source's proxy", &message)));
             }
             Event::Feeder(FeederEvent::Ready { placement, return_path, .. }) => {
                 self.send(&ControlMessage::Ready { placement, deltas: Vec::new() });

@@ -10,12 +10,13 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sterna_engine::abort::Abort;
 use sterna_engine::cancel::Cancel;
-use sterna_engine::control_link::{ControlEvent, ControlLink};
+use sterna_engine::control_link::{ControlEvent, ControlLink, out_of_phase};
 use sterna_engine::pacer::Pacer;
 use sterna_engine::report::{Outcome, between};
 use sterna_engine::send::{SendContext, Sent};
@@ -302,7 +303,7 @@ impl Migration {
                 let reason = reason.from_peer().within("the destination's proxy");
                 return Err(GatewayError::new(&reason).of(reason.kind));
             }
-            unexpected => tracing::warn!(?unexpected, "unexpected message from a destination's proxy"),
+            unexpected => return Err(GatewayError::new(out_of_phase("the destination's proxy", &unexpected))),
         }
         Ok(())
     }
@@ -331,7 +332,7 @@ impl Migration {
                 let _ = events.send(Event::Delivered);
             }
         };
-        std::thread::Builder::new().name("delivery".into()).spawn(wait).map(drop).map_err(GatewayError::new)
+        Builder::new().name("delivery".into()).spawn(wait).map(drop).map_err(GatewayError::new)
     }
 
     /// Ends the session in order: first each channel, with its closing message, then the control channel.
@@ -341,11 +342,15 @@ impl Migration {
         std::thread::scope(|scope| {
             let (ended, waiting) = channel::<()>();
             let abort = &abort;
-            scope.spawn(move || {
+            let limit = move || {
                 if waiting.recv_timeout(FAREWELL_TIME) == Err(RecvTimeoutError::Timeout) {
                     abort.finish();
                 }
-            });
+            };
+            if Builder::new().name("farewell".into()).spawn_scoped(scope, limit).is_err() {
+                // Without a time limit a peer that does not read would be waited for without end.
+                abort.finish();
+            }
             plane.join();
             drop(ended);
         });

@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use sterna_engine::abort::Abort;
 use sterna_engine::cancel::Cancel;
-use sterna_engine::control_link::{ControlEvent, ControlLink, send_message};
+use sterna_engine::control_link::{ControlEvent, ControlLink, out_of_phase, send_message};
 use sterna_engine::receive::ChannelSink;
+use sterna_engine::receive::placer::PageAgreement;
 use sterna_engine::report::{Observer, Outcome, between};
 use sterna_engine::session::{
-    AcceptedSource, ChannelAcceptor, ConnectionEvent, ExtraChannelHandler, Handshake, OnConnectionEvent, Opened,
-    Session, Sessions, Sinks, link_events,
+    AcceptedSource, ChannelAcceptor, ConnectionEvent, Entered, ExtraChannelHandler, Handshake, OnConnectionEvent,
+    Opened, Session, Sessions, Sinks, link_events,
 };
 use sterna_engine::transport::{Connection, Limits, Listener, Security, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, Mode, RelayContent};
@@ -25,7 +26,7 @@ use super::report::{ProxyReport, ProxySide};
 use super::under_way::UnderWay;
 use super::{ProxyStop, under_way};
 use crate::gateway::features::FEATURES;
-use crate::gateway::feeder::{Agreed, Feeder, FeederEvent, FeederSinks};
+use crate::gateway::feeder::{Feeder, FeederEvent, FeederSinks};
 use crate::gateway::sockets;
 use crate::gateway::{GatewayError, Placement, ProxyReceiveOptions};
 use crate::stream::ReturnMessage;
@@ -89,7 +90,7 @@ impl Proxy<'_> {
         let (events_in, events) = channel();
         let news = events_in.clone();
         // A source's proxy never reconnects: the programs that drive the QEMUs start a failed migration again.
-        let tell: OnConnectionEvent = Arc::new(move |event| {
+        let on_connection: OnConnectionEvent = Arc::new(move |event| {
             if let ConnectionEvent::Control(1, event) = event {
                 let _ = news.send(Event::Control(event));
             }
@@ -98,14 +99,15 @@ impl Proxy<'_> {
         let _cancelling = carried.cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
         let close = closer.clone();
         let welcomed = send_message(&mut writer, &ControlMessage::Welcome(welcome));
-        let link = welcomed.and_then(|()| ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1)));
+        let link = welcomed
+            .and_then(|()| ControlLink::start(writer, reader, closer, messages, link_events(&on_connection, 1)));
         // Closing also ends a write to a source that reads nothing.
         let _closing = carried.cancel.on_cancel(move || close.close());
         let link = match link {
             Ok(link) => link,
             Err(error) => return self.observer.note(&format!("{peer} was lost at once: {error}")),
         };
-        let serving = Serving { proxy: self, session, peer, link, events, cancel: &carried.cancel, tell };
+        let serving = Serving { proxy: self, session, peer, link, events, cancel: &carried.cancel, on_connection };
         serving.run(&events_in);
     }
 }
@@ -118,7 +120,7 @@ struct Serving<'a> {
     link: ControlLink,
     events: Receiver<Event>,
     cancel: &'a Cancel,
-    tell: OnConnectionEvent,
+    on_connection: OnConnectionEvent,
 }
 
 impl Serving<'_> {
@@ -215,13 +217,14 @@ impl Serving<'_> {
         let broken = events_in.clone();
         abort.on_end(move || drop(broken.send(Event::Broken)));
         let no_blocks = Box::new(|| Err("a proxy does not look into QEMU".to_owned()));
-        let feeder = Feeder::new(&path, options.patience, Placement::InStream, no_blocks, Agreed::default(), &abort);
+        let agreement = PageAgreement::default();
+        let feeder = Feeder::new(&path, options.patience, Placement::InStream, no_blocks, agreement, &abort);
         let fed = events_in.clone();
         let sinks = FeederSinks::new(feeder, move |news| drop(fed.send(Event::Feeder(news))));
         let acceptor =
-            ChannelAcceptor::new(self.session.clone(), Box::new(sinks), &abort, None, Arc::clone(&self.tell));
+            ChannelAcceptor::new(self.session.clone(), Box::new(sinks), &abort, None, Arc::clone(&self.on_connection));
         let acceptor = Arc::new(acceptor);
-        let _entered = self.proxy.sessions.enter(&acceptor);
+        let _entered = self.enter(&acceptor)?;
         acceptor.open();
         if let Err(error) = self.answer(None) {
             abort.finish();
@@ -229,6 +232,15 @@ impl Serving<'_> {
             return Err(error);
         }
         Migration::new(abort, acceptor, &self.link, events_in.clone()).carry(&self.events)
+    }
+
+    /// Has the session's channels admitted, or refuses the session.
+    fn enter(&self, acceptor: &Arc<ChannelAcceptor>) -> Result<Entered<'_>, GatewayError> {
+        self.proxy.sessions.enter(acceptor).map_err(|reason| {
+            // Fails where the source is gone, which needs no answer.
+            let _ = self.answer(Some(reason.clone()));
+            GatewayError::new(reason)
+        })
     }
 
     fn connection(&self, socket: &str, events_in: &Sender<Event>) -> Result<(), GatewayError> {
@@ -259,10 +271,10 @@ impl Serving<'_> {
             Box::new(NoPages),
             &abort,
             Some(accept_opaque),
-            Arc::clone(&self.tell),
+            Arc::clone(&self.on_connection),
         );
         let acceptor = Arc::new(acceptor);
-        let _entered = self.proxy.sessions.enter(&acceptor);
+        let _entered = self.enter(&acceptor)?;
         acceptor.open();
         let result = self.answer(None).and_then(|()| self.carry_connection(&mut local, events_in));
         // No effect if both directions have ended.
@@ -298,7 +310,7 @@ impl Serving<'_> {
                 Event::Control(ControlEvent::Lost(reason)) => ending.session_ended(reason),
                 Event::Cancelled => return Err(GatewayError::new("the proxy was told to close its connections")),
                 Event::Control(ControlEvent::Message(message, _)) => {
-                    tracing::debug!(?message, "unexpected message on a connection that is carried unchanged");
+                    return Err(GatewayError::new(out_of_phase("the source's proxy", &message)));
                 }
                 Event::Feeder(_) | Event::ReturnPath(_) | Event::ClosedWithoutShut | Event::Broken => {}
             }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use sterna_codec::Encoding;
 use sterna_engine::cancel::Cancel;
-use sterna_engine::control_link::{ControlEvent, ControlLink};
+use sterna_engine::control_link::{ControlEvent, ControlLink, out_of_phase};
 use sterna_engine::report::Observer;
 use sterna_engine::send::Compression;
 use sterna_engine::session::{self, ConnectionEvent, Offer, OnConnectionEvent, Session};
@@ -87,14 +87,19 @@ pub fn proxy_send(
     let _obeying = under_way::obey(stop, &proxy.under_way, of_all(Endpoint::stop), of_all(Endpoint::abandon));
     std::thread::scope(|scope| {
         let proxy = &proxy;
-        for endpoint in &*endpoints {
-            scope.spawn(move || {
+        endpoints.iter().try_for_each(|endpoint| {
+            let accept = move || {
                 while let Some(accepted) = endpoint.accept() {
                     proxy.carry(scope, endpoint, accepted);
                 }
-            });
-        }
-    });
+            };
+            let started = Builder::new().name("accept".into()).spawn_scoped(scope, accept);
+            started.map(drop).map_err(|error| {
+                endpoints.iter().for_each(Endpoint::stop);
+                GatewayError::new(format!("no thread to accept connections on {}: {error}", endpoint.path().display()))
+            })
+        })
+    })?;
     Ok(!proxy.under_way.was_cut())
 }
 
@@ -151,12 +156,12 @@ impl<'a> Proxy<'a> {
             patience: options.patience,
         };
         let news = events_in.clone();
-        let tell: OnConnectionEvent = Arc::new(move |event| {
+        let on_connection: OnConnectionEvent = Arc::new(move |event| {
             if let ConnectionEvent::Control(_, event) = event {
                 let _ = news.send(Event::Control(event));
             }
         });
-        let (link, session) = session::dial(&offer, cancel, &tell)?;
+        let (link, session) = session::dial(&offer, cancel, &on_connection)?;
         let relay = ControlMessage::Relay { content, socket: socket.to_owned() };
         link.send(&relay).map_err(|error| GatewayError::new(format!("the destination's proxy was lost: {error}")))?;
         let deadline = Instant::now() + options.patience + 2 * HANDSHAKE_TIME;
@@ -175,7 +180,7 @@ impl<'a> Proxy<'a> {
                     };
                 }
                 Event::Control(ControlEvent::Message(message, _)) => {
-                    tracing::warn!(?message, "unexpected message from a destination's proxy before its answer");
+                    return Err(GatewayError::new(out_of_phase("the destination's proxy", &message)));
                 }
                 Event::Control(ControlEvent::Lost(reason)) => {
                     return Err(GatewayError::new(format!("the destination's proxy was lost: {reason}")));
@@ -212,7 +217,7 @@ impl<'a> Proxy<'a> {
                     Event::Control(ControlEvent::Lost(reason)) => ending.session_ended(reason),
                     Event::Cancelled => return Err(GatewayError::new("the proxy was told to close its connections")),
                     Event::Control(ControlEvent::Message(message, _)) => {
-                        tracing::debug!(?message, "unexpected message on a connection that is carried unchanged");
+                        return Err(GatewayError::new(out_of_phase("the destination's proxy", &message)));
                     }
                     Event::Stream(_) | Event::Delivered | Event::Broken => {}
                 }

@@ -1,9 +1,9 @@
 //! `sterna recover` at the source: the side that knows the decision.
 
 use sterna_engine::process;
-use sterna_engine::recovery::{DIAL_TIME, RecoveredSource, SourceRemains, recover_source};
+use sterna_engine::recovery::{RecoveredSource, SourceRemains, recover_source};
 use sterna_engine::report::Observer;
-use sterna_engine::switchover::Unserved;
+use sterna_engine::switchover::{DELIVERY_TIME, Unserved};
 use sterna_wire::control::Mode;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{Record, RecordState, SourceAfter, SourceEnd, SourceGuest, SourceState};
@@ -18,7 +18,7 @@ pub(super) fn recover(recovery: Recovery<'_>, state: SourceState) -> Result<Stri
     let (record, observer) = (recovery.record.record().clone(), recovery.observer);
     let (means, qmp) = recovery.means();
     let mut remains = Remains { record, qmp, observer };
-    let recovered = recover_source(means, state, guest, DIAL_TIME, &mut remains);
+    let recovered = recover_source(means, state, guest, DELIVERY_TIME, &mut remains);
     remains.settled(&recovered)
 }
 

@@ -8,6 +8,7 @@ use sterna_engine::send::{Compression, DeltaBlocks, Refusals, Sent};
 use sterna_engine::switchover::{SourceDriver, SourceKernel, Unserved};
 use sterna_engine::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
+use sterna_wire::limits::MAX_BLOCKS;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{SourceEvent, SourceGuest};
 use sterna_wire::text::cleaned;
@@ -41,6 +42,8 @@ pub(super) struct Driver<'a> {
     pub(super) started: Instant,
     pub(super) figures: DestinationFigures,
     pub(super) placement: Vec<String>,
+    /// Whether the destination has sent that it is ready to be filled.
+    pub(super) ready: bool,
     pub(super) progress: Progress,
     pub(super) watch: RoundsWatch,
     /// QEMU's downtime limit.
@@ -119,8 +122,9 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
 
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {
         match message {
-            ControlMessage::Ready { placement, deltas } => {
-                let placement: Vec<String> = placement.iter().map(|line| cleaned(line)).collect();
+            ControlMessage::Ready { placement, deltas } if !std::mem::replace(&mut self.ready, true) => {
+                let lines = placement.iter().take(MAX_BLOCKS);
+                let placement: Vec<String> = lines.map(|line| cleaned(line)).collect();
                 placement.iter().for_each(|line| self.kernel.observer.note(&format!("placement: {line}")));
                 self.placement = placement;
                 self.settle_deltas(&deltas);
@@ -147,10 +151,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
                 self.figures = figures;
                 None
             }
-            unexpected => {
-                tracing::warn!(?unexpected, "unexpected message from the destination");
-                None
-            }
+            unexpected => self.kernel.out_of_phase(&unexpected),
         }
     }
 
@@ -244,7 +245,7 @@ impl Driver<'_> {
                 "failed" | "cancelled" => {
                     let why = qemu::failure(&self.qmp)
                         .unwrap_or_else(|| format!("the source QEMU reports its migration as {status}"));
-                    // The first reason tells more than QEMU's error about closed sockets.
+                    // The first reason is more precise than QEMU's error about closed sockets.
                     let reason = self.kernel.abort.reason().unwrap_or_else(|| Reason::new(ErrorKind::Monitor, why));
                     Some(SourceEvent::Failed { reason })
                 }

@@ -36,7 +36,7 @@ pub(super) enum Stage {
     /// QEMU did not take the settings.
     Untouched,
     /// QEMU has the settings, and perhaps a migration of ours.
-    Begun(Begun),
+    Begun(Box<Begun>),
 }
 
 /// A QEMU with our settings.
@@ -64,7 +64,7 @@ impl Stage {
 
     /// Returns whether any migration that QEMU now has is ours.
     pub(super) fn accepted(&self) -> bool {
-        matches!(self, Self::Begun(Begun { accepted: true, .. }))
+        matches!(self, Self::Begun(begun) if begun.accepted)
     }
 
     pub(super) fn moving(&self) -> Option<&Moving> {
@@ -114,7 +114,7 @@ impl Driver<'_> {
         if let Stage::Planned(plan) = std::mem::replace(&mut self.stage, Stage::Untouched) {
             let failed = |error| GatewayError::new(format!("the source QEMU does not take the settings: {error}"));
             let restore = Some(plan.carry_out().map_err(failed)?);
-            self.stage = Stage::Begun(Begun { restore, accepted: false, moving: None });
+            self.stage = Stage::Begun(Box::new(Begun { restore, accepted: false, moving: None }));
         }
         let uri = format!("unix:{}", sockets.path_for_qemu().display());
         let failed_to_start = |why: &dyn std::fmt::Display| {

@@ -5,7 +5,7 @@ mod deflate;
 mod inflate;
 
 use super::access::{Access, Stop};
-use super::check::Invalid;
+use super::invalid::Invalid;
 use super::{Limits, Outcome, Record, Scratch, overlap, target};
 use crate::table::dsa::{
     ADDRESS_3_CLASS, BLOCK_ON_FAULT, CACHE_CONTROL_1, CACHE_CONTROL_2, FLAGS, INTERRUPT, OPERATION, RECORD,

@@ -44,7 +44,7 @@ pub(crate) struct KvmVcpuState {
 }
 
 /// Returns those of `MSRS` that this KVM has.
-pub(super) fn movable_msrs(kvm: &Kvm) -> Vec<u32> {
+pub(crate) fn movable_msrs(kvm: &Kvm) -> Vec<u32> {
     let known = kvm.get_msr_index_list().map(|list| list.as_slice().to_vec()).unwrap_or_default();
     MSRS.into_iter().filter(|number| known.contains(number)).collect()
 }
@@ -56,7 +56,7 @@ fn cannot(what: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> String {
 
 impl KvmVcpuState {
     /// Reads the state of a paused vCPU without an incomplete exit.
-    pub(super) fn save(vcpu: &VcpuFd, cpu_id: &CpuId, msrs: &[u32]) -> Result<Self, String> {
+    pub(crate) fn save(vcpu: &VcpuFd, cpu_id: &CpuId, msrs: &[u32]) -> Result<Self, String> {
         Ok(Self {
             cpu_id: cpu_id.as_slice().to_vec(),
             // The order matters little, because the vCPU is paused. Only the run state must be read first: KVM then processes
@@ -73,7 +73,7 @@ impl KvmVcpuState {
     }
 
     /// Loads the state into a vCPU that never ran, on a host with the features `supported`. Returns the vCPU's features.
-    pub(super) fn load(&self, vcpu: &VcpuFd, supported: &CpuId) -> Result<CpuId, String> {
+    pub(crate) fn load(&self, vcpu: &VcpuFd, supported: &CpuId) -> Result<CpuId, String> {
         check_processor(&self.cpu_id, supported.as_slice())?;
         let cpu_id = CpuId::from_entries(&self.cpu_id).map_err(|_| "it describes too large a processor".to_owned())?;
         // CPUID comes first, since it determines the valid values of the other registers.

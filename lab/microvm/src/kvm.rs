@@ -4,10 +4,9 @@
 //! else: no interrupts, no system calls. An exception has no handler and ends the machine. Devices are accessed by writes to
 //! addresses without memory, because ports would need a privilege.
 
-mod state;
-
 use crate::config::Tracking;
 use crate::error::Error;
+use crate::kvm_state::{KvmVcpuState, movable_msrs};
 use crate::layout::{GuestLayout, PAGE, PAYLOAD_ROOM, ShareLayout};
 use crate::ram::GuestRam;
 use crate::serial::SerialPort;
@@ -21,8 +20,6 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU8;
 use sterna::{DirtyLog, KvmLog, KvmRingLog, KvmSlot, RingHarvester};
 use sterna_guest::share::{FAILED, RAM_START, SERIAL, SERIAL_BYTES, STEPS_DONE};
-
-pub(crate) use state::KvmVcpuState;
 
 /// Entries of 16 bytes in each vCPU's dirty ring, if the machine has them.
 const RING_BYTES: u32 = 1 << 20;
@@ -125,7 +122,7 @@ impl KvmMachine {
             fd,
             cpu_id: cpu_id.clone(),
             _vm: Arc::clone(&vm),
-            msrs: state::movable_msrs(&kvm),
+            msrs: movable_msrs(&kvm),
             serial: SERIAL + share.share.vcpu * SERIAL_BYTES,
             harvester: harvester.clone(),
             _ram: Arc::clone(ram),

@@ -1,4 +1,4 @@
-//! One side of `sterna-bench delta`, in the process that [`side`](super::super::ram::side) is.
+//! One side of `sterna-bench delta`, in the process that [`side`](super::side) is.
 //!
 //! The guest at the source writes every page exactly once in each round, while its log is collected, so that every page
 //! is dirty in every round with just the measured change. The time of these writes is not counted. Guests that write at
@@ -22,9 +22,9 @@ use sterna_memory::dirty::reported::ReportedLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
 use super::super::measured::check_method;
-use super::super::ram::clock::cpu_ns;
-use super::super::ram::guest::{Guest, Memory, Monitor};
-use super::super::ram::side::{Answer, pin, send_answer};
+use super::clock::cpu_ns;
+use super::guest::{Guest, Memory, Monitor};
+use super::pin::pin;
 
 /// Words of a page.
 const WORDS: u64 = (PAGE_BYTES / 8) as u64;
@@ -110,8 +110,8 @@ pub(crate) struct Counted {
     pub(crate) rounds: u64,
 }
 
-/// Executes a command.
-pub(crate) fn execute(order: Order) -> Result<Answer, String> {
+/// Executes a command. `listening` sends the address at which this side, if it is a destination, waits for the source.
+pub(crate) fn execute(order: Order, listening: impl FnOnce(String) -> Result<(), String>) -> Result<Found, String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
     match order {
         Order::Receive { at, bytes, cpus } => {
@@ -122,11 +122,11 @@ pub(crate) fn execute(order: Order) -> Result<Answer, String> {
             ram.blocks()[0].populate(0..ram.blocks()[0].pages()).map_err(|error| text(&error))?;
             let destination =
                 Destination::new(guest.ram()).listen(&at, &Security::Insecure).map_err(|error| text(&error))?;
-            send_answer(&Answer::Listening { address: destination.address().to_string() })?;
+            listening(destination.address().to_string())?;
             let before = cpu_ns();
             destination.run(&mut Monitor::default(), &Cancel::new(), &()).map_err(|error| text(&error))?;
             let cpu_seconds = (cpu_ns() - before) as f64 / 1e9;
-            Ok(Answer::Delta(Found { checksum: checksum(&guest), cpu_seconds, ..Found::default() }))
+            Ok(Found { checksum: checksum(&guest), cpu_seconds, ..Found::default() })
         }
         Order::Send { to, job, cpus } => {
             pin(&cpus)?;
@@ -145,7 +145,7 @@ pub(crate) fn execute(order: Order) -> Result<Answer, String> {
             check_method(method, &report.method).map_err(|error| text(&error))?;
             let cpu_seconds = (cpu_ns() - before) as f64 / 1e9;
             let counted = *counted.lock().unwrap_or_else(PoisonError::into_inner);
-            Ok(Answer::Delta(Found {
+            Ok(Found {
                 checksum: checksum(&guest),
                 cpu_seconds,
                 total_ms: report.total_ms,
@@ -154,7 +154,7 @@ pub(crate) fn execute(order: Order) -> Result<Answer, String> {
                 same_pages: report.same_pages,
                 wire_bytes: report.wire_bytes,
                 counted,
-            }))
+            })
         }
     }
 }

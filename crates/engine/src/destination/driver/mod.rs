@@ -1,18 +1,21 @@
 //! The destination's driver: what the library does with its monitor and the channels for each action of the switchover's state machine.
 
+mod devices;
+mod late_memory;
+mod loading;
+
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::{ControlMessage, DestinationFigures, PostCopyFigures};
-use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest};
 
+pub(super) use self::devices::Devices;
+pub(super) use self::loading::Loading;
 use super::channels::PostCopyChannels;
-use super::devices::Devices;
-use super::loading::Loading;
 use super::monitor_calls::MonitorCalls;
 use super::post_copy::PostCopyEvent;
 use super::target::Target;
@@ -24,9 +27,7 @@ use crate::occupied::Occupied;
 use crate::process;
 use crate::report::ReceiveReport;
 use crate::state::Part;
-use crate::switchover::{
-    DestinationDriver, DestinationKernel, DestinationOutcome, Ending, Receiving, SourceLink, after,
-};
+use crate::switchover::{DestinationDriver, DestinationKernel, DestinationOutcome, Ending, LastAnswer, Receiving};
 
 /// The events of the driver's own threads.
 #[derive(Debug)]
@@ -122,10 +123,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
 
     fn ended(&mut self, _end: &DestinationEnd) {}
 
-    fn hang_up_at(&self, end: &DestinationEnd, link: SourceLink, _since: Instant) -> Instant {
-        // A source that was lost while the guest's last memory arrived notices the loss only after a time of silence.
-        let may_be_lost = link == SourceLink::Connected && *end == DestinationEnd::Running;
-        after(if may_be_lost { self.linger.saturating_add(SILENCE_LIMIT) } else { self.linger })
+    fn hang_up_at(&self, answer: &LastAnswer) -> Instant {
+        answer.until(self.linger)
     }
 
     /// The wait is short, and a source that is lost in post-copy waits for its answer without a limit.
@@ -135,11 +134,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
 
     fn receive(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
         match message {
-            ControlMessage::Totals(totals) => self.handle_totals(&totals),
-            unexpected => {
-                tracing::warn!(?unexpected, "unexpected message from the source");
-                None
-            }
+            ControlMessage::Totals(totals) if !self.target.is_sealed() => self.handle_totals(&totals),
+            unexpected => self.kernel.out_of_phase(&unexpected),
         }
     }
 
@@ -152,7 +148,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
             Event::Started(Err(reason)) => Some(DestinationEvent::ActionFailed { reason }),
             Event::Fenced => {
                 self.kernel.observer.note("an operator has confirmed that the source is gone for good");
-                self.kernel.peer.hang_up();
+                self.kernel.source_is_gone();
                 Some(DestinationEvent::SourceFenced)
             }
         }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::DestinationEvent;
 
-use super::driver::{Driver, Event};
-use super::post_copy::{PostCopy, PostCopyEvent};
+use super::{Driver, Event};
+use crate::destination::post_copy::{PostCopy, PostCopyEvent};
 use crate::migration::{POST_COPY, Phase};
 
 impl Driver<'_> {
@@ -36,7 +36,7 @@ impl Driver<'_> {
         self.faults = Some(faults);
         let released = Arc::clone(&post_copy);
         self.kernel.abort.on_end(move || released.release_if_not_loaded());
-        self.target.begin_post_copy(post_copy).map_err(memory)
+        self.target.begin_post_copy(post_copy).map_err(|error| memory(error.to_string()))
     }
 
     /// Ends the data channels that there were, and admits new ones: the source has reconnected.

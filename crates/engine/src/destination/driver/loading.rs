@@ -6,13 +6,13 @@ use sterna_wire::control::{ControlMessage, Totals};
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::DestinationEvent;
 
-use super::driver::Driver;
+use super::Driver;
 use crate::migration::Phase;
 use crate::state::{Part, StateReader};
 use crate::vmm::VmmError;
 
 /// How far loading the guest is.
-pub(super) enum Loading {
+pub(in crate::destination) enum Loading {
     /// The guest's memory and state arrive.
     Arriving {
         /// The state that is sent ahead, until it was read.
@@ -31,7 +31,7 @@ pub(super) enum Loading {
 }
 
 impl Loading {
-    pub(super) fn arriving(ahead: StateReader, last: StateReader) -> Self {
+    pub(in crate::destination) fn arriving(ahead: StateReader, last: StateReader) -> Self {
         Self::Arriving { ahead: Some(ahead), last, begun: false, complete: false }
     }
 }
@@ -69,7 +69,9 @@ impl Driver<'_> {
             let text = format_args!("{refused} pages arrived damaged, and the source has not sent them again");
             return Some(DestinationEvent::Failed { reason: Reason::other(text) });
         }
-        self.target.seal();
+        if let Err(error) = self.target.seal() {
+            return Some(DestinationEvent::Failed { reason: Reason::other(error) });
+        }
         if let Loading::Arriving { complete, .. } = &mut self.loading {
             *complete = true;
         }
@@ -79,7 +81,7 @@ impl Driver<'_> {
     fn load_ahead(&mut self) -> Option<DestinationEvent> {
         let Loading::Arriving { ahead, .. } = &mut self.loading else { return None };
         let mut reader = ahead.take()?;
-        let inside = self.occupied.enter(&self.kernel.abort, None);
+        let inside = self.occupied.enter(&self.kernel.abort);
         let (mut reader, loaded) = self.vmm.call(move |vmm| {
             let loaded = vmm.load_ahead(&mut reader);
             (reader, loaded)
@@ -103,7 +105,7 @@ impl Driver<'_> {
             return None;
         };
         let since = Instant::now();
-        let inside = self.occupied.enter(&self.kernel.abort, None);
+        let inside = self.occupied.enter(&self.kernel.abort);
         let (mut last, loaded) = self.vmm.call(move |vmm| {
             let loaded = vmm.load(&mut last);
             (last, loaded)

@@ -7,13 +7,13 @@ use sterna_wire::control::{ControlMessage, DeviceChannels, Machine};
 use sterna_wire::reason::Reason;
 use sterna_wire::switchover::DestinationEvent;
 
-use super::driver::{Driver, Event};
+use super::{Driver, Event};
 use crate::device_state::load::{LoadEvent, LoadingDevices};
 use crate::device_state::{DeviceId, LoadDevice, Threads};
 use crate::report::Observer;
 
 /// The devices and their progress.
-pub(super) struct Devices {
+pub(in crate::destination) struct Devices {
     known: Arc<LoadingDevices>,
     channels: DeviceChannels,
     /// The devices in the source's order, until their threads are started.
@@ -25,7 +25,11 @@ pub(super) struct Devices {
 
 impl Devices {
     /// Sorts this side's devices as `source` numbers them. Each may have `share` bytes on their way or waiting.
-    pub(super) fn new(mut devices: Vec<(DeviceId, Box<dyn LoadDevice>)>, source: &Machine, share: u64) -> Self {
+    pub(in crate::destination) fn new(
+        mut devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
+        source: &Machine,
+        share: u64,
+    ) -> Self {
         let serial = source.device_channels == DeviceChannels::Serial;
         let known = Arc::new(LoadingDevices::new(source.devices.clone(), share, serial));
         let place = |id: &DeviceId| source.devices.iter().position(|theirs| theirs == id);
@@ -36,12 +40,12 @@ impl Devices {
     }
 
     /// Returns the devices, if their state arrives on channels of this kind.
-    pub(super) fn on(&self, channels: DeviceChannels) -> Option<Arc<LoadingDevices>> {
+    pub(in crate::destination) fn on(&self, channels: DeviceChannels) -> Option<Arc<LoadingDevices>> {
         let same = std::mem::discriminant(&channels) == std::mem::discriminant(&self.channels);
         same.then(|| Arc::clone(&self.known))
     }
 
-    pub(super) fn known(&self) -> Arc<LoadingDevices> {
+    pub(in crate::destination) fn known(&self) -> Arc<LoadingDevices> {
         Arc::clone(&self.known)
     }
 
