@@ -67,18 +67,28 @@ impl Engines {
     }
 }
 
+/// The methods of the CPU that `auto` tries before an accelerator's.
+const AUTO_FAST: [&str; 2] = ["none", "lz4"];
+/// The engines whose deflate `auto` tries, where there is hardware.
+const AUTO_ENGINES: [Engine; 2] = [Engine::Iaa, Engine::Qat];
+/// The methods of the CPU that `auto` tries after an accelerator's.
+const AUTO_DENSE: [&str; 4] = ["zstd -1", "zstd 1", "zstd 3", "zstd 6"];
+
 /// What of an encoding depends on the engines that are here.
 impl Encoding {
+    /// Maximum number of [`Self::auto_candidates`].
+    pub const MAX_AUTO_CANDIDATES: usize = AUTO_FAST.len() + AUTO_ENGINES.len() + AUTO_DENSE.len();
+
     /// Returns the encodings from which `auto` chooses, the cheapest first. According to the measurements, each is the best at some
     /// price.
     pub fn auto_candidates(engines: &Engines) -> Vec<Self> {
         // A build may leave methods and engines out.
         let by = |engine, text: &str| text.parse::<MethodChoice>().ok()?.encoding(engine);
-        let accelerated = [Engine::Iaa, Engine::Qat].into_iter().filter(|engine| engines.has_hardware(*engine));
+        let accelerated = AUTO_ENGINES.into_iter().filter(|engine| engines.has_hardware(*engine));
         let deflate = accelerated.filter_map(|engine| by(engine, DEFLATE));
         let by_cpu = |text: &&str| by(Engine::Cpu, text);
-        let cheap = ["none", "lz4"].iter().filter_map(by_cpu);
-        cheap.chain(deflate).chain(["zstd -1", "zstd 1", "zstd 3", "zstd 6"].iter().filter_map(by_cpu)).collect()
+        let fast = AUTO_FAST.iter().filter_map(by_cpu);
+        fast.chain(deflate).chain(AUTO_DENSE.iter().filter_map(by_cpu)).collect()
     }
 
     /// Returns an encoder that skips most attempts while content does not shrink. The CPU's fails only for lack of memory.

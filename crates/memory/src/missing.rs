@@ -194,8 +194,12 @@ impl MissingPages {
     pub fn declare_all_stale(&self, runs: &[Range<u64>]) -> Result<(), MissingError> {
         self.backing.discard_all(runs)?;
         for run in runs {
+            // Counted before they are marked, and in `fill` by the marks that it clears: the count is never below the truth, even where a
+            // hostile source sends the content of a page while it has the page discarded.
+            let pages = run.end - run.start;
+            self.stale_count.fetch_add(pages, Ordering::AcqRel);
             let new = self.stale.test_and_set(run.clone(), |_| {});
-            self.stale_count.fetch_add(new, Ordering::AcqRel);
+            self.stale_count.fetch_sub(pages - new, Ordering::AcqRel);
             self.asked.clear(run.clone());
             self.unclaimed.set(run.clone());
         }
@@ -316,8 +320,9 @@ impl MissingPages {
             if failure.is_none() {
                 failure = self.fill_claimed(&mut at, claimed.end, &step).err();
                 // Only after placing; no other thread clears these, as this one has claimed them.
-                self.stale.clear(claimed.start..at);
-                self.stale_count.fetch_sub(at - claimed.start, Ordering::AcqRel);
+                let mut cleared = 0;
+                self.stale.take_runs(claimed.start..at, |run| cleared += run.end - run.start);
+                self.stale_count.fetch_sub(cleared, Ordering::AcqRel);
                 placed += at - claimed.start;
             }
             self.release(at..claimed.end);

@@ -498,6 +498,12 @@ impl Report {
         self.vcpus.iter().map(|(counters, _)| counters.steps).min().unwrap_or(0)
     }
 
+    /// Returns the number of steps that every vCPU has made since `earlier`. After two, each has done all orders that it had then.
+    pub fn steps_since(&self, earlier: &Report) -> u64 {
+        let steps = self.vcpus.iter().zip(&earlier.vcpus);
+        steps.map(|((now, _), (then, _))| now.steps.saturating_sub(then.steps)).min().unwrap_or(0)
+    }
+
     /// Returns how often every vCPU has come to the end of its pages since `earlier`. After two passes, each page was verified at
     /// least once since then.
     pub fn passes_since(&self, earlier: &Report) -> u64 {

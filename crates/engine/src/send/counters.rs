@@ -2,12 +2,13 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use sterna_codec::Encoding;
 use sterna_wire::packet::{Run, RunKind};
 
 use super::SendChannel;
 
 /// Maximum number of methods that `auto` chooses from.
-pub(super) const MAX_AUTO_METHODS: usize = 8;
+pub(super) const MAX_AUTO_METHODS: usize = Encoding::MAX_AUTO_CANDIDATES;
 
 /// Numbers of pages that were handed over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -168,6 +168,7 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
 
     /// Ends the wait for a source that may still need answers: the migration has ended here.
     pub fn stop_lingering(&mut self) {
+        self.peer.flush();
         self.peer.hang_up();
         self.settled = true;
     }

@@ -7,9 +7,11 @@
 //! `STERNA_SEED` and `STERNA_MIGRATIONS` repeat a run or make it longer, `STERNA_MIGRATION` repeats a single one. The
 //! seed decides the faults, not the order of threads.
 
+use std::io::{self, Write};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use crate::common::relay::Relay;
@@ -29,6 +31,8 @@ use sterna_test_kit::Random;
 /// Number of migrations on the simulated network, and on sockets.
 const SIMULATED: u64 = 1000;
 const ON_SOCKETS: u64 = 50;
+/// Maximum time in which a destination ends after its source: far more than its time limits.
+const MAX_WAIT: Duration = Duration::from_secs(120);
 /// Concurrent migrations; they mostly wait.
 const CONCURRENT: u64 = 8;
 
@@ -228,8 +232,10 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     (from.on_call, to.on_call) = (called(&troublemaker), called(&troublemaker));
 
     let method = random.one_of(&["none", "lz4", "zstd"]);
+    // A prepared destination that was not reached waits for an operator, who is not here. A killed one is never reached.
+    let reporting_abort = Duration::from_millis(if what == What::KillDestination { 200 } else { 10_000 });
     let limits = TimeLimits::default()
-        .reporting_abort(Duration::from_millis(200))
+        .reporting_abort(reporting_abort)
         .delivery(Duration::from_secs(2))
         .dial_pause(Duration::from_millis(5));
     let answer = if post_copy { NotConverging::PostCopyAfter(1 + random.below(2) as u32) } else { NotConverging::GoOn };
@@ -250,9 +256,23 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
 
     let (sent, received) = std::thread::scope(|scope| {
         let (to, observer_there, cancel_there) = (&mut to, Arc::clone(&troublemaker), &cancel.1);
-        let receiving = scope.spawn(move || listening.run(to, cancel_there, &*observer_there));
+        let (ended, has_ended) = mpsc::channel::<()>();
+        let receiving = scope.spawn(move || {
+            // Dropped at the end, also by a panic.
+            let _ended = ended;
+            listening.run(to, cancel_there, &*observer_there)
+        });
         let sent = migration.run(address, &Security::Insecure, &mut from, &cancel.0, &*troublemaker);
         end_receiving(&sent, &troublemaker, &fence, &receiving);
+        if has_ended.recv_timeout(MAX_WAIT) == Err(RecvTimeoutError::Timeout) {
+            // Neither a panic nor a captured line: the scope would wait for the destination for ever.
+            let trouble = troublemaker.trouble;
+            let _ = writeln!(
+                io::stderr(),
+                "the destination does not end: seed {seed:#x}, {trouble:?}, post-copy {post_copy}, source: {sent:?}"
+            );
+            std::process::abort();
+        }
         (sent, receiving.join().unwrap())
     });
     let lacks_memory = received.as_ref().is_err_and(|error| error.guest == GuestState::LacksMemory);

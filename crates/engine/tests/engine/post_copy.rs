@@ -2,7 +2,7 @@
 //! the source, which is paused.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::common::within_a_minute;
@@ -62,6 +62,39 @@ fn a_guest_that_never_converges_continues_at_the_destination_and_reads_its_own_m
             witness.check(&from, &mut to);
             assert!(witness.behind.compared.load(Ordering::Relaxed) > 0 && post_copy.requests > 0);
         }
+    });
+}
+
+/// The source still counts on its channels then, although nothing has to come over them any more.
+#[test]
+fn a_guest_whose_memory_is_complete_before_the_decision_continues_at_the_destination() {
+    within_a_minute(|| {
+        if !faults_can_be_watched() {
+            return;
+        }
+        let (mut from, log, mut to, witness) = witnessed(BUSY);
+        let memory = Arc::clone(&witness.destination);
+        // A monitor that reads all of the guest's memory while it loads the state: it waits for every missing page.
+        let digests = Arc::new(AtomicU64::new(0));
+        let digest = Arc::clone(&digests);
+        to.on_call = Some(Box::new(move |call| {
+            if call == "load" {
+                digest.store(memory.digest(), Ordering::Relaxed);
+            }
+        }));
+        let listening = Destination::new(witness.destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+        let mut migration = Source::new(witness.source.ram(), Box::new(log))
+            .bandwidth(Some(40 << 20))
+            .downtime(Duration::from_millis(10))
+            .when_not_converging(NotConverging::PostCopyAfter(1));
+        let address = listening.address().clone();
+        let (sent, received) = both_sides(listening, &mut to, || {
+            migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &())
+        });
+        let (sent, _) = (sent.unwrap(), received.unwrap());
+        assert!(sent.post_copy.is_some_and(|post_copy| post_copy.requests > 0), "{:?}", sent.post_copy);
+        assert_eq!(digests.load(Ordering::Relaxed), witness.source.digest());
+        witness.check(&from, &mut to);
     });
 }
 

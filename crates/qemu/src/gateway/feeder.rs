@@ -155,6 +155,9 @@ impl Feeder {
 
     /// Connects to QEMU and writes everything up to the end of the RAM setup section.
     fn start(&self, start: &Start) -> Result<FeederEvent, SinkError> {
+        if self.feeding.get().is_some() {
+            return Err("the stream started twice".into());
+        }
         if start.ram_channels == 0 || start.ram_channels > MAX_RAM_CHANNELS {
             return Err(format!("{} RAM channels are not possible", start.ram_channels).into());
         }

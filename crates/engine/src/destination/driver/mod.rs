@@ -117,6 +117,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         self.loading = Loading::Over;
         // So that no channel's thread writes the memory of a monitor that is being ended.
         self.receiving.acceptor.join();
+        self.channels.join();
         let discarded = self.vmm.call(|vmm| vmm.discard());
         discarded.map_err(|error| Reason::new(ErrorKind::Monitor, error).within("the copy of the guest stays here"))
     }
