@@ -3,7 +3,7 @@
 //!
 //! A program that was not written for Sterna is tracked by a userfaultfd of its own address space, and userfaultfd(2) makes one for
 //! the caller's address space only. So this call, and the `close` after it, must run in the program itself. [`take_userfault`] does
-//! this; [`share_userfault`] also leaves the process a copy, [`advise`] runs madvise(2) there, and [`Process::stop`] is for other calls.
+//! this; [`share_userfault`] also leaves the process a copy, [`advise()`] runs madvise(2) there, and [`Process::stop`] is for other calls.
 //! Everything after that, including `UFFDIO_API`, `UFFDIO_REGISTER` and `PAGEMAP_SCAN`, works from outside through the taken descriptor:
 //! the kernel applies them to the address space in which the descriptor was made.
 //!
@@ -43,7 +43,7 @@
 //! or blocks resets the program's setting for it. Stops at system calls are no signals.
 //!
 //! **No memory of the program is written**, the red zone below the stack included: all arguments are numbers. What one call of
-//! [`advise`] needs in memory lies in a mapping that is made for it.
+//! [`advise()`] needs in memory lies in a mapping that is made for it.
 //!
 //! **The instruction** is that of the thread's own interrupted system call, two bytes before its instruction pointer. A thread that runs
 //! user code continues and is stopped again, five times in 30 ms, until it is in a system call. After that, or if the whole process is
@@ -113,7 +113,7 @@
 //! descriptor, or 0, and up to three argument registers differ. An event loop in `ppoll`, as in a QEMU's main thread, treats that as a
 //! time-out or a spurious wake-up. A `read` would seem to have read that many bytes. A thread that was in user code for 30 ms continues
 //! after an instruction that is not its own, and crashes. Between the two calls a userfaultfd stays open in the process, to which nothing
-//! is registered; during [`advise`], a pidfd of the process itself and a mapping of 16 KiB stay.
+//! is registered; during [`advise()`], a pidfd of the process itself and a mapping of 16 KiB stay.
 //!
 //! An error or a panic in this program is harmless, since the registers are then restored; only the end of the whole program is not. To
 //! exclude this as well, run [`take_userfault`] in a process of its own that nothing kills, and send the descriptor over a socket.

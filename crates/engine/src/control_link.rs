@@ -31,6 +31,8 @@ const MAX_QUEUED: usize = MAX_CONTROL_MESSAGE;
 const QUEUE_FULL: &str = "the peer does not read: 1 MiB of control messages is queued for it";
 /// Why a link is closed whose queue did not become empty in time.
 const QUEUED_TOO_LONG: &str = "the peer does not read: control messages have been queued for it for 10 s";
+/// How long a peer that does not read may take to receive the last messages of a migration that has ended.
+pub const FAREWELL_TIME: Duration = Duration::from_secs(2);
 /// Maximum number of links of one allowance at a time.
 const MAX_LINKS: usize = 8;
 /// Minimum bytes that a message counts: a short one takes more in memory than on the wire.
@@ -388,16 +390,19 @@ impl ControlLink {
 
     /// Ends this side's direction after all that was sent, with TLS's closing alert, so that the peer sees an end and no loss. The peer has
     /// 10 s to end its own direction; then the connection is closed.
+    ///
+    /// Waits for a peer that does not read, for [`FAREWELL_TIME`] at most: the process may end next, and with it the threads that send what
+    /// is queued.
     pub fn finish(mut self) {
         self.finished = true;
         let mut state = self.outgoing.state();
         state.phase = state.phase.max(LinkPhase::Finishing);
         if state.behind.is_none() {
-            // Ends the direction here and now: the process may end next.
             state.writer = None;
         }
         drop(state);
         self.outgoing.changed.notify_all();
+        self.flush(FAREWELL_TIME);
     }
 }
 
@@ -778,8 +783,10 @@ mod tests {
         let (link, events, mut peer) = link();
         let count = fall_behind(&link, LENGTH);
         let sender = link.sender();
-        link.finish();
-        read_numbered(&mut peer, count, LENGTH, true);
+        std::thread::scope(|scope| {
+            scope.spawn(|| link.finish());
+            read_numbered(&mut peer, count, LENGTH, true);
+        });
         assert!(sender.send(&numbered(0, LENGTH)).is_err(), "this side's direction has ended");
         drop(peer);
         assert!(matches!(events.recv_timeout(PATIENCE).unwrap(), ControlEvent::Lost(_)));

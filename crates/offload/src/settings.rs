@@ -49,7 +49,7 @@ pub struct Settings {
     /// retried until the device accepts one.
     pub retries: u32,
     /// Whether offload starts threads: the backstop, and the closing of devices out of service. If off, the caller
-    /// calls [`Offload::turn`](crate::Offload::turn): tests do, in virtual time.
+    /// calls [`Offload::run_backstop`](crate::Offload::run_backstop): tests do, in virtual time.
     pub threads: bool,
     /// The clock.
     pub time: Arc<dyn Time>,

@@ -1,7 +1,7 @@
 //! Records everything that goes to devices and comes back, and reads such a record.
 //!
 //! A trace is lines of words, described in `docs/accelerator-trace.md`. `sterna accel capture` writes it on hardware.
-//! [`read`] returns it to tests; [`replay`] checks it against the software model's own table of the specification. So a
+//! [`read()`] returns it to tests; [`replay`] checks it against the software model's own table of the specification. So a
 //! trace from somebody else's machine becomes a test.
 
 mod read;

@@ -90,7 +90,7 @@ pub struct DryRunAnswer {
     pub round_trip: Duration,
 }
 
-/// Asks the destination what it would refuse `offer` for, without beginning a migration. The offer requires [`DRY_RUN`].
+/// Asks the destination what it would refuse `offer` for, without beginning a migration. The offer requires [`DRY_RUN`](super::DRY_RUN).
 ///
 /// # Errors
 /// The destination cannot be reached, refuses to answer, or does not know dry runs.

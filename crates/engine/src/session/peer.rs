@@ -1,14 +1,10 @@
 //! The other side of a migration as a driver sees it: one control channel after another, of which only the newest counts.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use sterna_wire::control::ControlMessage;
 
-use crate::control_link::{ControlEvent, ControlLink, ControlSender, Share};
-
-/// How long a peer that does not read may take to receive the last messages of a migration that has ended.
-const FAREWELL_TIME: Duration = Duration::from_secs(2);
+use crate::control_link::{ControlEvent, ControlLink, ControlSender, FAREWELL_TIME, Share};
 
 /// An event about the control channels of a migration.
 #[derive(Debug)]
