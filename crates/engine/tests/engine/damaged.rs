@@ -25,6 +25,9 @@ use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind, REP
 use sterna_wire::limits::MAX_CONTENT;
 use sterna_wire::packet::{ACK_LENGTH, ChannelAnswer, PACKET_HEADER_LENGTH, PAGE_REQUEST_LENGTH, PacketHeader};
 
+/// 4 KiB pages of a huge page.
+const HUGE_PAGE: u64 = 512;
+
 const WRITES: Workload = Workload { writers: 2, span: 500, seed: 11, burst: 40 };
 
 /// Selects the packets with content to damage, by their number over all RAM channels.
@@ -222,19 +225,21 @@ fn damaged_packets_are_retransmitted_and_the_guest_arrives_intact() {
 #[test]
 fn of_huge_pages_only_changed_parts_are_sent_again_and_the_guest_arrives_intact() {
     within_a_minute(|| {
-        let plans: [(&str, u16, usize, Plan); 4] = [
-            ("none", 1, 0, |_| false),
-            ("none", 2, 0, |number| number % 9 == 2 && number < 300),
-            ("zstd", 3, 0, |number| number % 5 == 1 && number < 150),
-            ("lz4", 2, 32 << 20, |number| number % 9 == 2 && number < 300),
+        // The guest writes the first pages of the first huge page, or at random places in all of the memory.
+        let (few, all) = (16, 8 * HUGE_PAGE);
+        let plans: [(&str, u16, usize, u64, Plan); 5] = [
+            ("none", 1, 0, few, |_| false),
+            ("none", 2, 0, few, |number| number % 9 == 2 && number < 300),
+            ("none", 2, 0, all, |number| number % 9 == 2 && number < 300),
+            ("zstd", 3, 0, all, |number| number % 5 == 1 && number < 150),
+            ("lz4", 2, 32 << 20, all, |number| number % 9 == 2 && number < 300),
         ];
-        for (method, channels, deltas, plan) in plans {
+        for (method, channels, deltas, span, plan) in plans {
             let choice = method.parse().unwrap();
             let settings = |source: Source| {
                 source.method(choice).channels(channels).packet_size(64 << 10).delta_cache(deltas as u64)
             };
-            // At random places in all of the memory.
-            let workload = Workload { span: 4096, ..WRITES };
+            let workload = Workload { span, ..WRITES };
             let memory = [0; 2].map(|_| Memory::of_huge_pages(8, true).unwrap());
             // Each region has content from the beginning.
             memory[0].words(0).chunks(PAGE / 8).enumerate().for_each(|(page, words)| {
@@ -253,7 +258,8 @@ fn of_huge_pages_only_changed_parts_are_sent_again_and_the_guest_arrives_intact(
             );
             let sent = sent.unwrap_or_else(|error| panic!("{method}: {error}"));
             received.unwrap_or_else(|error| panic!("{method}: {error}"));
-            assert!(sent.same_pages > pages / 2, "{method}: {sent:?}");
+            // The log names the whole huge page for each write. How much of all memory a guest changes between two rounds depends on its speed.
+            assert!(span == all || sent.same_pages >= HUGE_PAGE - few, "{method}: {sent:?}");
             assert!(sent.normal_pages >= pages + sent.same_pages, "{method}: {sent:?}");
         }
     });
