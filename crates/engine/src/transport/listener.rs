@@ -227,6 +227,14 @@ enum Stage {
     Closed,
 }
 
+/// Why a connection gets no slot.
+enum NoSlot {
+    /// The listener was stopped while the connection was accepted.
+    Stopped,
+    /// There are as many connections as may be.
+    TooMany,
+}
+
 /// A thread's hold on its slot. Dropping it releases the slot.
 struct Hold {
     socket: Arc<Socket>,
@@ -234,14 +242,12 @@ struct Hold {
 }
 
 impl Hold {
-    /// Records that the channel header has arrived.
-    fn arrived(&self) {
+    /// Records that the channel header has arrived. Returns `false` if the connection was closed before, to make room: its peer was answered.
+    fn arrived(&self) -> bool {
         let mut slots = lock(&self.slots);
-        if let Some(slot) = slots.iter_mut().find(|slot| Arc::ptr_eq(&slot.socket, &self.socket))
-            && slot.stage == Stage::Silent
-        {
-            slot.stage = Stage::Arrived;
-        }
+        let slot = slots.iter_mut().find(|slot| Arc::ptr_eq(&slot.socket, &self.socket));
+        let open = slot.filter(|slot| slot.stage == Stage::Silent);
+        open.map(|slot| slot.stage = Stage::Arrived).is_some()
     }
 }
 
@@ -289,24 +295,27 @@ impl Acceptor {
     }
 
     fn admit(&self, socket: Socket) {
-        let Some(hold) = self.slot(&socket) else {
-            tracing::warn!(
-                peer = socket.peer(),
-                limit = self.limits.max_pending,
-                "too many connections at once, refused one"
-            );
-            postpone_unread(&socket, TOO_MANY);
-            return;
+        let hold = match self.slot(&socket) {
+            Ok(hold) => hold,
+            // Closed without an answer: the source would try again in vain.
+            Err(NoSlot::Stopped) => return,
+            Err(NoSlot::TooMany) => {
+                tracing::warn!(
+                    peer = socket.peer(),
+                    limit = self.limits.max_pending,
+                    "too many connections at once, refused one"
+                );
+                postpone_unread(&socket, TOO_MANY);
+                return;
+            }
         };
         let (security, limits, arrive) = (Arc::clone(&self.security), self.limits, self.arrive.clone());
         let held = Arc::clone(&hold.socket);
         let serve = move || {
             match serve(socket, &security, &limits) {
                 // Sending fails if the listener's owner is gone; then the connection is dropped, which ends it.
-                Ok(arrival) => {
-                    hold.arrived();
-                    drop(arrive.send(arrival));
-                }
+                Ok(arrival) if hold.arrived() => drop(arrive.send(arrival)),
+                Ok(_) => {}
                 Err(error) => tracing::warn!("{error}"),
             }
         };
@@ -320,19 +329,20 @@ impl Acceptor {
     }
 
     /// Returns a slot for a connection, if one is free or can be freed.
-    fn slot(&self, socket: &Socket) -> Option<Hold> {
+    fn slot(&self, socket: &Socket) -> Result<Hold, NoSlot> {
         let mut slots = lock(&self.slots);
         // `Stop::end` either has closed the connections that have slots before this lock, or will also close this one.
         if self.stopped.load(Ordering::Acquire) {
-            return None;
+            return Err(NoSlot::Stopped);
         }
         let open = slots.iter().filter(|slot| slot.stage != Stage::Closed).count();
         // The threads of closed connections end as soon as they get a CPU, so twice the number is allowed.
         let room =
             slots.len() < 2 * self.limits.max_pending && (open < self.limits.max_pending || make_room(&mut slots));
-        let clone = Arc::new(room.then(|| socket.try_clone().ok()).flatten()?);
+        let clone = room.then(|| socket.try_clone().ok()).flatten().ok_or(NoSlot::TooMany)?;
+        let clone = Arc::new(clone);
         slots.push(Slot { socket: Arc::clone(&clone), host: socket.host(), stage: Stage::Silent });
-        Some(Hold { socket: clone, slots: Arc::clone(&self.slots) })
+        Ok(Hold { socket: clone, slots: Arc::clone(&self.slots) })
     }
 }
 
@@ -353,6 +363,7 @@ fn postpone_unread(socket: &Socket, reason: &str) {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
     use std::net::IpAddr;
     use std::os::unix::net::UnixStream;
 
@@ -383,6 +394,38 @@ mod tests {
         assert_eq!(order(slots(&known)), [1, 2, 0, 3, 4]);
         let networks = ["2001:db8::1", "2001:db8:1::1", "2001:db8:1::2", "::ffff:192.0.2.1"];
         assert_eq!(order(slots(&networks)), [1, 0, 2, 3]);
+    }
+
+    #[test]
+    fn a_connection_that_was_accepted_while_the_listener_stopped_gets_no_answer() {
+        let answer = |stopped, max_pending| {
+            let acceptor = Acceptor {
+                security: Arc::new(Security::Insecure),
+                limits: Limits { max_pending, ..Limits::default() },
+                arrive: sync_channel(0).0,
+                stopped: Arc::new(AtomicBool::new(stopped)),
+                slots: Arc::default(),
+            };
+            let (mut near, far) = UnixStream::pair().unwrap();
+            acceptor.admit(far.into());
+            let mut answer = Vec::new();
+            near.read_to_end(&mut answer).unwrap();
+            answer
+        };
+        assert!(answer(true, 1).is_empty());
+        assert_eq!(answer(false, 0), ChannelReply::Busy(TOO_MANY.to_owned()).encode());
+    }
+
+    #[test]
+    fn a_connection_that_made_room_does_not_arrive() {
+        let slots = Arc::new(Mutex::new(slots(&["192.0.2.1", "192.0.2.2"])));
+        let holds = [0, 1].map(|at| {
+            let socket = Arc::clone(&lock(&slots)[at].socket);
+            Hold { socket, slots: Arc::clone(&slots) }
+        });
+        assert!(make_room(&mut lock(&slots)));
+        assert_eq!(holds.each_ref().map(Hold::arrived), [false, true]);
+        assert!(!make_room(&mut lock(&slots)));
     }
 
     #[test]
