@@ -38,6 +38,10 @@ pub use self::source::{DeliveryLimits, Reconnection, SourceDriver, SourceKernel,
 /// How often a loop reports progress and looks at its time limits.
 const TICK: Duration = Duration::from_millis(250);
 
+/// How many queued events a loop handles before it looks at its time limits: what has arrived in time counts although the loop's thread was
+/// late, and a peer that never stops sending delays no limit for long.
+const QUEUED_EVENTS: u32 = 64;
+
 /// Returns the reason of a migration that was cancelled on this side.
 pub fn cancelled() -> Reason {
     Reason::new(ErrorKind::Cancelled, "cancelled")

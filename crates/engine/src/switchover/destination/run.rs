@@ -15,7 +15,7 @@ use super::{DestinationDriver, DestinationOutcome, Lingering};
 use crate::control_link::CLOSED_BY_PEER;
 use crate::migration::Phase;
 use crate::session::{ConnectionEvent, LAST_WORDS, PeerEvent};
-use crate::switchover::{Event, Receiving, TICK, cancelled, passed, time_left};
+use crate::switchover::{Event, QUEUED_EVENTS, Receiving, TICK, cancelled, passed, time_left};
 
 /// Runs a destination from its first actions until the source needs no more answers.
 pub fn run_destination<'a, D: DestinationDriver<'a>>(
@@ -24,6 +24,7 @@ pub fn run_destination<'a, D: DestinationDriver<'a>>(
     first: Vec<DestinationAction>,
 ) -> DestinationOutcome {
     let mut actions = first;
+    let mut unlimited = QUEUED_EVENTS;
     loop {
         let mut answers = Vec::new();
         for action in std::mem::take(&mut actions) {
@@ -40,6 +41,14 @@ pub fn run_destination<'a, D: DestinationDriver<'a>>(
             return outcome;
         }
         report_progress(driver);
+        if unlimited > 0
+            && let Ok(event) = inbox.try_recv()
+        {
+            unlimited -= 1;
+            actions = translate(driver, event).map(|event| driver.kernel().machine.on(event)).unwrap_or_default();
+            continue;
+        }
+        unlimited = QUEUED_EVENTS;
         if let Some(event) = driver.idle().or_else(|| overdue(driver)) {
             actions = driver.kernel().machine.on(event);
             continue;

@@ -11,7 +11,7 @@ use sterna_wire::switchover::{
 
 use super::{SourceDriver, Unserved};
 use crate::session::{ConnectionEvent, LAST_WORDS, PeerEvent};
-use crate::switchover::{Event, TICK, after, cancelled, passed, time_left};
+use crate::switchover::{Event, QUEUED_EVENTS, TICK, after, cancelled, passed, time_left};
 
 /// Returns the reason of a step that was not done in time.
 pub(crate) fn too_long(step: &str, waiting_for: Option<String>) -> Reason {
@@ -27,6 +27,7 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
 ) -> SourceEnd {
     let mut next_tick = Instant::now() + TICK;
     let mut actions = first;
+    let mut unlimited = QUEUED_EVENTS;
     loop {
         let mut answers = Vec::new();
         for action in std::mem::take(&mut actions) {
@@ -41,6 +42,14 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
         if !actions.is_empty() {
             continue;
         }
+        if unlimited > 0
+            && let Ok(event) = inbox.try_recv()
+        {
+            unlimited -= 1;
+            actions = translate(driver, event).map(|event| feed(driver, event)).unwrap_or_default();
+            continue;
+        }
+        unlimited = QUEUED_EVENTS;
         let event = driver.kernel().gives_up().or_else(|| overdue(driver));
         if let Some(event) = event {
             actions = feed(driver, event);
