@@ -48,7 +48,7 @@ pub const OPENING: &str = "opening-1";
 
 /// How long a driver waits, after a channel broke, for the peer's message with the reason: it travels on another connection, and a busy
 /// host sends it late.
-pub const LAST_WORDS: Duration = Duration::from_millis(300);
+pub const LAST_WORDS: Duration = Duration::from_secs(1);
 
 // Neither crate uses the other, and both state it: what a packet may hold, an encoder must take.
 const _: () = assert!(sterna_codec::MAX_CONTENT == sterna_wire::limits::MAX_CONTENT);

@@ -184,9 +184,11 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
         self.control.stays_paused(true);
     }
 
-    /// Returns whether the driver waits for the destination's reason for a broken channel.
+    /// Returns whether a connection broke before the decision. The destination's reason counts then, and the driver reports no failure of its
+    /// own.
     pub fn awaits_last_words(&self) -> bool {
-        self.last_words.is_some()
+        // The wait begins with the event of the alarm, which may still be queued.
+        self.last_words.is_some() || (self.abort.was_lost() && !self.decided())
     }
 
     /// Returns why the monitor could not be ended after its guest was moved.
