@@ -24,9 +24,11 @@ fn devices_named_on_the_command_line_are_found_opened_and_do_all_operations_by_r
     let tree = model.write_tree(directory.path()).unwrap();
 
     let mut settings = Settings::default();
+    settings.patience = std::time::Duration::from_secs(300);
     settings.directories = Directories { sysfs: tree.sysfs, dev: tree.dev.clone() };
     // SAFETY: the handlers were installed above, and stay; the device files of the tree are empty.
-    settings.opening = Opening { instructions: unsafe { Instructions::trapped() }, ..Opening::default() };
+    let instructions = unsafe { Instructions::trapped() };
+    settings.opening = Opening { instructions, deadline: settings.patience, ..Opening::default() };
 
     let error = Offload::start(&"dsa:/dev/dsa/wq7.7".parse().unwrap(), &settings).unwrap_err();
     let StartError::Missing { why, .. } = &error else { panic!("{error}") };

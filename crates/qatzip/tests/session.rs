@@ -1,6 +1,5 @@
 //! One session over the real library: its software path, since these machines have no QAT.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::panic::AssertUnwindSafe;
 
 use proptest::prelude::*;
@@ -28,10 +27,9 @@ fn over_one_session<S: Strategy>(strategy: S, test: impl Fn(&mut Session, S::Val
     let Some(session) = session() else { return };
     let session = std::cell::RefCell::new(session);
     // Defaults, which PROPTEST_CASES and PROPTEST_RNG_SEED replace.
-    let seed = RandomState::new().build_hasher().finish();
     let config = contextualize_config(ProptestConfig {
         cases: 200,
-        rng_seed: RngSeed::Fixed(seed),
+        rng_seed: RngSeed::Fixed(1),
         failure_persistence: None,
         ..ProptestConfig::default()
     });

@@ -1,8 +1,20 @@
-//! Where tests find QATzip (what `STERNA_QATZIP` names, else what `scripts/setup` unpacked, else the system's), and what they say without a
-//! tool.
+//! Where tests find QATzip (what `STERNA_QATZIP` names, else what `scripts/setup` unpacked, else the system's), what they say without a
+//! tool, and where they have files in memory.
 
 use std::io::Write;
 use std::path::PathBuf;
+
+use tempfile::TempDir;
+
+/// Returns a new directory in memory. Its name has this process's number, by which `scripts/leftovers` finds what killed tests leave.
+///
+/// # Panics
+/// There is no `/dev/shm` in which this user may write.
+#[must_use]
+pub fn directory_in_memory() -> TempDir {
+    let prefix = format!("sterna-{}-", std::process::id());
+    tempfile::Builder::new().prefix(&prefix).tempdir_in("/dev/shm").expect("a directory in memory")
+}
 
 /// Returns the directory of QATzip's library; `None` for the system's.
 #[must_use]

@@ -13,6 +13,8 @@ mod signals;
 #[cfg(target_arch = "x86_64")]
 mod slowdown;
 #[cfg(target_arch = "x86_64")]
+mod soak;
+#[cfg(target_arch = "x86_64")]
 mod target;
 #[cfg(target_arch = "x86_64")]
 mod tracking;
@@ -21,28 +23,32 @@ mod waiting;
 
 #[cfg(not(target_arch = "x86_64"))]
 fn main() {
-    println!("skipped: written for x86-64 only");
+    if !std::env::args().any(|word| word == "--list") {
+        println!("skipped: written for x86-64 only");
+    }
 }
 
-/// Runs the cases one after the other, with the options of `cargo test`: words are parts of names, `--list`, `--exact`, `--skip`. Other
-/// options are for a harness with threads and are ignored.
+/// Runs the cases one after the other, with the options of `cargo test` and cargo-nextest: words are parts of names, `--list`, `--exact`,
+/// `--skip`, and `--ignored`, which no case is. Other options are for a harness with threads and have no effect.
 #[cfg(target_arch = "x86_64")]
 fn main() {
     let mut words = std::env::args().skip(1);
-    let (mut filters, mut skips, mut exact, mut list) = (Vec::new(), Vec::new(), false, false);
+    let (mut filters, mut skips, mut exact, mut list, mut ignored) = (Vec::new(), Vec::new(), false, false, false);
     while let Some(word) = words.next() {
         match word.as_str() {
             "--role" => return roles::play(&words.collect::<Vec<_>>()),
             "--exact" => exact = true,
             "--list" => list = true,
+            "--ignored" => ignored = true,
             "--skip" => skips.extend(words.next()),
             "--test-threads" | "--color" | "--format" | "--logfile" | "-Z" => drop(words.next()),
             option if option.starts_with('-') => {}
             _ => filters.push(word),
         }
     }
-    let cases: Vec<(&str, fn())> =
-        [waiting::CASES, signals::CASES, refusals::CASES, deaths::CASES, tracking::CASES, slowdown::CASES].concat();
+    let modules =
+        [waiting::CASES, signals::CASES, refusals::CASES, deaths::CASES, tracking::CASES, slowdown::CASES, soak::CASES];
+    let cases: Vec<(&str, fn())> = if ignored { Vec::new() } else { modules.concat() };
     let fits = |name: &str, word: &String| if exact { name == word } else { name.contains(word) };
     let mut failed = Vec::new();
     let mut passed = 0;

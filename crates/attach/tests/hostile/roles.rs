@@ -14,7 +14,7 @@ pub(crate) fn play(words: &[String]) {
     let arguments: Vec<&str> = words.iter().skip(1).map(String::as_str).collect();
     // A role that hangs is ended, and its test with it.
     // SAFETY: takes a number.
-    unsafe { libc::alarm(120) };
+    unsafe { libc::alarm(300) };
     match (words[0].as_str(), arguments.as_slice()) {
         ("memory", []) => memory(),
         ("timed", [kind, milliseconds]) => timed(kind, milliseconds.parse().unwrap()),
@@ -29,6 +29,7 @@ pub(crate) fn play(words: &[String]) {
         ("vfork", []) => vfork(),
         ("tracer", [pid]) => tracer(pid.parse().unwrap()),
         ("seccomp", [action]) => seccomp(action),
+        ("exec", [by]) => exec(by),
         ("execs", [left, by]) => execs(left.parse().unwrap(), by),
         ("main-thread-ended", []) => main_thread_ended(),
         ("full", []) => full(),
@@ -76,7 +77,7 @@ fn place<T>(of: &mut T) -> usize {
     std::ptr::from_mut(of).expose_provenance()
 }
 
-/// One call with a time limit, which expires. The result: its return value, its errno, its duration in milliseconds.
+/// One call with a time limit, which expires; then waits for a line. The result: its return value, its errno, its duration in milliseconds.
 fn timed(kind: &str, milliseconds: u64) {
     let mut time =
         libc::timespec { tv_sec: (milliseconds / 1000) as i64, tv_nsec: (milliseconds % 1000 * 1_000_000) as i64 };
@@ -105,7 +106,9 @@ fn timed(kind: &str, milliseconds: u64) {
         }
         _ => panic!("{kind}"),
     };
-    say(&format!("result {result} {errno} {}", started.elapsed().as_millis()));
+    let took = started.elapsed().as_millis();
+    wait_for_line();
+    say(&format!("result {result} {errno} {took}"));
 }
 
 static HANDLED: [AtomicU64; 8] = [const { AtomicU64::new(0) }; 8];
@@ -756,6 +759,22 @@ fn kvm() {
     }
     say("result counted");
     system_call(libc::SYS_exit_group, [0; 6]);
+}
+
+/// Executes itself in another role when a line comes, from its main thread or from another one.
+fn exec(by: &str) {
+    fn when_told() {
+        wait_for_line();
+        panic!("{}", std::process::Command::new("/proc/self/exe").args(["--role", "endless", "read"]).exec());
+    }
+    say("ready");
+    if by == "main" {
+        return when_told();
+    }
+    std::thread::spawn(when_told);
+    loop {
+        system_call(libc::SYS_pause, [0; 6]);
+    }
 }
 
 /// Executes itself `left` more times, from its main thread or from another one.

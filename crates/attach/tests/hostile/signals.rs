@@ -2,7 +2,7 @@
 
 use sterna_attach::{AttachError, UserfaultOrigin, take_userfault};
 
-use crate::target::Target;
+use crate::target::{Target, eventually};
 
 pub(crate) const CASES: &[(&str, fn())] = &[
     ("every_signal_of_a_storm_is_delivered_once", storm),
@@ -128,6 +128,5 @@ fn deadly_signal() {
     println!("  {error}");
     assert!(matches!(error, AttachError::Ended { .. }));
     drop(thread);
-    target.wait_until(|target| target.file("status").is_empty() || target.status("State").starts_with('Z'));
-    assert!(target.has_ended());
+    assert!(eventually(|| target.has_ended()));
 }

@@ -2,11 +2,10 @@
 //! keep their usual effects.
 
 use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use sterna_attach::{AttachError, Slowdown, SlowdownStats, StoppedAt};
 
-use crate::deaths::numbers;
 use crate::target::{Target, eventually};
 
 pub(crate) const CASES: &[(&str, fn())] = &[
@@ -22,46 +21,52 @@ pub(crate) const CASES: &[(&str, fn())] = &[
     ("a_thread_that_ends_ends_the_slowing_down_of_all_threads", thread_ends),
     ("a_slowed_process_that_is_killed_is_reported_as_ended", killed),
     ("a_thread_that_cannot_be_stopped_is_not_waited_for", cannot_be_stopped),
-    ("a_slowing_program_that_is_killed_at_any_moment_leaves_threads_that_run", killed_tracer),
+    ("a_slowing_program_that_is_killed_leaves_threads_that_run", killed_tracer),
     ("a_vcpu_of_kvm_is_held_in_kvm_run_and_runs_on", kvm),
 ];
 
-fn anywhere(_: &StoppedAt) -> bool {
+pub(crate) fn anywhere(_: &StoppedAt) -> bool {
     true
 }
 
 /// Returns the threads of the role `workers`.
-fn workers_of(target: &Target) -> Vec<i32> {
+pub(crate) fn workers_of(target: &Target) -> Vec<i32> {
     target.ready.split(' ').map(|word| word.parse().unwrap()).collect()
 }
 
 /// Returns the rounds of work that each has done.
-fn counts(target: &mut Target) -> Vec<u64> {
+pub(crate) fn counts(target: &mut Target) -> Vec<u64> {
     target.ask("count").split(' ').map(|word| word.parse().unwrap()).collect()
 }
 
-fn tracer_of(target: &Target, tid: i32) -> String {
+pub(crate) fn tracer_of(target: &Target, tid: i32) -> String {
     let status = target.file(&format!("task/{tid}/status"));
     let line = status.lines().find_map(|line| line.strip_prefix("TracerPid:"));
     line.unwrap_or_default().trim().to_owned()
 }
 
+/// Starts a program that slows these threads of the target down.
+pub(crate) fn slower_of(target: &Target, threads: &[i32]) -> Target {
+    let words: Vec<String> = [target.pid()].iter().chain(threads).map(i32::to_string).collect();
+    Target::start(&[&["slower"][..], &words.iter().map(String::as_str).collect::<Vec<_>>()].concat())
+}
+
 #[track_caller]
-fn assert_free(target: &Target, threads: &[i32]) {
+pub(crate) fn assert_free(target: &Target, threads: &[i32]) {
     for &tid in threads {
         assert_eq!(tracer_of(target, tid), "0", "thread {tid}");
     }
 }
 
 /// Waits until `more` further slices are over.
-fn wait_for_slices(slowdown: &Slowdown, more: u64) -> SlowdownStats {
+pub(crate) fn wait_for_slices(slowdown: &Slowdown, more: u64) -> SlowdownStats {
     let end = slowdown.held().slices + more;
     assert!(eventually(|| slowdown.held().slices >= end), "{:?}", slowdown.held());
     slowdown.held()
 }
 
 /// Waits until a slowdown has ended by itself.
-fn wait_for_failure(slowdown: Slowdown) -> AttachError {
+pub(crate) fn wait_for_failure(slowdown: Slowdown) -> AttachError {
     let mut checked = Some(Ok(slowdown));
     eventually(|| {
         checked = checked.take().map(|checked| checked.and_then(Slowdown::check));
@@ -70,30 +75,27 @@ fn wait_for_failure(slowdown: Slowdown) -> AttachError {
     checked.unwrap().expect_err("it has not ended")
 }
 
+/// Returns whether each thread has worked since then.
+pub(crate) fn all_worked(target: &mut Target, before: &[u64]) -> bool {
+    before.iter().zip(counts(target)).all(|(before, after)| *before < after)
+}
+
+/// `soak` compares the times with their shares. How long a thread runs and is held depends on the machine, too.
 fn held_and_run() {
     let mut target = Target::start(&["workers", "3"]);
     let threads = workers_of(&target);
     let process = target.hold();
     let mut slowdown = process.slow_down(&threads, 50, anywhere).unwrap();
-    for (percent, hold, slices) in [(50, 10, 20), (90, 90, 5), (99, 100, 5), (10, 1, 20)] {
+    for percent in [50, 90, 99, 10] {
         slowdown = slowdown.set(percent).unwrap();
-        let (before, held_before, begun) = (counts(&mut target), wait_for_slices(&slowdown, 1), Instant::now());
-        let held = wait_for_slices(&slowdown, slices);
-        let (after, time) = (counts(&mut target), held.time - held_before.time);
-        let share = time.as_secs_f64() / begun.elapsed().as_secs_f64() / threads.len() as f64;
-        println!("  {percent} %: held for {:.1} % of the time", share * 100.0);
-        // All threads, in each slice.
-        let expected = Duration::from_millis(hold) * (slices * threads.len() as u64) as u32;
-        assert!(time > expected / 2, "{percent} %: {time:?}, not about {expected:?}");
-        assert!(before.iter().zip(&after).all(|(before, after)| before < after), "{before:?} {after:?}");
+        let (before, held_before) = (counts(&mut target), wait_for_slices(&slowdown, 1));
+        let held_and_run = eventually(|| slowdown.held().time > held_before.time && all_worked(&mut target, &before));
+        assert!(held_and_run, "{percent} %: {:?}", slowdown.held());
     }
     drop(slowdown);
     assert_free(&target, &threads);
     let before = counts(&mut target);
-    let mut after = counts(&mut target);
-    while !before.iter().zip(&after).all(|(before, after)| before < after) {
-        after = counts(&mut target);
-    }
+    while !all_worked(&mut target, &before) {}
     assert_eq!(target.finish(), "right");
 }
 
@@ -105,6 +107,7 @@ fn no_percent() {
     assert_eq!(slowdown.held(), SlowdownStats::default());
     let slowdown = slowdown.set(80).unwrap();
     wait_for_slices(&slowdown, 3);
+    assert!(eventually(|| slowdown.held().time > Duration::ZERO), "{:?}", slowdown.held());
     let slowdown = slowdown.set(0).unwrap();
     assert_free(&target, &threads);
     let held = slowdown.held();
@@ -127,10 +130,9 @@ fn places() {
     };
     let slowdown = target.hold().slow_down(&threads, 90, nowhere).unwrap();
     let before = counts(&mut target);
-    let held = wait_for_slices(&slowdown, 3);
-    let after = counts(&mut target);
-    assert_eq!(held.time, Duration::ZERO);
-    assert!(held.let_run > 0 && before.iter().zip(&after).all(|(before, after)| before < after));
+    wait_for_slices(&slowdown, 3);
+    let ran = eventually(|| slowdown.held().let_run > 0 && all_worked(&mut target, &before));
+    assert!(ran && slowdown.held().time == Duration::ZERO, "{:?}", slowdown.held());
     drop(slowdown);
     assert_free(&target, &threads);
     assert!(places.iter().any(|at| at.system_call.is_none()), "it works in user code");
@@ -141,7 +143,7 @@ fn places() {
     target.wait_for_call(libc::SYS_read);
     let in_read = |at: &StoppedAt| matches!(at.system_call, Some((libc::SYS_read, [0, _, 16, ..])));
     let slowdown = target.hold().slow_down(&[target.pid()], 90, in_read).unwrap();
-    assert!(wait_for_slices(&slowdown, 3).time > Duration::ZERO);
+    assert!(eventually(|| slowdown.held().time > Duration::ZERO), "{:?}", slowdown.held());
     drop(slowdown);
     target.tell("go");
     assert_eq!(target.finish(), "3 0");
@@ -165,7 +167,10 @@ fn calls_go_on() {
         let slowdown = target.hold().slow_down(&[target.pid()], 50, anywhere).unwrap();
         wait_for_slices(&slowdown, 3);
         target.tell("go");
-        assert_eq!(target.finish(), format!("{} {}", expected.0, expected.1), "{kind}");
+        let result = target.finish();
+        // A thread that is held while the word changes and begins its call anew finds another word (futex(2), EAGAIN).
+        let held = kind == "futex" && result == format!("-1 {}", libc::EAGAIN);
+        assert!(held || result == format!("{} {}", expected.0, expected.1), "{kind}: {result}");
     }
 }
 
@@ -212,7 +217,7 @@ fn job_control() {
     target.signal(libc::SIGCONT);
     let before = counts(&mut target);
     wait_for_slices(&slowdown, 3);
-    assert!(before.iter().zip(&counts(&mut target)).all(|(before, after)| before < after));
+    assert!(eventually(|| all_worked(&mut target, &before)));
     // Released while it is stopped.
     target.signal(libc::SIGSTOP);
     target.wait_until(is_stopped);
@@ -268,14 +273,10 @@ fn thread_ends() {
 }
 
 fn killed() {
-    let mut numbers = numbers();
-    for round in 0..20 {
+    for round in 0..6 {
         let target = Target::start(&["workers", "2"]);
         let slowdown = target.hold().slow_down(&workers_of(&target), 90, anywhere).unwrap();
-        let (begun, delay) = (Instant::now(), Duration::from_micros(numbers.below(30_000)));
-        while begun.elapsed() < delay {
-            std::thread::yield_now();
-        }
+        wait_for_slices(&slowdown, round % 3);
         target.kill();
         let error = wait_for_failure(slowdown);
         assert!(matches!(error, AttachError::Ended { .. }), "round {round}: {error:?}");
@@ -296,24 +297,16 @@ fn cannot_be_stopped() {
 }
 
 fn killed_tracer() {
-    let mut numbers = numbers();
     let mut target = Target::start(&["workers", "2"]);
     let threads = workers_of(&target);
-    let words: Vec<String> = [target.pid()].iter().chain(&threads).map(i32::to_string).collect();
-    let mut amid = 0;
-    for _ in 0..40 {
-        let slower = Target::start(&[&["slower"][..], &words.iter().map(String::as_str).collect::<Vec<_>>()].concat());
-        let (begun, delay) = (Instant::now(), Duration::from_micros(numbers.below(150_000)));
-        while begun.elapsed() < delay {
-            std::thread::yield_now();
-        }
-        amid += u32::from(threads.iter().any(|&tid| tracer_of(&target, tid) != "0"));
+    for _ in 0..6 {
+        let slower = slower_of(&target, &threads);
+        target.wait_until(|target| threads.iter().any(|&tid| tracer_of(target, tid) != "0"));
         slower.kill();
         target.wait_until(|target| threads.iter().all(|&tid| tracer_of(target, tid) == "0"));
         let before = counts(&mut target);
-        while !before.iter().zip(&counts(&mut target)).all(|(before, after)| before < after) {}
+        while !all_worked(&mut target, &before) {}
     }
-    println!("  of 40 that were killed {amid} were holding threads");
     assert_eq!(target.finish(), "right");
 }
 
@@ -327,10 +320,9 @@ fn kvm() {
     let in_guest = |at: &StoppedAt| matches!(at.system_call, Some((libc::SYS_ioctl, [_, 0xAE80, ..])));
     let slowdown = target.hold().slow_down(&[vcpu], 90, in_guest).unwrap();
     let before = target.ask("count");
-    let held = wait_for_slices(&slowdown, 5);
-    println!("  {held:?}");
-    assert!(held.time > Duration::ZERO);
-    assert_ne!(target.ask("count"), before, "it runs in between");
+    let held_and_run = eventually(|| slowdown.held().time > Duration::ZERO && target.ask("count") != before);
+    println!("  {:?}", slowdown.held());
+    assert!(held_and_run, "it is held, and runs in between");
     drop(slowdown);
     assert_free(&target, &[vcpu]);
     let before = target.ask("count");

@@ -1,11 +1,14 @@
 //! A process in a role, as the test sees it: started, controlled, and compared with its earlier state.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags};
 use sterna_attach::{AttachError, Process, TakenUserfault, UserfaultOrigin, take_userfault};
 
 /// How long each stop of a target's thread took, over all cases.
@@ -26,6 +29,8 @@ pub(crate) fn eventually(mut done: impl FnMut() -> bool) -> bool {
 /// A process in a role. It is killed when this is dropped.
 pub(crate) struct Target {
     child: Child,
+    pidfd: OwnedFd,
+    ended: Option<ExitStatus>,
     stdin: Option<ChildStdin>,
     stdout: BufReader<ChildStdout>,
     /// What the role printed when it was ready.
@@ -44,7 +49,9 @@ impl Target {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let stdin = child.stdin.take();
         let stdout = BufReader::new(child.stdout.take().unwrap());
-        let mut target = Target { child, stdin, stdout, ready: String::new() };
+        let pid = Pid::from_child(&child);
+        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap();
+        let mut target = Target { child, pidfd, ended: None, stdin, stdout, ready: String::new() };
         let ready = target.line();
         target.ready = ready.strip_prefix("ready").unwrap_or_else(|| panic!("not ready: {ready}")).trim().to_owned();
         target
@@ -152,22 +159,42 @@ impl Target {
 
     /// Returns whether it has ended.
     pub(crate) fn has_ended(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_some()
+        self.wait(libc::WNOHANG).is_some()
     }
 
     /// Ends the role, and returns its result. It must end by itself, successfully.
     pub(crate) fn finish(mut self) -> String {
         self.stdin = None;
         let result = self.line();
-        let status = self.child.wait().unwrap();
+        let status = self.wait(0).unwrap();
         assert!(status.success(), "{status}: {result}");
         result.strip_prefix("result ").unwrap_or_else(|| panic!("no result: {result}")).to_owned()
     }
 
+    /// Waits for its end, if it has not been waited for; returns none where it has not ended and `options` has `WNOHANG`. The end is first seen
+    /// by the pidfd: before it, waitpid(2) would also take the reports of stops that another thread, which holds the process, waits for.
+    fn wait(&mut self, options: libc::c_int) -> Option<ExitStatus> {
+        if self.ended.is_none() {
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            let limit = (options & libc::WNOHANG != 0).then_some(&now);
+            if poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], limit).unwrap() == 0 {
+                return None;
+            }
+            let mut status = 0;
+            // SAFETY: room for a status.
+            let ended = unsafe { libc::waitpid(self.pid(), &mut status, 0) };
+            assert_eq!(ended, self.pid(), "{}", std::io::Error::last_os_error());
+            self.ended = Some(ExitStatus::from_raw(status));
+        }
+        self.ended
+    }
+
     /// Kills it.
     pub(crate) fn kill(mut self) -> ExitStatus {
-        self.child.kill().unwrap();
-        let status = self.child.wait().unwrap();
+        if self.ended.is_none() {
+            self.signal(libc::SIGKILL);
+        }
+        let status = self.wait(0).unwrap();
         assert!(status.signal().is_some());
         status
     }
@@ -175,8 +202,11 @@ impl Target {
 
 impl Drop for Target {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        // Its number may be another process's once it has been waited for.
+        if self.ended.is_none() {
+            self.signal(libc::SIGKILL);
+            self.wait(0);
+        }
     }
 }
 

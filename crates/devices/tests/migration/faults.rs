@@ -225,29 +225,40 @@ fn case(seed: u64) -> Outcome {
     }
 }
 
-/// `STERNA_TEST_SEED` repeats a run.
-#[test]
-fn random_faults_never_leave_two_guests_nor_a_device_of_the_source_stopped() {
-    const CASES: u64 = 60;
-    let one = std::env::var("STERNA_TEST_SEED").ok().map(|text| text.parse().expect("STERNA_TEST_SEED is a number"));
-    let first: u64 = one.unwrap_or_else(|| {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-        now.as_nanos() as u64 >> 8
-    });
+/// Runs the cases of consecutive seeds.
+fn cases(first: u64, count: u64) {
     let mut outcomes = Vec::new();
-    for seed in first..first + if one.is_some() { 1 } else { CASES } {
+    for seed in (0..count).map(|number| first.wrapping_add(number)) {
         match std::panic::catch_unwind(|| case(seed)) {
             Ok(outcome) => outcomes.push(outcome),
             Err(_) => panic!("repeat with STERNA_TEST_SEED={seed}"),
         }
     }
-    let count = |wanted| outcomes.iter().filter(|outcome| **outcome == wanted).count();
+    let number = |wanted| outcomes.iter().filter(|outcome| **outcome == wanted).count();
     let all = [Outcome::Moved, Outcome::Stayed, Outcome::PausedAtDestination];
-    println!("seeds from {first}: {:?}", all.map(|outcome| (outcome, count(outcome))));
+    println!("seeds from {first}: {:?}", all.map(|outcome| (outcome, number(outcome))));
     assert!(
-        one.is_some() || all[..2].iter().all(|outcome| count(*outcome) > 0),
+        count == 1 || all[..2].iter().all(|outcome| number(*outcome) > 0),
         "an outcome that these seeds never produced"
     );
+}
+
+const CASES: u64 = 60;
+
+#[test]
+fn random_faults_never_leave_two_guests_nor_a_device_of_the_source_stopped() {
+    cases(1, CASES);
+}
+
+mod soak {
+    use sterna_test_kit::random::announced_seed;
+
+    /// With other seeds each time. `STERNA_TEST_SEED` repeats one.
+    #[test]
+    fn random_faults_never_leave_two_guests_nor_a_device_of_the_source_stopped() {
+        let one = std::env::var_os("STERNA_TEST_SEED").is_some();
+        super::cases(announced_seed(), if one { 1 } else { super::CASES });
+    }
 }
 
 /// The replies during which a server's connection ends.

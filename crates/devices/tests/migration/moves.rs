@@ -170,7 +170,7 @@ struct Held<F> {
 
 impl<F: Fn() -> bool + Send> LoadDevice for Held<F> {
     fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_secs(300);
         while !(self.until)() {
             if Instant::now() > deadline {
                 return Err("the awaited condition did not occur".into());
@@ -299,7 +299,7 @@ impl Write for TakesWhenStopped<'_> {
                 // If this comes too late, no thread waits for it any more.
                 let _ = done.send(());
             });
-            stopped.recv_timeout(Duration::from_secs(30)).map_err(io::Error::other)?;
+            stopped.recv_timeout(Duration::from_secs(300)).map_err(io::Error::other)?;
         }
         Ok(bytes.len())
     }

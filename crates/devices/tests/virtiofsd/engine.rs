@@ -39,8 +39,8 @@ struct Monitor {
     /// A file that the guest writes when it is about to be paused: its last request.
     last: Option<(u64, u64)>,
     runs: bool,
-    /// The time limit of the back-ends of the next migration.
-    patience: Duration,
+    /// The time limit of the destination's back-end in the next migration.
+    loading: Duration,
 }
 
 impl Monitor {
@@ -48,7 +48,7 @@ impl Monitor {
         let log = ReportedLog::new(&[Machine::pages()]);
         let Side { daemon, device, guest } = side;
         let daemon = Arc::new(Mutex::new(daemon));
-        (Self { guest, device, daemon, dirty: log.marker(), last: None, runs, patience: PATIENCE }, log)
+        (Self { guest, device, daemon, dirty: log.marker(), last: None, runs, loading: PATIENCE }, log)
     }
 
     fn read(&mut self, (node, handle): (u64, u64)) -> Vec<u8> {
@@ -129,13 +129,13 @@ fn migrate(
     let network = Network::new(7);
     let id = || DeviceId::new("fs", 0);
     let (mut to, _) = Monitor::new(shared.empty_destination(), false);
-    let device = VhostUserDestination::new(to.device.back_end("fs-destination"), from.patience);
+    let device = VhostUserDestination::new(to.device.back_end("fs-destination"), from.loading);
     let destination = Destination::new(to.guest.machine.ram()).memory_before(Before::Anything);
     let destination =
         destination.device(id(), loading(Box::new(device), &to.daemon)).linger(Duration::from_millis(200));
     let listening = destination.listen(network.port("there"), &Security::Insecure).unwrap();
     let address = listening.address().clone();
-    let device = VhostUserSource::new(from.device.back_end("fs-source"), from.patience);
+    let device = VhostUserSource::new(from.device.back_end("fs-source"), PATIENCE);
     let source = Source::new(from.guest.machine.ram(), Box::new(log)).device(id(), saving(Box::new(device)));
     // So long that the guest is paused also on a busy machine.
     let mut source = source.device_channels(channels).downtime(Duration::from_secs(20));
@@ -280,7 +280,7 @@ fn if_the_sources_daemon_dies_the_error_names_it() {
 fn if_the_destinations_daemon_hangs_the_migration_fails_and_the_guest_continues_at_the_source() {
     let Some(shared) = Shared::new() else { return };
     let (mut from, log, opened) = with_a_long_state(&shared);
-    from.patience = Duration::from_secs(1);
+    from.loading = Duration::from_secs(1);
     let hangs =
         |device, daemon: &Process| -> Box<dyn LoadDevice> { Box::new(Loses(device, daemon.clone(), Daemon::hang)) };
     let (to, sent, received) = migrate(&shared, &mut from, log, DeviceChannels::Mixed, |device| device, hangs);

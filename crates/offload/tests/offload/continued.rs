@@ -10,7 +10,8 @@ const PARTS: usize = 7;
 #[test]
 fn what_is_continued_is_one_stream_whoever_writes_its_parts() {
     let model = Model::start(ModelConfig { devices: vec![DeviceConfig::iaa()], ..ModelConfig::dsa() }).unwrap();
-    let offload = Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &Settings::default()).unwrap();
+    let offload =
+        Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &crate::model::patient()).unwrap();
     let cpu = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
     let memory = Memory::new(2 * PARTS);
     // All of it is there: what is not, a device leaves to the CPU.

@@ -15,6 +15,7 @@ use sterna_offload::trace::Trace;
 use sterna_offload::{
     Cancelled, Channel, NEVER, Nanos, Offload, Operation, Outcome, Recheck, Region, Settings, Shares, Ticket,
 };
+use sterna_test_kit::tools::directory_in_memory;
 
 const PAGES: usize = 32;
 
@@ -288,7 +289,7 @@ fn a_trial_whose_trace_cannot_be_written_ends_and_the_trace_says_why() {
 
 #[test]
 fn the_summary_says_how_a_device_is_shared_and_why_not_by_a_ledger() {
-    let directory = tempfile::tempdir_in("/dev/shm").expect("tmpfs");
+    let directory = directory_in_memory();
     let elsewhere = directory.path().join("nobody-made-this");
     let ledger = directory.path().join("dsa0.ledger");
     for (shares, how) in [

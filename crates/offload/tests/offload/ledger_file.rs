@@ -13,14 +13,11 @@ use sterna_offload::share::ledger::file::SLOTS;
 use sterna_offload::share::ledger::{Ledger, LedgerFile, OpenError, Slot, Table};
 use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Grant, IN_FLIGHT, Nanos, Share};
 use sterna_offload::{SystemTime, Time};
+use sterna_test_kit::tools::directory_in_memory;
 
 const CHILD: &str = "STERNA_LEDGER_CHILD";
 const QUEUE: &str = "wq0.0";
 const BATCH: Nanos = 50_000;
-
-fn in_memory() -> tempfile::TempDir {
-    tempfile::tempdir_in("/dev/shm").expect("a directory in memory")
-}
 
 fn path(directory: &Path) -> PathBuf {
     directory.join(format!("{QUEUE}.ledger"))
@@ -78,7 +75,7 @@ fn all_processes_have_one_clock() {
 /// Root makes it for processes of several users.
 #[test]
 fn an_empty_file_becomes_a_ledger() {
-    let directory = in_memory();
+    let directory = directory_in_memory();
     File::create(path(directory.path())).unwrap().set_permissions(Permissions::from_mode(0o660)).unwrap();
     let (first, second) = (open(directory.path()), open(directory.path()));
     first.write(&Slot { weight: 7, wants: 1, ..Slot::default() });
@@ -114,7 +111,7 @@ fn holder(directory: &Path) -> Holder {
 
 #[test]
 fn a_process_that_is_killed_leaves_nothing_behind() {
-    let directory = in_memory();
+    let directory = directory_in_memory();
     let own = open(directory.path());
     let mut holder = holder(directory.path());
     assert_eq!(holder.held as u64, IN_FLIGHT / BATCH);
@@ -143,7 +140,7 @@ fn a_process_that_is_killed_leaves_nothing_behind() {
 
 #[test]
 fn a_killed_process_is_also_forgotten_by_those_who_only_ask() {
-    let directory = in_memory();
+    let directory = directory_in_memory();
     let mut ledger = Ledger::new(open(directory.path()));
     let mut holder = holder(directory.path());
     let mut now = 1_000_000;
@@ -165,7 +162,7 @@ fn a_killed_process_is_also_forgotten_by_those_who_only_ask() {
 
 #[test]
 fn every_opener_has_a_slot_of_its_own_until_there_are_none() {
-    let directory = in_memory();
+    let directory = directory_in_memory();
     let mut all: Vec<LedgerFile> = (0..SLOTS).map(|_| open(directory.path())).collect();
     let mut own: Vec<usize> = all.iter().map(Table::own).collect();
     own.sort_unstable();
@@ -178,7 +175,7 @@ fn every_opener_has_a_slot_of_its_own_until_there_are_none() {
 
 #[test]
 fn files_that_others_could_write_or_that_are_no_ledger_are_refused() {
-    let directory = in_memory();
+    let directory = directory_in_memory();
     drop(open(directory.path()));
     let file = path(directory.path());
     assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600);
@@ -220,7 +217,7 @@ fn a_ledger_on_a_disk_is_refused() {
 
 #[test]
 fn a_file_that_is_cut_short_or_scribbled_over_stops_nobody() {
-    let directory = in_memory();
+    let directory = directory_in_memory();
     let mut ledger = Ledger::new(open(directory.path()));
     let hostile = OpenOptions::new().write(true).open(path(directory.path())).unwrap();
     let mut now = 1_000_000;
@@ -248,7 +245,7 @@ fn four_at_the_same_time_never_have_much_more_in_flight_than_one_may() {
     const THREADS: usize = 4;
     /// Batches that one holds at most.
     const HELD: usize = 4;
-    let directory = in_memory();
+    let directory = directory_in_memory();
     let (in_use, most) = (AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
         for thread in 0..THREADS {

@@ -11,16 +11,25 @@ use sterna_idxd_model::config::{Script, ScriptedFault};
 use sterna_idxd_model::{DeviceConfig, Model, ModelConfig};
 use sterna_offload::trace::Trace;
 use sterna_offload::{Cause, Kind, NEVER, Offload, OffloadReport, Operation, Outcome, Recheck, Settings, Shares};
+use sterna_test_kit::tools::directory_in_memory;
 
 fn both_devices() -> ModelConfig {
     ModelConfig { devices: vec![DeviceConfig::default(), DeviceConfig::iaa()], ..ModelConfig::dsa() }
 }
 
+/// Returns settings with which no device is taken out of service, and nothing left to the CPU, because this machine is busy.
+pub(crate) fn patient() -> Settings {
+    let mut settings = Settings::default();
+    settings.patience = Duration::from_secs(300);
+    settings.retries = u32::MAX;
+    settings
+}
+
 fn over(config: ModelConfig) -> (Arc<Model>, Arc<Offload>) {
+    let silence = |script: &Script| matches!(script.what, ScriptedFault::DropCompletion | ScriptedFault::Halt);
+    let settings = if config.faults.iter().any(silence) { Settings::default() } else { patient() };
     let model = Model::start(config).unwrap();
     let queues = sterna_offload::model::queues(&model).unwrap();
-    let mut settings = Settings::default();
-    settings.patience = Duration::from_millis(200);
     (model, Offload::with_queues(queues, &settings).unwrap())
 }
 
@@ -47,7 +56,7 @@ fn every_operation_is_the_devices_and_right() {
     let report = offload.report();
     assert!(report.taken_out.is_empty(), "{report:?}");
     assert!(by_device(&report) >= 5 * 500, "{report:?}");
-    assert!(causes(&report).iter().all(|cause| matches!(cause, Cause::QueueFull | Cause::PageFault)), "{report:?}");
+    assert!(causes(&report).iter().all(|cause| *cause == Cause::PageFault), "{report:?}");
     assert!(model.counters().batches > 0);
     assert_eq!(model.counters().software_errors, 0, "nothing that the device has to refuse");
 }
@@ -128,7 +137,7 @@ fn the_backstop_puts_away_what_nobody_waits_for_and_shutdown_with_work_outstandi
         drop(channel.submit(batch).unwrap());
     }
     let time = sterna_offload::SystemTime;
-    assert_eq!(region.retire_by(offload.deadline(Duration::from_secs(30)), &time), Ok(()), "without anybody looking");
+    assert_eq!(region.retire_by(offload.deadline(Duration::from_secs(300)), &time), Ok(()), "without anybody looking");
     let (_memory, region, _) = filled(64, 6);
     for _ in 0..10 {
         let mut batch = channel.batch(Operation::Checksum);
@@ -147,7 +156,7 @@ fn a_model_is_named_by_its_file_and_the_summary_says_so() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), serde_json::to_string(&both_devices()).unwrap()).unwrap();
     let choice = format!("model:{}", file.path().display()).parse().unwrap();
-    let offload = Offload::start(&choice, &Settings::default()).unwrap();
+    let offload = Offload::start(&choice, &patient()).unwrap();
     assert!(
         offload.summary().contains("dsa dsa0/wq0.0") && offload.summary().contains("iaa iax1/wq1.0"),
         "{}",
@@ -167,7 +176,7 @@ fn liar(opcode: u8) -> ModelConfig {
 fn a_device_that_repeats_a_wrong_zero_is_taken_out_even_if_the_guest_may_have_written() {
     const COMPARE_PATTERN: u8 = 6;
     let model = Model::start(liar(COMPARE_PATTERN)).unwrap();
-    let mut settings = Settings::default();
+    let mut settings = patient();
     settings.recheck = Recheck::All;
     let offload = Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
     let memory = Memory::new(32);
@@ -191,7 +200,7 @@ fn a_device_that_repeats_a_wrong_zero_is_taken_out_even_if_the_guest_may_have_wr
 fn pages_that_were_written_since_the_device_has_read_them_are_nobodys_fault() {
     // The page is written between the device's look and the CPU's: the completion is there, and nobody has collected it.
     let (model, _) = over(ModelConfig::dsa());
-    let mut settings = Settings::default();
+    let mut settings = patient();
     (settings.recheck, settings.threads) = (Recheck::All, false);
     let offload = Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
     let memory = Memory::new(8);
@@ -231,10 +240,10 @@ fn a_copy_that_is_not_what_the_device_has_read_is_made_again_and_the_device_take
 
 #[test]
 fn a_host_s_ledgers_are_kept_where_there_is_a_directory_and_missed_where_there_is_none() {
-    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let directory = directory_in_memory();
     for (place, ledgers) in [(directory.path().to_owned(), 1), (directory.path().join("nowhere"), 0)] {
         let model = Model::start(ModelConfig::dsa()).unwrap();
-        let mut settings = Settings::default();
+        let mut settings = patient();
         settings.shares = Shares::of_host(&place);
         let offload = Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
         all_operations(&offload, 1);
@@ -249,7 +258,7 @@ fn where_all_was_zero_one_descriptor_asks_for_a_run_and_what_it_stops_at_is_gone
     let model = Model::start(ModelConfig::dsa()).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();
     let trace = Arc::new(Trace::new(Box::new(file.reopen().unwrap())));
-    let mut settings = Settings::default();
+    let mut settings = patient();
     settings.trace = Some(Arc::clone(&trace));
     let offload = Offload::with_queues(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
     let memory = Memory::new(PAGES);

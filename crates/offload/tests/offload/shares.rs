@@ -2,13 +2,10 @@
 
 use sterna_offload::share::ledger::{Ledger, LedgerFile, Slot, Table};
 use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Fair, Grant, IN_FLIGHT, Nanos, Share};
+use sterna_test_kit::tools::directory_in_memory;
 
 const BATCH: Nanos = 50_000;
 const START: Nanos = 1_000_000_000;
-
-fn directory() -> tempfile::TempDir {
-    tempfile::tempdir_in("/dev/shm").expect("tmpfs")
-}
 
 fn ask(share: &mut impl Share, predicted: Nanos, now: Nanos) -> Option<Grant> {
     match share.ask(&AdmissionRequest { vm: 1, channel: 0, weight: 1, predicted, bytes: 512 << 10 }, now) {
@@ -38,7 +35,7 @@ fn one_process_lets_no_more_into_the_hardware_than_the_bound() {
 
 #[test]
 fn what_all_processes_have_in_flight_is_bounded_and_what_completes_makes_room() {
-    let directory = directory();
+    let directory = directory_in_memory();
     let join = || Ledger::new(LedgerFile::open(directory.path(), "wq0.0").unwrap());
     let (mut first, mut second) = (join(), join());
     let grants = fill(&mut first, BATCH, START);
@@ -53,7 +50,7 @@ fn what_all_processes_have_in_flight_is_bounded_and_what_completes_makes_room() 
 
 #[test]
 fn two_that_always_want_more_get_the_same() {
-    let directory = directory();
+    let directory = directory_in_memory();
     let join = || Ledger::new(LedgerFile::open(directory.path(), "wq0.0").unwrap());
     let mut sharers = [join(), join()];
     let mut in_flight: std::collections::VecDeque<(usize, Nanos, Grant)> = Default::default();
@@ -78,7 +75,7 @@ fn two_that_always_want_more_get_the_same() {
 
 #[test]
 fn the_part_of_one_who_died_with_work_in_flight_falls_to_the_others() {
-    let directory = directory();
+    let directory = directory_in_memory();
     let open = || LedgerFile::open(directory.path(), "wq0.0").unwrap();
     let (living, doomed) = (open(), open());
     doomed.write(&Slot { weight: 1, in_flight: IN_FLIGHT, until: u64::MAX, beat: 1, ..Slot::default() });

@@ -107,14 +107,17 @@ mod tests {
 
     #[test]
     fn samples_are_in_order_and_there_while_work_runs() {
-        let (done, samples) = while_running(|| {
+        let work = || {
             let until = now_ns() + 50_000_000;
             while now_ns() < until {
                 std::thread::yield_now();
             }
             7
-        });
+        };
+        // On a busy machine the work may be over before the other thread has begun.
+        let sampled = (0..100).map(|_| while_running(work)).find(|(_, samples)| !samples.is_empty());
+        let (done, samples) = sampled.expect("samples are taken");
         assert_eq!(done, 7);
-        assert!(!samples.is_empty() && samples.is_sorted(), "{samples:?}");
+        assert!(samples.is_sorted(), "{samples:?}");
     }
 }

@@ -8,4 +8,5 @@ mod disk;
 mod faults;
 mod moves;
 mod running;
+mod soak;
 mod support;

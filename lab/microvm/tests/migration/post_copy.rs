@@ -3,9 +3,10 @@
 use crate::process::{Kind, Microvm, moves_until, post_copy_is_possible};
 use rustix::process::Signal;
 
-/// A guest that never converges: it writes as fast as it can, and 40 MB/s are sent: so slowly that a guest on a busy machine runs often enough
-/// to write more, and to touch a page that is missing at the destination.
-const FAST: &str = "--write-rate unlimited --pattern random --bandwidth 40000000 --downtime 10";
+/// A guest that never converges where the network is slow: it writes as fast as it can.
+const FAST: &str = "--write-rate unlimited --pattern random --downtime 10";
+/// A network that the guest's writes exceed many times, in bytes per second.
+const SLOW: u64 = 20_000_000;
 
 #[test]
 fn guests_that_never_converge_continue_at_the_destination() {
@@ -15,9 +16,9 @@ fn guests_that_never_converge_continue_at_the_destination() {
     let backings = ["memfd", "anonymous", "anonymous-huge", "memfd"];
     for (kind, backing) in Kind::ALL.into_iter().zip(backings).filter(|(kind, _)| kind.is_possible()) {
         for (vcpus, when) in [(1, "--post-copy-after 1"), (4, "--not-converging post-copy")] {
-            let both = format!("{} --vcpus {vcpus} --backing {backing}", kind.options());
+            let both = format!("{} --memory 16 --vcpus {vcpus} --backing {backing}", kind.options());
             let source = format!("{FAST} {when} --fill random --channels {vcpus}");
-            moves_until(&both, &source, |report| report["post_copy"]["requests"].as_u64() > Some(0));
+            moves_until(&both, &source, SLOW, |report| report["post_copy"]["requests"].as_u64() > Some(0));
         }
     }
 }
@@ -35,7 +36,7 @@ fn huge_pages_follow_the_guest() {
     for kind in Kind::ALL.into_iter().filter(|kind| kind.is_possible()) {
         let both = format!("{} --backing hugetlb", kind.options());
         let source = format!("{FAST} --post-copy-after 1 --fill sequence --method zstd");
-        moves_until(&both, &source, |report| report["post_copy"].is_object());
+        moves_until(&both, &source, SLOW, |report| report["post_copy"].is_object());
     }
 }
 
@@ -53,7 +54,9 @@ fn a_destination_that_may_not_receive_page_faults_refuses_with_the_reason_and_th
     } else {
         Microvm::destination(options)
     };
-    let sent = Microvm::start(&format!("{options} --migrate-to {address} {FAST} --post-copy-after 1")).end();
+    let sent =
+        Microvm::start(&format!("{options} --migrate-to {address} {FAST} --bandwidth {SLOW} --post-copy-after 1"))
+            .end();
     assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.output);
     let reason = sent.error()["reason"].as_str().unwrap();
     assert!(reason.contains("post-copy is not possible at the destination"), "{reason}");
@@ -69,9 +72,11 @@ fn a_guest_whose_memory_is_lost_with_the_source_waits_until_it_is_ended() {
         return;
     }
     for kind in [Kind::Threads, Kind::KvmLog].into_iter().filter(|kind| kind.is_possible()) {
-        let (mut receiving, address) = Microvm::destination(&format!("--insecure {}", kind.options()));
-        let slow = "--write-rate unlimited --bandwidth 30000000 --downtime 10 --post-copy-after 1 --fill random";
-        let mut sending = Microvm::start(&format!("--insecure --migrate-to {address} {slow} {}", kind.options()));
+        // So slow that much is missing when the source ends.
+        let both = format!("--insecure --memory 16 {}", kind.options());
+        let (mut receiving, address) = Microvm::destination(&both);
+        let slow = "--write-rate unlimited --bandwidth 4000000 --downtime 10 --post-copy-after 1 --fill random";
+        let mut sending = Microvm::start(&format!("{both} --migrate-to {address} {slow}"));
         receiving.wait_for("pages are still at the source");
         sending.kill();
         receiving.wait_for("waiting for it to reconnect");

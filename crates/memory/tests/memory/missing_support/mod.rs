@@ -272,7 +272,7 @@ impl Watchdog {
     pub fn new(what: &'static str) -> Self {
         let (sender, receiver) = channel::<()>();
         std::thread::spawn(move || {
-            if receiver.recv_timeout(Duration::from_secs(120)) == Err(RecvTimeoutError::Timeout) {
+            if receiver.recv_timeout(Duration::from_secs(280)) == Err(RecvTimeoutError::Timeout) {
                 eprintln!("{what}: hangs: a wake-up was lost");
                 std::process::abort();
             }

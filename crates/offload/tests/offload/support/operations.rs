@@ -53,7 +53,7 @@ pub(crate) fn all_operations(offload: &Offload, rounds: usize) {
         tickets.extend([compare, delta, place].map(|batch| channel.submit(batch).unwrap()));
         let mut left = tickets.len();
         while left > 0 {
-            let done = channel.wait(offload.deadline(Duration::from_secs(30))).expect("all of it is delivered");
+            let done = channel.wait(offload.deadline(Duration::from_secs(300))).expect("all of it is delivered");
             assert!(tickets.iter().any(|ticket| ticket.id() == done.ticket));
             assert_eq!(done.outcome, Outcome::Done);
             left -= 1;
