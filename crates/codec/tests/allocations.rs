@@ -69,7 +69,7 @@ fn with_iaa(faults: &str) -> Arc<Offload> {
     let config = ModelConfig::from_json(&format!(r#"{{"devices":[{iaa}],"faults":{faults}}}"#)).unwrap();
     let mut settings = Settings::default();
     // The model is a hundred times slower than a device, on a busy machine more.
-    settings.lateness = Duration::from_secs(60);
+    (settings.lateness, settings.patience) = (Duration::from_secs(60), Duration::from_secs(60));
     let queues = sterna_offload::model::queues(&Model::start(config).unwrap()).unwrap();
     Offload::with_queues(queues.into_iter().map(uncounted).collect(), &settings).unwrap()
 }

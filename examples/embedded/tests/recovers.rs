@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader, Lines, Write, stdin};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Duration;
 
 use sterna::vm_memory::BitmapLog;
 use sterna::{
@@ -113,7 +114,9 @@ fn side(role: &str) {
         monitor.run();
         monitor.machine.wait_for(1000);
         let log = BitmapLog::new(&monitor.machine.memory).unwrap();
-        let mut source = Source::new(monitor.machine.ram().unwrap(), Box::new(log)).state_dir(&records);
+        let source = Source::new(monitor.machine.ram().unwrap(), Box::new(log)).state_dir(&records);
+        // So long that the guest is paused also on a busy machine.
+        let mut source = source.downtime(Duration::from_secs(20));
         let to = std::env::var(TO).unwrap();
         match source.run(to, &Security::Insecure, &mut monitor, &Cancel::new(), &crashes) {
             Ok(_) => println!("the guest has moved"),

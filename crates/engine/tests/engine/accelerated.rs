@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::within_a_minute;
 use crate::guest::{Memory, Monitor, Running, Workload, both_sides, monitors};
-use crate::moving::{DEDICATED, SHARED, SMALL, done_by, dsa, migrate_seen, migrate_with, offload_of};
+use crate::moving::{DEDICATED, SHARED, SMALL, done_by, dsa, has_silence, migrate_seen, migrate_with, offload_of};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
@@ -64,7 +64,9 @@ fn with_each_fault(kind: &str, queue: &str) {
         let what = format!("{what}, {kind}");
         let offload = offload(queue, faults, seed as u64);
         let report = migrate(&what, &offload, |source| source);
-        assert!(done_by_device(&report, Operation::ZeroMap) > 0, "{what}: {report:?}");
+        // A device that may be silent is given up soon: on a busy machine before it has done anything.
+        let given_up = has_silence(faults) && !report.taken_out.is_empty();
+        assert!(given_up || done_by_device(&report, Operation::ZeroMap) > 0, "{what}: {report:?}");
         if let Some(expected) = taken_out {
             assert_eq!(!report.taken_out.is_empty(), *expected, "{what}: {report:?}");
         }
@@ -255,14 +257,16 @@ fn a_cancelled_migration_leaves_no_work_with_a_device_and_its_memory_can_be_unma
             let address = listening.address().clone();
             let mut migration = Source::new(source.ram(), Box::new(log))
                 .method(MethodChoice::default())
-                .bandwidth(Some(20_000_000))
+                .bandwidth(Some(4_000_000))
                 .offload(Arc::clone(&offload));
             let cancelling = Cancelling(cancel.clone());
             let (sent, received) = both_sides(listening, &mut to, || {
                 migration.run(address, &Security::Insecure, &mut from, &cancel, &cancelling)
             });
             assert!(sent.unwrap_err().kind == ErrorKind::Cancelled && received.is_err() && from.runs(), "{what}");
-            assert!(done_by_device(&offload.report(), Operation::ZeroMap) > 0, "{what}");
+            let report = offload.report();
+            let given_up = has_silence(faults) && !report.taken_out.is_empty();
+            assert!(given_up || done_by_device(&report, Operation::ZeroMap) > 0, "{what}: {report:?}");
             // Unmaps the guest's memory. A device that still worked on it would access unmapped memory, or the next
             // mapping.
             drop((from, to, source, destination));

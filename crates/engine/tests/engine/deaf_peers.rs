@@ -22,7 +22,7 @@ use sterna_wire::control::{ControlMessage, Mode};
 use sterna_wire::limits::HEARTBEAT_INTERVAL;
 
 use crate::common::within_a_minute;
-use crate::guest::{Memory, Monitor, Running, Workload};
+use crate::guest::{Memory, Monitor, Running, Workload, log_of};
 use crate::odd_peers::{BUSY, FEATURES, Nowhere, PAGES, SHAPES};
 
 /// Takes a source's pages and sends it heartbeats until `ended`. Reads nothing that the source sends on the control channel.
@@ -128,13 +128,15 @@ impl Observer for Filling {
 /// Moves a guest with this workload to a deaf destination. Returns the error, and whether the guest runs.
 fn to_the_deaf(when: When, workload: Workload, downtime: Duration) -> (MigrationError, bool) {
     let memory = Memory::new(PAGES[0], PAGES[1]);
+    memory.fill();
     let (mut from, log) = Monitor::new(&memory, &Running::default(), workload);
+    let log = log_of(&from, log);
     from.start();
     let listener = Listener::bind("127.0.0.1:0").unwrap();
     let control = Control::default();
     let address = control.connecting(&listener.local_address());
     let short = Duration::from_millis(100);
-    let mut migration = Source::new(memory.ram(), Box::new(log))
+    let mut migration = Source::new(memory.ram(), log)
         .method(MethodChoice::default())
         .when_not_converging(NotConverging::GoOn)
         .time_limits(TimeLimits::default().step(short).reporting_abort(short))

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Memory, Running, Workload, both_sides, faults_can_be_watched, monitors};
+use crate::guest::{Memory, Running, Workload, both_sides, faults_can_be_watched, log_of, monitors};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
@@ -31,10 +31,12 @@ fn migrate(workload: Workload, settings: impl FnOnce(Source) -> Source) -> Repor
     fill(&source);
     let running = Running::default();
     let (mut from, log, mut to) = monitors([&source, &destination], &running, workload);
+    // Also if the writers never run meanwhile: writes a word in each of as many pages that were sent before.
+    from.last_writes = 120;
     from.start();
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let address = listening.address().clone();
-    let mut migration = settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()));
+    let mut migration = settings(Source::new(source.ram(), log_of(&from, log)).method(MethodChoice::default()));
     let (sent, received) =
         both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));
     let sent = sent.unwrap();

@@ -644,7 +644,7 @@ fn the_error_names_the_devices_for_which_the_guest_was_paused_too_long() {
             let devices = Devices((0..count).map(slow).collect());
             let mut guest = Guest::new();
             guest.queue = u64::from(count) * (64 << 10);
-            guest.limits.step = Duration::from_secs(3);
+            guest.limits.step = Duration::from_secs(6);
             guest.downtime = Duration::from_millis(300);
             // The source waits for its device before it resumes the guest, but not for the destination's.
             guest.observer = at_note("before it ends, devices must return from saving: slow/0", &over);
@@ -671,7 +671,7 @@ fn a_monitor_that_saves_for_too_long_is_named_with_the_devices() {
             Device { loads_on: Some(loads.clone()), ended: Some(ended.clone()), ..Device::new("slow", 0, 0, 1 << 20) };
         let mut guest = Guest::new();
         guest.queue = 64 << 10;
-        guest.limits.step = Duration::from_secs(3);
+        guest.limits.step = Duration::from_secs(6);
         guest.downtime = Duration::from_millis(300);
         guest.from.on_call = Some(Box::new(move |what| match what {
             "save" => ended.wait(),
@@ -693,8 +693,9 @@ fn a_device_that_does_not_finish_is_waited_for_no_longer_than_the_limit() {
         let slow = Device { loads_on: Some(on.clone()), ..Device::new("slow", 0, 0, 100_000) };
         let devices = Devices(vec![slow]);
         let mut guest = Guest::new();
+        // The limit of every step is ten times the downtime, also of those before.
+        guest.downtime = Duration::from_millis(600);
         guest.limits.step = Duration::from_millis(100);
-        guest.downtime = Duration::from_millis(100);
         let signal = on.clone();
         // The source does this when it has aborted.
         guest.from.on_call = Some(Box::new(move |what| {

@@ -28,9 +28,8 @@ use sterna_engine::transport::{Address, Security};
 use sterna_memory::userfault::{self, Userfault};
 use sterna_test_kit::Random;
 
-/// Number of migrations on the simulated network, and on sockets.
-const SIMULATED: u64 = 1000;
-const ON_SOCKETS: u64 = 50;
+/// Number of migrations of a test; those in `soak` make more.
+const MIGRATIONS: u64 = 50;
 /// Maximum time in which a destination ends after its source: far more than its time limits.
 const MAX_WAIT: Duration = Duration::from_secs(120);
 /// Concurrent migrations; they mostly wait.
@@ -233,10 +232,10 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
 
     let method = random.one_of(&["none", "lz4", "zstd"]);
     // A prepared destination that was not reached waits for an operator, who is not here. A killed one is never reached.
-    let reporting_abort = Duration::from_millis(if what == What::KillDestination { 200 } else { 10_000 });
+    let (reporting_abort, delivery) = if what == What::KillDestination { (200, 2_000) } else { (10_000, 20_000) };
     let limits = TimeLimits::default()
-        .reporting_abort(reporting_abort)
-        .delivery(Duration::from_secs(2))
+        .reporting_abort(Duration::from_millis(reporting_abort))
+        .delivery(Duration::from_millis(delivery))
         .dial_pause(Duration::from_millis(5));
     let answer = if post_copy { NotConverging::PostCopyAfter(1 + random.below(2) as u32) } else { NotConverging::GoOn };
     let device_channels = match random.below(4) {
@@ -392,10 +391,24 @@ fn run(migrations: u64, on_sockets: bool) {
 
 #[test]
 fn with_any_fault_on_a_simulated_network_one_guest_runs_on_its_own_memory() {
-    run(SIMULATED, false);
+    run(4 * MIGRATIONS, false);
 }
 
 #[test]
 fn with_any_fault_on_sockets_one_guest_runs_on_its_own_memory() {
-    run(ON_SOCKETS, true);
+    run(MIGRATIONS, true);
+}
+
+mod soak {
+    use super::*;
+
+    #[test]
+    fn with_any_of_many_faults_on_a_simulated_network_one_guest_runs_on_its_own_memory() {
+        run(20 * MIGRATIONS, false);
+    }
+
+    #[test]
+    fn with_any_of_many_faults_on_sockets_one_guest_runs_on_its_own_memory() {
+        run(4 * MIGRATIONS, true);
+    }
 }

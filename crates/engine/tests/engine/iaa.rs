@@ -48,10 +48,14 @@ fn with_each_fault(devices: &str, verify: IaaVerify) {
         let what = format!("{what}, {verify:?}");
         let offload = offload_of(devices, faults, seed as u64, Settings::default());
         let report = migrate_with(&what, &offload, FEW_WRITES, |source| source.method(iaa()).iaa_verify(verify));
-        assert!(done_by(&report, Kind::Iaa, Operation::Deflate) > 0, "{what}: {report:?}");
+        // Devices that may be silent are given up soon: on a busy machine before they have done anything.
+        let given_up =
+            |is_iaa| has_silence(faults) && report.taken_out.iter().any(|out| (out.device == "iax1") == is_iaa);
+        assert!(given_up(true) || done_by(&report, Kind::Iaa, Operation::Deflate) > 0, "{what}: {report:?}");
         let verified = done_by(&report, Kind::Iaa, Operation::Inflate) > 0;
         assert!(verify == IaaVerify::Always || !verified, "{what}: {report:?}");
-        assert_eq!(done_by(&report, Kind::Dsa, Operation::ZeroMap) > 0, devices == BOTH, "{what}: {report:?}");
+        let searched = done_by(&report, Kind::Dsa, Operation::ZeroMap) > 0;
+        assert!(given_up(false) || searched == (devices == BOTH), "{what}: {report:?}");
         let only_late = |reason: &str| has_silence(faults) && reason.starts_with("no answer ");
         let others = report.taken_out.iter().filter(|out| out.device != "iax1");
         assert!(others.map(|out| &*out.reason).all(only_late), "{what}: {report:?}");

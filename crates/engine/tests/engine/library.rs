@@ -7,10 +7,11 @@ use std::error::Error;
 use std::io::{Read, Seek, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Memory, Monitor, Running, Workload};
+use crate::guest::{Memory, Monitor, Running, Workload, log_of};
 use sterna_codec::{Method, MethodChoice};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::{Before, Destination};
@@ -47,23 +48,38 @@ impl Pair {
         let running = Running::default();
         let (mut from, log) = Monitor::new(&source, &running, workload);
         let (to, _) = Monitor::new(&destination, &running, workload);
+        let log = log_of(&from, log);
         from.start();
         let cancel = (Cancel::new(), Cancel::new());
-        Self { source, destination, running, from, log: Some(Box::new(log)), to, cancel }
+        Self { source, destination, running, from, log: Some(log), to, cancel }
+    }
+
+    /// A guest that never converges, every page of which has content.
+    fn restless() -> Self {
+        let source = Memory::new(3000, 1000);
+        source.fill();
+        Self::with(Workload { burst: 0, span: 3000, ..CALM }, source, Memory::new(3000, 1000))
     }
 
     fn source(&mut self) -> Source {
-        Source::new(self.source.ram(), self.log.take().unwrap()).method(MethodChoice::default())
+        let source = Source::new(self.source.ram(), self.log.take().unwrap()).method(MethodChoice::default());
+        // So long that the guest is paused also on a busy machine.
+        source.downtime(Duration::from_secs(20))
     }
 
     /// Migrates with these settings.
-    fn run(&mut self, mut source: Source, destination: Destination) -> Ends {
+    fn run(&mut self, source: Source, destination: Destination) -> Ends {
+        self.run_observed(source, destination, &())
+    }
+
+    /// As [`Pair::run`], where the source has an observer.
+    fn run_observed(&mut self, mut source: Source, destination: Destination, observer: &dyn Observer) -> Ends {
         let listening = destination.listen("127.0.0.1:0", &Security::Insecure).unwrap();
         let address = listening.address().clone();
         std::thread::scope(|scope| {
             let (to, cancel) = (&mut self.to, &self.cancel.1);
             let receiving = scope.spawn(move || listening.run(to, cancel, &()));
-            let sent = source.run(address, &Security::Insecure, &mut self.from, &self.cancel.0, &());
+            let sent = source.run(address, &Security::Insecure, &mut self.from, &self.cancel.0, observer);
             if sent.as_ref().is_err_and(|error| error.phase == Phase::SettingUp) {
                 // The destination waits for another source.
                 self.cancel.1.cancel();
@@ -95,9 +111,7 @@ fn a_running_guest_moves_and_continues() {
         for (method, checksums) in every.chain([("none", false), ("zstd", false)]) {
             let mut pair = Pair::new(CALM);
             let choice = method.parse().unwrap();
-            // So long that the guest is paused only once, also on a busy machine.
-            let source =
-                pair.source().method(choice).channels(3).checksums(checksums).downtime(Duration::from_secs(20));
+            let source = pair.source().method(choice).channels(3).checksums(checksums);
             let destination = Destination::new(pair.destination.ram());
             let (sent, received) = pair.run(source, destination);
             let (sent, received) = (sent.unwrap(), received.unwrap());
@@ -137,10 +151,7 @@ fn a_destination_with_old_content_is_cleared_first() {
         for prefault in [false, true] {
             let mut pair = Pair::new(Workload { span: 50, ..CALM });
             for block in 0..2 {
-                pair.destination
-                    .words(block)
-                    .iter()
-                    .for_each(|word| word.store(u64::MAX, std::sync::atomic::Ordering::Relaxed));
+                pair.destination.words(block).iter().for_each(|word| word.store(u64::MAX, Ordering::Relaxed));
             }
             let destination =
                 Destination::new(pair.destination.ram()).memory_before(Before::Anything).prefault(prefault);
@@ -504,9 +515,9 @@ fn a_guest_that_dirties_too_much_until_it_is_paused_continues_but_not_for_ever()
 fn a_destination_without_memory_is_reported_on_both_sides_and_the_guest_continues() {
     within_a_minute(|| {
         let pool = std::fs::read_to_string("/proc/meminfo").unwrap();
-        let free = pool.lines().find_map(|line| line.strip_prefix("HugePages_Free:"));
-        // More huge pages than there are, whatever other processes use.
-        let count = free.map_or(0, |free| free.trim().parse::<usize>().unwrap()) + 8;
+        let all = pool.lines().find_map(|line| line.strip_prefix("HugePages_Total:"));
+        // More huge pages than there are, whatever other processes use or give back.
+        let count = all.map_or(0, |all| all.trim().parse::<usize>().unwrap()) + 8;
         let source = Memory::of_huge_pages(count, true).unwrap();
         let destination = match Memory::of_huge_pages(count, false) {
             Ok(destination) => destination,
@@ -580,7 +591,7 @@ fn where_nobody_listens_the_source_of_the_error_is_the_connections() {
 #[test]
 fn a_guest_that_dirties_too_fast_is_given_up_with_the_figures() {
     within_a_minute(|| {
-        let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
+        let mut pair = Pair::restless();
         let source = pair
             .source()
             .bandwidth(Some(32 << 20))
@@ -601,19 +612,20 @@ fn a_guest_that_dirties_too_fast_is_given_up_with_the_figures() {
 #[test]
 fn a_guest_is_slowed_down_in_steps_and_released_if_it_stays() {
     within_a_minute(|| {
-        let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
+        let mut pair = Pair::restless();
         let throttle = Throttle { initial: 30, step: 30, max: 90 };
         let source = pair
             .source()
             .bandwidth(Some(64 << 20))
             .downtime(Duration::from_millis(20))
-            .give_up_after(Some(Duration::from_secs(6)))
             .when_not_converging(NotConverging::Throttle(throttle));
         let destination = Destination::new(pair.destination.ram());
-        let (sent, _) = pair.run(source, destination);
+        // The third step is the last one.
+        let third = CancellingAfter::new("the guest is held for 90 % of the time", 0, &pair.cancel.0);
+        let (sent, _) = pair.run_observed(source, destination, &third);
         let report = sent.unwrap_err().report.unwrap();
         assert!(report.convergence.unwrap().contains("% of the time"));
-        assert!(pair.from.called.iter().filter(|name| **name == "throttle").count() >= 2, "{:?}", pair.from.called);
+        assert!(pair.from.called.iter().filter(|name| **name == "throttle").count() >= 3, "{:?}", pair.from.called);
         assert_eq!(pair.from.throttled, 0, "full speed again");
         pair.stays_at_source();
     });
@@ -622,16 +634,17 @@ fn a_guest_is_slowed_down_in_steps_and_released_if_it_stays() {
 #[test]
 fn a_guest_whose_monitor_cannot_slow_it_down_is_not_reported_as_slowed_down() {
     within_a_minute(|| {
-        let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
+        let mut pair = Pair::restless();
         pair.from.fails = Some("throttle");
         let source = pair
             .source()
             .bandwidth(Some(64 << 20))
             .downtime(Duration::from_millis(20))
-            .give_up_after(Some(Duration::from_secs(4)))
             .when_not_converging(NotConverging::Throttle(Throttle::default()));
         let destination = Destination::new(pair.destination.ram());
-        let (sent, _) = pair.run(source, destination);
+        // More than it takes to see that rounds do not converge.
+        let later = CancellingAfter::new("the guest is not slowed down", 6, &pair.cancel.0);
+        let (sent, _) = pair.run_observed(source, destination, &later);
         let convergence = sent.unwrap_err().report.unwrap().convergence.unwrap();
         assert!(!convergence.contains("% of the time"), "{convergence}");
         let times = pair.from.called.iter().filter(|name| **name == "throttle").count();
@@ -643,7 +656,7 @@ fn a_guest_whose_monitor_cannot_slow_it_down_is_not_reported_as_slowed_down() {
 #[test]
 fn a_guest_that_is_resumed_after_a_pause_is_slowed_down_again() {
     within_a_minute(|| {
-        let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
+        let mut pair = Pair::restless();
         (pair.from.span_when_throttled, pair.from.last_writes) = (Some(10), 2000);
         let throttle = Throttle { initial: 30, step: 30, max: 90 };
         let source = pair
@@ -666,7 +679,7 @@ fn a_guest_that_is_resumed_after_a_pause_is_slowed_down_again() {
 fn cancelling_at_either_side_leaves_the_guest_at_the_source() {
     within_a_minute(|| {
         for at_source in [true, false] {
-            let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
+            let mut pair = Pair::restless();
             let mut source = pair.source().bandwidth(Some(2 << 20)).downtime(Duration::from_millis(5));
             let destination = Destination::new(pair.destination.ram());
             let cancel = if at_source { pair.cancel.0.clone() } else { pair.cancel.1.clone() };
@@ -688,6 +701,38 @@ fn cancelling_at_either_side_leaves_the_guest_at_the_source() {
             assert!(sent.reason.contains("cancelled") && received.reason.contains("cancelled"), "{sent}; {received}");
         }
     });
+}
+
+/// Cancels so many rounds after a note that begins with these words.
+struct CancellingAfter {
+    words: &'static str,
+    rounds: u64,
+    cancel: Cancel,
+    /// The last round that was reported, and the one that it ends with.
+    round: AtomicU64,
+    until: AtomicU64,
+}
+
+impl CancellingAfter {
+    fn new(words: &'static str, rounds: u64, cancel: &Cancel) -> Self {
+        let (round, until) = (AtomicU64::new(0), AtomicU64::new(u64::MAX));
+        Self { words, rounds, cancel: cancel.clone(), round, until }
+    }
+}
+
+impl Observer for CancellingAfter {
+    fn progress(&self, progress: &Progress) {
+        self.round.store(progress.round, Ordering::Relaxed);
+        if progress.round >= self.until.load(Ordering::Relaxed) {
+            self.cancel.cancel();
+        }
+    }
+
+    fn note(&self, text: &str) {
+        if text.starts_with(self.words) {
+            self.until.fetch_min(self.round.load(Ordering::Relaxed) + self.rounds, Ordering::Relaxed);
+        }
+    }
 }
 
 /// Cancels at the first progress report, in the middle of the rounds.

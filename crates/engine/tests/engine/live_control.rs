@@ -7,7 +7,7 @@ use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Behind, Memory, Monitor, Running, Signal, Workload, faults_can_be_watched};
+use crate::guest::{Behind, Memory, Monitor, Pace, Running, Signal, Workload, faults_can_be_watched, log_of};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
 use sterna_engine::live_control::{Control, RequestOutcome};
@@ -15,7 +15,7 @@ use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase};
 use sterna_engine::report::{Observer, Progress, ReceiveProgress, ReceiveReport, Report};
 use sterna_engine::source::Source;
 use sterna_engine::transport::Security;
-use sterna_memory::dirty::reported::ReportedLog;
+use sterna_memory::dirty::DirtyLog;
 use sterna_test_kit::Random;
 use sterna_wire::switchover::{Moment, Step};
 
@@ -25,7 +25,7 @@ const PAGES: (usize, usize) = (3000, 1000);
 const MANY_PAGES: (usize, usize) = (10_000, 6_000);
 /// A guest that converges.
 const CALM: Workload = Workload { writers: 1, span: 64, seed: 5, burst: 8 };
-/// A guest that dirties its memory faster than any of these channels carries it.
+/// A guest that dirties its memory faster than any of these channels carries it, however slow the machine is.
 const TOO_BUSY: Workload = Workload { writers: 2, span: 3000, seed: 11, burst: 0 };
 /// A target that `TOO_BUSY` never meets.
 const SHORT: Duration = Duration::from_millis(1);
@@ -70,7 +70,7 @@ struct Pair {
     running: Running,
     from: Monitor,
     to: Monitor,
-    log: Option<ReportedLog>,
+    log: Option<Box<dyn DirtyLog>>,
     control: Control,
 }
 
@@ -90,6 +90,7 @@ impl Pair {
         let running = Running::default();
         let (mut from, log) = Monitor::new(&memory, &running, workload);
         let (to, _) = Monitor::new(&there, &running, workload);
+        let log = log_of(&from, log);
         from.start();
         Self { memory, there, running, from, to, log: Some(log), control: Control::new() }
     }
@@ -97,7 +98,7 @@ impl Pair {
     /// Returns a source that sends pages as they are, so that a limit of the bandwidth bounds pages.
     fn source(&mut self) -> Source {
         let log = self.log.take().expect("one migration");
-        Source::new(self.memory.ram(), Box::new(log)).method("none".parse().unwrap()).control(&self.control)
+        Source::new(self.memory.ram(), log).method("none".parse().unwrap()).control(&self.control)
     }
 
     fn run(&mut self, mut source: Source, at_source: &dyn Observer, at_destination: &dyn Observer) -> Ends {
@@ -374,37 +375,71 @@ fn a_limit_that_is_set_holds_all_channels_and_a_cancellation_does_not_wait_for_i
     });
 }
 
+/// What both sides report in post-copy.
+#[derive(Debug, Default)]
+struct Reported {
+    at_source: Vec<Progress>,
+    at_destination: Vec<ReceiveProgress>,
+    /// The answers to requests for post-copy and for a bandwidth, at each of the source's reports.
+    answers: Vec<(RequestOutcome, RequestOutcome)>,
+}
+
+impl Reported {
+    /// Returns whether both sides have reported that less is left than before, and how long the rest takes.
+    fn is_enough(&self) -> bool {
+        self.at_source.windows(2).any(|pair| pair[0].remaining_bytes > pair[1].remaining_bytes)
+            && self.at_source.iter().any(|progress| progress.time_left_ms.is_some())
+            && self.at_destination.windows(2).any(|pair| pair[0].missing_bytes > pair[1].missing_bytes)
+            && self.at_destination.iter().any(|progress| progress.time_left_ms.is_some())
+    }
+}
+
+/// A page that the guest needs is sent whatever the bandwidth is. So, until both sides have reported enough, the guest looks at a few words
+/// for each report, and the rest trickles.
 #[test]
 fn post_copy_begins_in_the_middle_of_a_round_and_both_sides_tell_how_long_it_takes() {
+    /// A bandwidth at which the rest takes minutes, and each piece of a packet follows soon.
+    const TRICKLE: Option<u64> = Some(256 << 10);
+    /// So many that some of their pages are missing, and so few that their pages do not hold up the packets for long.
+    const FEW_WORDS: u64 = 32;
     within_a_minute(|| {
         if !faults_can_be_watched() {
             return;
         }
         let mut pair = Pair::of(MANY_PAGES, TOO_BUSY);
-        let behind = Behind::new(&pair.memory);
+        let pace = Pace::default();
+        let behind = Behind { pace: Some(pace.clone()), ..Behind::new(&pair.memory) };
         pair.to.behind = Some(behind.clone());
         let control = pair.control.clone();
         let asked = AtomicBool::new(false);
-        let (reports, received) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(Vec::new())));
-        let to_source = Arc::clone(&reports);
+        let reported = Arc::new(Mutex::new(Reported::default()));
+        let (of_source, allowed) = (Arc::clone(&reported), pace.clone());
         let at_source = Watching(move |seen: Seen<'_>| {
             if is_within_the_first_round(&seen) && !asked.swap(true, Ordering::Relaxed) {
                 assert_eq!(control.post_copy(), RequestOutcome::Accepted);
             }
-            if let Seen::Progress(progress) = seen
-                && progress.phase == Phase::PostCopy
-            {
-                assert_eq!(control.post_copy(), RequestOutcome::TooLate);
-                assert_eq!(control.set_bandwidth(SLOW), RequestOutcome::Accepted);
-                to_source.lock().unwrap().push(progress.clone());
+            match seen {
+                // Nothing has been sent after the guest yet.
+                Seen::Step(Moment::After, Step::SourceRecordCommitted) => {
+                    assert_eq!(control.set_bandwidth(TRICKLE), RequestOutcome::Accepted);
+                }
+                Seen::Progress(progress) if progress.phase == Phase::PostCopy => {
+                    let mut reported = of_source.lock().unwrap();
+                    reported.at_source.push(progress.clone());
+                    let (limit, words) = if reported.is_enough() { (None, u64::MAX) } else { (TRICKLE, FEW_WORDS) };
+                    reported.answers.push((control.post_copy(), control.set_bandwidth(limit)));
+                    allowed.allow(words);
+                }
+                _ => {}
             }
         });
-        let to_destination = Arc::clone(&received);
+        let of_destination = Arc::clone(&reported);
         let at_destination = Watching(move |seen: Seen<'_>| {
             if let Seen::Received(progress) = seen
                 && progress.phase == Phase::PostCopy
             {
-                to_destination.lock().unwrap().push(progress.clone());
+                of_destination.lock().unwrap().at_destination.push(progress.clone());
+                pace.allow(FEW_WORDS);
             }
         });
         let source = pair.source().bandwidth(SLOW).downtime(SHORT).allow_post_copy(true);
@@ -412,16 +447,15 @@ fn post_copy_begins_in_the_middle_of_a_round_and_both_sides_tell_how_long_it_tak
         arrived.unwrap();
         let sent = sent.unwrap();
         pair.check(true);
-        assert!(sent.rounds == 1 && sent.post_copy.is_some(), "{sent:?}");
+        assert!(sent.rounds == 1 && sent.post_copy.is_some_and(|post_copy| post_copy.requests > 0), "{sent:?}");
         pair.to.stop();
         assert_eq!((behind.wrong.load(Ordering::Relaxed), behind.differing_pages(&pair.there)), (0, 0));
 
-        let (reports, received) = (reports.lock().unwrap(), received.lock().unwrap());
-        assert!(reports.windows(2).any(|pair| pair[0].remaining_bytes > pair[1].remaining_bytes), "{reports:?}");
-        assert!(reports.iter().any(|progress| progress.time_left_ms.is_some()), "{reports:?}");
-        assert!(received.windows(2).any(|pair| pair[0].missing_bytes > pair[1].missing_bytes), "{received:?}");
-        assert!(received.iter().any(|progress| progress.time_left_ms.is_some()), "{received:?}");
-        for progress in received.iter() {
+        let reported = reported.lock().unwrap();
+        assert!(reported.is_enough(), "{reported:?}");
+        let answers = (RequestOutcome::TooLate, RequestOutcome::Accepted);
+        assert!(reported.answers.iter().all(|answered| *answered == answers), "{reported:?}");
+        for progress in &reported.at_destination {
             assert_eq!(progress.remaining_bytes, Some(progress.missing_bytes));
         }
     });
@@ -491,9 +525,7 @@ fn run_observed(pair: &mut Pair, source: Source, at: impl Fn(&str) + Clone + Sen
 #[test]
 fn an_accepted_cancellation_keeps_the_guest_at_the_source_and_a_late_one_does_not() {
     within_a_minute(|| {
-        let mut random = Random::announced();
-        for _ in 0..24 {
-            let moment = random.one_of(&MOMENTS);
+        for moment in MOMENTS.into_iter().chain(MOMENTS) {
             let mut pair = Pair::new(CALM);
             let source = pair.source();
             let (now, when): (Vec<_>, Vec<Receiver<()>>) = [(); 2].map(|()| channel()).into_iter().unzip();
@@ -529,9 +561,13 @@ fn an_accepted_cancellation_keeps_the_guest_at_the_source_and_a_late_one_does_no
 
 #[test]
 fn any_requests_of_several_threads_leave_one_guest_that_is_whole() {
-    within_a_minute(|| {
-        let mut random = Random::announced();
-        for _ in 0..6 {
+    any_requests(6, Random::new(1));
+}
+
+/// Moves so many guests while several threads make requests.
+fn any_requests(migrations: u32, mut random: Random) {
+    within_a_minute(move || {
+        for _ in 0..migrations {
             let mut pair = Pair::new(random.one_of(&[CALM, TOO_BUSY]));
             let source = pair.source().bandwidth(Some(32 << 20)).downtime(Duration::from_millis(20));
             let (events, inboxes): (Vec<_>, Vec<Receiver<()>>) = [(); 3].map(|()| channel()).into_iter().unzip();
@@ -578,4 +614,13 @@ fn any_requests_of_several_threads_leave_one_guest_that_is_whole() {
             pair.check(!cancelled);
         }
     });
+}
+
+mod soak {
+    use super::*;
+
+    #[test]
+    fn any_requests_from_a_fresh_seed_leave_one_guest_that_is_whole() {
+        any_requests(24, Random::announced());
+    }
 }

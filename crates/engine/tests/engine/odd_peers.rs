@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::common::within_a_minute;
-use crate::guest::{Behind, Memory, Monitor, Running, Workload, faults_can_be_watched};
+use crate::guest::{Behind, Memory, Monitor, Running, Workload, faults_can_be_watched, log_of};
 use sterna_codec::{Encoding, MethodChoice};
 use sterna_engine::abort::Abort;
 use sterna_engine::batch::BatchPool;
@@ -41,7 +41,7 @@ use sterna_wire::switchover::SwitchoverMessage;
 pub(crate) const PAGES: [usize; 2] = [500, 100];
 pub(crate) const SHAPES: [BlockShape; 2] =
     [BlockShape { pages: 500, page_size: 4096 }, BlockShape { pages: 100, page_size: 4096 }];
-/// Never fits the downtime that is aimed at.
+/// Never fits the downtime that is aimed at, however slow the machine is, where memory is filled.
 pub(crate) const BUSY: Workload = Workload { writers: 1, span: 500, seed: 3, burst: 0 };
 pub(crate) const FEATURES: Features<'_> =
     Features { offered: &["guest-state-1", "post-copy-2", "unchecked-1"], required: &["guest-state-1"] };
@@ -160,14 +160,16 @@ fn source_against(
     answers: impl FnMut(&ControlMessage) -> Vec<ControlMessage> + Send,
 ) -> (MigrationError, Vec<ControlMessage>, bool) {
     let memory = Memory::new(PAGES[0], PAGES[1]);
+    memory.fill();
     let running = Running::default();
     let (mut from, log) = Monitor::new(&memory, &running, BUSY);
+    let log = log_of(&from, log);
     from.start();
     let port = Network::new(1).port("there");
     let listener = Listener::bind(port).unwrap();
     let address = listener.local_address();
     let limits = TimeLimits::default().reporting_abort(Duration::from_millis(100));
-    let mut migration = Source::new(memory.ram(), Box::new(log))
+    let mut migration = Source::new(memory.ram(), log)
         .method(MethodChoice::default())
         .when_not_converging(not_converging)
         .time_limits(limits)
@@ -251,7 +253,7 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
         let address = listener.local_address();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let stop = incoming.stop_handle();
-        let limits = TimeLimits::default().reporting_abort(Duration::from_secs(1));
+        let limits = TimeLimits::default().reporting_abort(Duration::from_secs(3));
         let mut migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
         let (error, dials) = std::thread::scope(|scope| {
             let destination = scope.spawn(move || {
@@ -273,7 +275,7 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
         });
         assert!(from.runs() && error.guest == GuestState::RunsAtSource, "{error}");
         from.stop();
-        // With the shortest pauses there are five in a second; a machine that is busy has fewer, or a few more where the end is noticed late.
+        // With the shortest pauses there are six in this time, and nine in 8 s: a machine that is busy has fewer, or notices the end late.
         assert!((1..=8).contains(&dials), "{dials} dials");
     });
 }
@@ -709,8 +711,8 @@ fn a_source_that_comes_back_before_anything_was_loaded_in_post_copy_hears_that_n
         if !faults_can_be_watched() {
             return;
         }
-        // It can be reached for 5 s, which the source's goodbye cuts short.
-        let (received, heard) = destination_that_waits(Duration::from_secs(5), None, POST_COPY, |mut source, _| {
+        // It can be reached for a minute, which the source's goodbye cuts short.
+        let (received, heard) = destination_that_waits(Duration::from_secs(60), None, POST_COPY, |mut source, _| {
             let (_ram, stream) = source.open();
             source.say_of_the_switchover(SwitchoverMessage::PostCopy);
             assert!(source.hears(is_post_copy_ready));
@@ -844,10 +846,9 @@ fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
             assert_eq!((page, request(&mut reader).count), (PageRequest { block: 0, first: 7, count: 1 }, 0));
             answer(&mut writer, &page);
             let complete = source.hears(is_switchover(&SwitchoverMessage::Running));
-            // Before it noticed, or only with the new channels.
-            let runs = source.said.iter().any(is_switchover(&SwitchoverMessage::RunningIncomplete));
             source.say_of_the_switchover(SwitchoverMessage::Goodbye);
-            assert!(runs && wants_more && complete, "{:?}", source.said);
+            // Whether it also reports that it runs without a page depends on which comes first, the page or the guest's start.
+            assert!(wants_more && complete, "{:?}", source.said);
             source.abort.finish();
             source.said
         });

@@ -11,8 +11,8 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Output};
-use std::sync::Mutex;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose};
@@ -34,7 +34,7 @@ use sterna_memory::ram::GuestRam;
 use sterna_memory::userfault::{Faults, MISSING_SHMEM, Userfault, WP_ASYNC, WP_HUGETLBFS_SHMEM, WP_UNPOPULATED};
 
 use crate::common::{sockets, within_a_minute};
-use crate::guest::{Behind, Memory, Monitor, Running, Workload};
+use crate::guest::{Behind, Memory, Monitor, Restless, Running, Workload};
 
 /// Has glibc allocate from one arena. With others it opens files now and then: `/sys/devices/system/cpu/online`,
 /// `/proc/sys/vm/overcommit_memory`.
@@ -238,12 +238,20 @@ fn with_a_given_listening_socket_and_userfaultfd_post_copy_opens_nothing() {
         let (mut to, _) = Monitor::new(&destination, &running, BUSY);
         let behind = Behind::new(&source);
         to.behind = Some(behind.clone());
+        source.fill();
+        let memory = Arc::clone(&destination);
+        // Everything may be there before the guest gets a CPU, but not before its monitor has looked at a page.
+        to.on_call = Some(Box::new(move |call| {
+            if call == "load" {
+                std::hint::black_box(memory.words(0)[0].load(Ordering::Relaxed));
+            }
+        }));
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         // The control channel, two RAM channels, the state, and the requests of post-copy.
         let near = (0..5).map(|_| TcpStream::connect(listener.local_addr().unwrap()).unwrap()).collect();
         let (at, to_there) = (Address::listening(listener).unwrap(), connections("there", near));
         let ram = destination.ram().with_userfault(userfault(Faults::All, MISSING_SHMEM)).unwrap();
-        let log = log(&source.ram());
+        let log = Restless::new(log(&source.ram()), &from);
         from.start();
 
         std::thread::scope(|scope| {
@@ -254,7 +262,7 @@ fn with_a_given_listening_socket_and_userfaultfd_post_copy_opens_nothing() {
             });
             let sending = scope.spawn(|| {
                 enter_sandbox(&[PROGRAM, CHANNELS, MEMORY, POST_COPY], None);
-                let mut source = Source::new(source.ram(), log)
+                let mut source = Source::new(source.ram(), Box::new(log))
                     .bandwidth(Some(40 << 20))
                     .downtime(Duration::from_millis(10))
                     .when_not_converging(NotConverging::PostCopyAfter(1))

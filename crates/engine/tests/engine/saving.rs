@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::common::within_a_minute;
 use crate::device::{Device, Devices};
-use crate::guest::{Memory, Monitor, PAGE, Signal, Workload, both_sides, faults_can_be_watched, witnessed};
+use crate::guest::{Memory, Monitor, PAGE, Signal, Workload, both_sides, faults_can_be_watched, log_of, witnessed};
 use sterna_codec::MethodChoice;
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
@@ -109,7 +109,7 @@ fn in_post_copy_pages_that_saving_writes_are_missing_at_the_destination_too() {
         let (mut from, log, mut to, witness) = witnessed(Workload { span: 3000, burst: 0, ..BUSY });
         (from.save_writes, from.state_bytes) = (100, 20 << 20);
         let listening = Destination::new(witness.destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
-        let mut migration = Source::new(witness.source.ram(), Box::new(log))
+        let mut migration = Source::new(witness.source.ram(), log_of(&from, log))
             .method(MethodChoice::default())
             .bandwidth(Some(40 << 20))
             .downtime(Duration::from_millis(10))

@@ -157,7 +157,8 @@ fn deltas_lead_from_what_is_kept_to_the_copies() {
     let queue = r#"{"name":"wq0.0","size":16,"max_batch_size":32}"#;
     std::fs::write(&file, format!(r#"{{"devices":[{{"name":"dsa0","queues":[{queue}]}}]}}"#)).unwrap();
     let mut settings = sterna_offload::Settings::default();
-    settings.lateness = std::time::Duration::from_secs(10);
+    settings.lateness = std::time::Duration::from_secs(60);
+    settings.patience = settings.lateness;
     let offload = Offload::start(&sterna_offload::Accelerators::model(file), &settings).unwrap();
     let ram = ram();
     let mut ahead = Ahead::new(over(&offload, &ram), CopyMode::Checked, PAGES as u64, NormalPageRatio::default());

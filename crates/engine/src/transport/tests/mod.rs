@@ -22,7 +22,7 @@ use super::*;
 const KEY: MigrationKey = MigrationKey::from_bytes([5; 32]);
 const ID: MigrationId = MigrationId::from_bytes([6; 16]);
 /// Long enough that a correct test never reaches it, short enough that a hanging one ends.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(100);
 
 /// The kind of socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -20,7 +20,9 @@ use sterna_engine::destination::Listening;
 use sterna_engine::migration::MigrationError;
 use sterna_engine::report::ReceiveReport;
 use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
+use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
+use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_memory::userfault::{Faults, Userfault};
 use sterna_test_kit::Random;
@@ -126,6 +128,15 @@ impl Memory {
 
     pub(crate) fn ram(&self) -> GuestRam {
         self.ram.clone()
+    }
+
+    /// Gives every page content that differs from page to page and hardly shrinks.
+    pub(crate) fn fill(&self) {
+        for block in 0..self.mappings.len() {
+            for (at, word) in self.words(block).iter().enumerate() {
+                word.store((at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Returns the number of pages of each block.
@@ -243,11 +254,20 @@ pub(crate) struct Behind {
     pub(crate) source: Arc<Memory>,
     pub(crate) wrong: Arc<AtomicU64>,
     pub(crate) compared: Arc<AtomicU64>,
+    /// Without one, the guest is as fast as it can be.
+    pub(crate) pace: Option<Pace>,
 }
 
 impl Behind {
     pub(crate) fn new(source: &Arc<Memory>) -> Self {
-        Self { source: Arc::clone(source), wrong: Arc::default(), compared: Arc::default() }
+        Self { source: Arc::clone(source), wrong: Arc::default(), compared: Arc::default(), pace: None }
+    }
+
+    /// Waits until the guest has looked at its memory.
+    pub(crate) fn wait_until_compared(&self) {
+        while self.compared.load(Ordering::Relaxed) == 0 {
+            std::thread::yield_now();
+        }
     }
 
     fn run(&self, memory: &Memory, seed: u64, stop: &AtomicBool) {
@@ -255,6 +275,7 @@ impl Behind {
         let mut random = Random::new(seed);
         let mut written = std::collections::HashMap::new();
         while !stop.load(Ordering::Relaxed) {
+            self.pace.iter().for_each(Pace::take);
             let block = random.index(pages.len());
             let page = random.below(pages[block]) as usize;
             let word = page * WORDS + random.index(WORDS);
@@ -287,6 +308,63 @@ impl Behind {
     }
 }
 
+/// How many words the guest may look at; while there are none it waits.
+#[derive(Clone, Default)]
+pub(crate) struct Pace(Arc<(Mutex<u64>, Condvar)>);
+
+impl Pace {
+    /// Lets the guest look at so many words, if it has not as many left; `u64::MAX`: at all.
+    pub(crate) fn allow(&self, words: u64) {
+        let mut left = self.0.0.lock().unwrap();
+        *left = words.max(*left);
+        self.0.1.notify_all();
+    }
+
+    fn take(&self) {
+        let mut left = self.0.1.wait_while(self.0.0.lock().unwrap(), |left| *left == 0).unwrap();
+        *left -= 1;
+    }
+}
+
+/// The dirty log of a guest that never converges, however slow the machine is: while the guest runs, each collecting also names every page
+/// that its writers may write.
+pub(crate) struct Restless {
+    log: Box<dyn DirtyLog>,
+    life: Life,
+}
+
+impl Restless {
+    pub(crate) fn new(log: Box<dyn DirtyLog>, monitor: &Monitor) -> Self {
+        Self { log, life: monitor.life() }
+    }
+}
+
+/// Returns the log of `monitor`'s guest: that of one that never converges, if its writers never pause.
+pub(crate) fn log_of(monitor: &Monitor, log: ReportedLog) -> Box<dyn DirtyLog> {
+    if monitor.workload.burst == 0 { Box::new(Restless::new(Box::new(log), monitor)) } else { Box::new(log) }
+}
+
+impl DirtyLog for Restless {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        self.log.start()
+    }
+
+    fn found_populated(&mut self, block: usize, populated: &PageBitmap) -> Result<(), DirtyLogError> {
+        self.log.found_populated(block, populated)
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        if let Some(span) = self.life.span() {
+            dirty.set(0..span.min(dirty.pages()));
+        }
+        self.log.collect(block, dirty)
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        self.log.stop()
+    }
+}
+
 /// The life of a monitor's process, which may be killed from outside.
 #[derive(Clone, Default)]
 pub(crate) struct Life(Arc<Mutex<LifeState>>);
@@ -302,6 +380,8 @@ struct Writers {
     threads: Vec<JoinHandle<()>>,
     running: Running,
     may_wait: bool,
+    span: u64,
+    pace: Option<Pace>,
 }
 
 impl Life {
@@ -319,6 +399,11 @@ impl Life {
         self.0.lock().unwrap().writers.is_some()
     }
 
+    /// Returns the span of the writers, while the guest runs.
+    fn span(&self) -> Option<u64> {
+        self.0.lock().unwrap().writers.as_ref().map(|writers| writers.span)
+    }
+
     fn stop(&self) {
         self.end(false);
     }
@@ -327,6 +412,7 @@ impl Life {
         let writers = self.0.lock().unwrap().writers.take();
         if let Some(writers) = writers {
             writers.stop.store(true, Ordering::Relaxed);
+            writers.pace.iter().for_each(|pace| pace.allow(u64::MAX));
             // In post-copy a thread may be waiting for a page that will never arrive. A real thread would end with its
             // process; here the thread and its memory are leaked.
             if !(killed && writers.may_wait) {
@@ -399,6 +485,8 @@ impl Monitor {
             stop,
             running: self.running.clone(),
             may_wait: self.behind.is_some(),
+            span: self.workload.span,
+            pace: self.behind.as_ref().and_then(|behind| behind.pace.clone()),
         });
     }
 
@@ -620,9 +708,11 @@ pub(crate) struct Witness {
     running: Running,
 }
 
-/// Starts a guest, and returns its monitor, its dirty log, the monitor of the destination and the witness of the move.
+/// Starts a guest every page of which has content, and returns its monitor, its dirty log, the monitor of the destination and the witness
+/// of the move.
 pub(crate) fn witnessed(workload: Workload) -> (Monitor, ReportedLog, Monitor, Witness) {
     let (source, destination, running) = (Memory::new(3000, 1000), Memory::new(3000, 1000), Running::default());
+    source.fill();
     let (mut from, log, mut to) = monitors([&source, &destination], &running, workload);
     let behind = Behind::new(&source);
     to.behind = Some(behind.clone());
@@ -634,6 +724,7 @@ impl Witness {
     /// Checks that the guest has moved with all of its memory, and stops it.
     pub(crate) fn check(&self, from: &Monitor, to: &mut Monitor) {
         assert!(to.runs() && !from.runs() && !self.running.ever_twice());
+        self.behind.wait_until_compared();
         to.stop();
         let wrong = self.behind.wrong.load(Ordering::Relaxed);
         assert_eq!((wrong, self.behind.differing_pages(&self.destination)), (0, 0));

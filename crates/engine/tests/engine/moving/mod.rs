@@ -40,7 +40,8 @@ pub(crate) fn start(devices: &str, faults: &str, seed: u64, settings: &Settings)
 pub(crate) fn offload_of(devices: &str, faults: &str, seed: u64, mut settings: Settings) -> Arc<Offload> {
     settings.patience = Duration::from_millis(if has_silence(faults) { 500 } else { 60_000 });
     // The model is a hundred times slower than a device, and slower still on a busy machine.
-    settings.lateness = Duration::from_secs(1);
+    let waits = has_silence(faults) || faults.contains("slow");
+    settings.lateness = Duration::from_secs(if waits { 1 } else { 10 });
     start(devices, faults, seed, &settings)
 }
 
