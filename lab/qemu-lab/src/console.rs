@@ -502,7 +502,7 @@ fn tick(line: &str) -> Option<Tick> {
 mod tests {
     use super::*;
 
-    const LONG: Duration = Duration::from_secs(20);
+    const LONG: Duration = Duration::from_secs(300);
 
     fn console() -> (Console, UnixStream) {
         let (near, far) = UnixStream::pair().expect("a socket pair");

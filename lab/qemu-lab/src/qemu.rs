@@ -2,14 +2,14 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid};
 use tempfile::TempDir;
 
 use crate::tools::guest_program;
@@ -23,6 +23,10 @@ const GREETING: Duration = Duration::from_secs(180);
 
 /// QEMU's error if the kernel refuses a ring for [`crate::Aio::IoUring`].
 const NO_IO_URING: &str = "failed to init linux io_uring ring";
+/// How long a QEMU that has closed its monitor may take to end.
+const END: Duration = Duration::from_secs(10);
+/// How many lines of its standard error tell how a QEMU ended.
+const LAST_WORDS: usize = 8;
 /// How long a killed QEMU with held disk reads may take to end before these reads are answered.
 const END_WITHOUT_READS: Duration = Duration::from_millis(500);
 
@@ -104,9 +108,11 @@ impl Qemu {
     /// Connects once and reads the greeting: QEMU has then accepted all its options. Afterwards the socket, which accepts one
     /// client at a time, is free again.
     fn wait_greeting(&self) -> Result<(), Error> {
-        let ended = |reason: String| Error::QemuEnded {
-            waiting_for: "its QMP greeting".into(),
-            output: format!("{reason}{}", self.standard_error()),
+        let ended = |reason: String| {
+            // It closes its sockets a moment before it ends.
+            let _ = self.poll_exit(END);
+            let output = format!("{reason}{}", self.end().unwrap_or_else(|| self.standard_error()));
+            Error::QemuEnded { waiting_for: "its QMP greeting".into(), output }
         };
         let stream = UnixStream::connect(&self.qmp_path).map_err(|error| ended(format!("{error}. ")))?;
         stream.set_read_timeout(Some(GREETING)).map_err(Error::io("setting a read timeout"))?;
@@ -114,7 +120,10 @@ impl Qemu {
         match BufReader::new(stream).read_line(&mut greeting) {
             Ok(_) if greeting.contains("\"QMP\"") => Ok(()),
             Ok(_) => Err(ended(String::new())),
-            Err(error) => Err(ended(format!("{error}. "))),
+            Err(error) => Err(Error::QemuEnded {
+                waiting_for: "its QMP greeting".into(),
+                output: format!("{error}. {}", self.end().unwrap_or_else(|| self.standard_error())),
+            }),
         }
     }
 
@@ -164,6 +173,24 @@ impl Qemu {
     #[must_use]
     pub fn standard_error(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("stderr")).unwrap_or_default().trim().to_owned()
+    }
+
+    /// Returns how the process ended, with its last lines, if it has ended by itself and was not waited for.
+    #[must_use]
+    pub fn end(&self) -> Option<String> {
+        // It stays a zombie, so that `wait_exit` gets its status.
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), options).ok()??;
+        let how = match (status.exit_status(), status.terminating_signal()) {
+            (Some(code), _) => format!("exit status {code}"),
+            (None, Some(signal)) => format!("signal {signal}"),
+            (None, None) => "an unknown status".into(),
+        };
+        let words = self.standard_error();
+        let lines: Vec<&str> = words.lines().collect();
+        let last = lines[lines.len().saturating_sub(LAST_WORDS)..].join("\n");
+        let last = if last.is_empty() { "it said nothing" } else { last.as_str() };
+        Some(format!("QEMU (process {}) ended with {how}: {last}", self.pid()))
     }
 
     /// Returns whether the process still runs.
@@ -218,6 +245,12 @@ impl Qemu {
 
 impl Drop for Qemu {
     fn drop(&mut self) {
+        // The test that fails may have noticed only that its QEMU does not answer.
+        if std::thread::panicking()
+            && let Some(end) = self.end()
+        {
+            eprintln!("{end}");
+        }
         self.kill();
         if self.qmp_path.parent() != Some(self.directory.path()) {
             let _ = std::fs::remove_file(&self.qmp_path);

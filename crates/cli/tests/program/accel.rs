@@ -4,8 +4,8 @@ use std::io::BufReader;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
 
+use crate::support::LONG;
 use sterna_idxd_model::{Model, ModelConfig};
 
 /// Both kinds of device, with a queue each.
@@ -322,7 +322,7 @@ fn a_capture_that_is_stopped_keeps_what_there_is() {
                 .filter(|path| *path != file && *path != model)
                 .any(|path| path.metadata().is_ok_and(|of| of.len() > 0))
         };
-        let end = std::time::Instant::now() + Duration::from_secs(60);
+        let end = std::time::Instant::now() + LONG;
         while !written() {
             if std::time::Instant::now() > end {
                 child.kill().unwrap();

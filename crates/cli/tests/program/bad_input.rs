@@ -11,7 +11,7 @@ use std::time::Duration;
 use crate::support::pair::{Pair, eventually};
 use crate::support::relay::{Spoil, relay};
 use crate::support::settle::{Migration, Side, outcome};
-use crate::support::{LONG, Sterna, certificates, receive, send, sterna};
+use crate::support::{LONG, NOWHERE, Sterna, certificates, receive, send, sterna};
 use serde_json::{Value, json};
 use sterna_qemu::qmp::Qmp;
 use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion};
@@ -23,8 +23,8 @@ use sterna_wire::reason::Reason;
 
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);
-/// So slow that a migration takes seconds.
-const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
+/// So slow that a migration takes seconds, and that the guest writes more meanwhile than fits its downtime.
+const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none", "--downtime", "2s"];
 /// Maximum memory of a sterna for any input, in KiB: without a migration there is no window.
 const MAX_MEMORY_KIB: u64 = 48 << 10;
 /// Maximum bytes of a text that quotes a peer, plus one.
@@ -57,11 +57,6 @@ fn refusal(name: &str, process: Sterna, words: &[&str]) {
     }
 }
 
-/// Returns an address at which no process listens.
-fn unused_address() -> String {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
-}
-
 /// Returns the resident memory in KiB.
 fn resident(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -72,7 +67,6 @@ fn resident(pid: u32) -> u64 {
 #[test]
 fn what_cannot_be_carried_is_refused_before_the_guest_is_touched() {
     let Some(pair) = idle_pair() else { return };
-    let to = unused_address();
     let monitor = &pair.source.monitor;
     let set = |command: &str, arguments: Value| drop(monitor.execute(command, arguments).unwrap());
     let capability = |name: &str, on: bool| {
@@ -80,19 +74,19 @@ fn what_cannot_be_carried_is_refused_before_the_guest_is_touched() {
     };
     for (name, word) in [("postcopy-ram", "post-copy"), ("xbzrle", "xbzrle"), ("background-snapshot", "snapshot")] {
         capability(name, true);
-        refused_send(&pair, &to, &["--insecure"], &[word]);
+        refused_send(&pair, NOWHERE, &["--insecure"], &[word]);
         capability(name, false);
     }
     capability("multifd", true);
     for method in ["zlib", "zstd"] {
         set("migrate-set-parameters", json!({ "multifd-compression": method }));
-        refused_send(&pair, &to, &["--insecure"], &["multifd-compression", method, "--method"]);
+        refused_send(&pair, NOWHERE, &["--insecure"], &["multifd-compression", method, "--method"]);
     }
     set("migrate-set-parameters", json!({ "multifd-compression": "none", "tls-creds": "credentials" }));
-    refused_send(&pair, &to, &["--insecure"], &["tls-creds", "--tls"]);
+    refused_send(&pair, NOWHERE, &["--insecure"], &["tls-creds", "--tls"]);
     set("migrate-set-parameters", json!({ "tls-creds": "" }));
     // Now the only obstacle is that no process listens.
-    refused_send(&pair, &to, &["--insecure"], &[&to, "not touched"]);
+    refused_send(&pair, NOWHERE, &["--insecure"], &[NOWHERE, "not touched"]);
 }
 
 #[test]
@@ -101,7 +95,7 @@ fn a_qemu_that_does_not_wait_for_a_guest_is_refused_as_destination() {
     let mut command = receive(pair.source.qemu.qmp_path(), &pair.destination_state());
     refusal("receive", Sterna::start("receive", command.args(["--quiet", "--insecure"])), &["-incoming defer"]);
     assert!(pair.source.runs());
-    let mut command = send(pair.destination.qemu.qmp_path(), &unused_address(), &pair.source_state(), &pair.report());
+    let mut command = send(pair.destination.qemu.qmp_path(), NOWHERE, &pair.source_state(), &pair.report());
     refusal("send", Sterna::start("send", command.args(["--quiet", "--insecure"])), &["destination"]);
 }
 
@@ -123,10 +117,10 @@ fn machine_types_must_be_the_same() {
 fn a_qmp_socket_that_is_busy_missing_or_no_monitor_is_named() {
     let Some(pair) = idle_pair() else { return };
     let other = Qmp::connect(pair.source.qemu.qmp_path()).unwrap();
-    refused_send(&pair, &unused_address(), &["--insecure"], &["QMP socket busy"]);
+    refused_send(&pair, NOWHERE, &["--insecure"], &["QMP socket busy"]);
     drop(other);
     let missing = pair.scratch.path().join("missing.sock");
-    let mut command = send(&missing, &unused_address(), &pair.source_state(), &pair.report());
+    let mut command = send(&missing, NOWHERE, &pair.source_state(), &pair.report());
     refusal("send", Sterna::start("send", command.args(["--quiet", "--insecure"])), &["missing.sock"]);
 }
 
@@ -219,7 +213,10 @@ struct Fake {
 
 impl Fake {
     fn new() -> Self {
-        Self { id: MigrationId::from_bytes([7; 16]), key: MigrationKey::from_bytes([8; 32]) }
+        // The tests of other processes have other ids: the directory of a migration's sockets has its id.
+        let mut id = [7; 16];
+        id[..4].copy_from_slice(&std::process::id().to_le_bytes());
+        Self { id: MigrationId::from_bytes(id), key: MigrationKey::from_bytes([8; 32]) }
     }
 
     fn header(&self, kind: ChannelKind, index: u16) -> [u8; CHANNEL_HEADER_LENGTH] {
@@ -385,8 +382,8 @@ fn a_receiver_ends_although_its_source_never_lets_go() {
     let failed = ControlMessage::Failed(Reason::other("over")).encode();
     for (name, more, options, word) in [
         ("after a failure", &failed[..], &[][..], "the source failed: over"),
-        ("with nothing of a guest", &[], &["--stall-limit", "1s"], "the destination's stall limit"),
-        ("without an end", &[], &["--time-limit", "1s"], "the destination's time limit"),
+        ("with nothing of a guest", &[], &["--stall-limit", "10s"], "the destination's stall limit"),
+        ("without an end", &[], &["--time-limit", "10s"], "the destination's time limit"),
     ] {
         let Some(mut pair) = idle_pair() else { return };
         let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
@@ -508,7 +505,7 @@ fn ctrl_c_at_the_source_ends_it_cleanly_and_puts_the_settings_back() {
         let (received, _) = migration.receiver.take().unwrap().finish();
         assert_eq!(received.code(), FAILED);
         // Its QEMU got `quit`, or its stream broke off first.
-        migration.pair.destination.qemu.wait_exit(Duration::from_secs(10)).unwrap();
+        migration.pair.destination.qemu.wait_exit(LONG).unwrap();
         assert_eq!(migration.exactly_one(), Ok(Side::Source));
     }
 }

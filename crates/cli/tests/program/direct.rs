@@ -7,7 +7,6 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use crate::support::pair::{Pair, eventually};
 use crate::support::relay::{Still, still_relay};
@@ -29,8 +28,13 @@ use sterna_qemu_lab::ram::Ram;
 use sterna_qemu_lab::{Backend, Guest, MemoryGroup, Qemu, QemuOptions, QemuVersion, skip_if_unavailable};
 use sterna_wire::switchover::{RecordState, SourceState};
 
-/// So slow that a migration takes seconds.
-const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
+/// So slow that a migration takes seconds, and that the guest writes more meanwhile than fits its downtime.
+const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none", "--downtime", "2s"];
+
+/// A downtime into which all of the guest's memory fits, also at the rate of [`LONG_ROUNDS`] and on a busy machine.
+const LONG_STOP: &str = "10s";
+/// So slow that a round takes seconds; the guest is paused after the first one, and that it is for seconds, too.
+const LONG_ROUNDS: &[&str] = &["--bandwidth", "20MB/s", "--method", "none", "--downtime", LONG_STOP];
 
 fn boot_sector() -> QemuOptions {
     QemuOptions::new(QemuVersion::V10_0, Guest::BootSector)
@@ -47,7 +51,8 @@ fn pair(source: &QemuOptions, destination: &QemuOptions) -> Option<Pair> {
 fn sent(pair: &Pair, mode: &str, receiver: &Sterna) -> (Option<i32>, Vec<String>) {
     let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
     let mut command = send_by(mode, qmp, &receiver.address(), &state, &json);
-    let (status, lines) = Sterna::start("send", command.args(["--insecure", "--downtime", "2s"])).finish_with_lines();
+    let (status, lines) =
+        Sterna::start("send", command.args(["--insecure", "--downtime", LONG_STOP])).finish_with_lines();
     (status.code(), lines)
 }
 
@@ -194,10 +199,7 @@ fn another_machine_type_and_other_memory_are_refused_while_the_guest_runs() {
 /// guest continues.
 fn plugged_in(options: &QemuOptions, commands: &[(&str, Value)], reason: &str) {
     let Some(pair) = pair(options, &options.incoming()) else { return };
-    // All of the memory fits the downtime, so the guest is paused after the first round, which takes more than a
-    // second.
-    let words = ["--bandwidth", "80MB/s", "--method", "none"];
-    let mut migration = Migration::start_by("direct", pair, &words, None, None);
+    let mut migration = Migration::start_by("direct", pair, LONG_ROUNDS, None, None);
     let sender = migration.sender.take().unwrap();
     sender.wait_for("placement: ");
     for (command, arguments) in commands {
@@ -243,7 +245,7 @@ fn held(point: &str, meanwhile: impl FnOnce(&Pair)) -> Option<(Migration, Option
     let receiver = receiver(&pair, &[]);
     let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
     let mut command = send_by("direct", qmp, &receiver.address(), &state, &json);
-    command.args(["--insecure", "--downtime", "2s"]);
+    command.args(["--insecure", "--downtime", LONG_STOP]);
     let hold = Hold::at(point, pair.scratch.path(), &mut command);
     let sender = Sterna::start("send", &mut command);
     let reached = hold.reached(&sender);
@@ -296,8 +298,8 @@ fn recover_does_not_resume_a_guest_that_another_program_paused() {
 #[test]
 fn cancelling_at_either_side_by_either_signal_at_either_phase_leaves_the_guest_at_the_source() {
     // While the first pages are sent; and while the last ones are, when the destination already has the state of the
-    // devices: all of the memory fits the downtime, and takes more than a second.
-    let phases = [("placement: ", SLOW), ("stopping the guest", &["--bandwidth", "80MB/s", "--method", "none"])];
+    // devices.
+    let phases = [("placement: ", SLOW), ("stopping the guest", LONG_ROUNDS)];
     for (side, terminate) in
         [(Side::Source, false), (Side::Source, true), (Side::Destination, false), (Side::Destination, true)]
     {
@@ -318,7 +320,7 @@ fn cancelling_at_either_side_by_either_signal_at_either_phase_leaves_the_guest_a
             let expected = if side == Side::Source { (CANCELLED, FAILED) } else { (FAILED, CANCELLED) };
             assert_eq!((sent, received), expected, "{side:?}, terminate {terminate}, after {line:?}");
             assert_eq!(migration.pair.source.migration_settings(), before);
-            migration.pair.destination.qemu.wait_exit(Duration::from_secs(10)).unwrap();
+            migration.pair.destination.qemu.wait_exit(LONG).unwrap();
             assert_eq!(migration.exactly_one(), Ok(Side::Source));
         }
     }
@@ -393,7 +395,7 @@ fn a_sterna_without_the_right_to_trace_is_refused_and_auto_uses_the_stream() {
     let send = |mode: &str| {
         let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
         let mut command = send_by(mode, qmp, &receiver.address(), &state, &json);
-        command.args(["--insecure", "--downtime", "2s"]);
+        command.args(["--insecure", "--downtime", LONG_STOP]);
         let (status, lines) = Sterna::start("send", &mut by_setpriv(&words, &command)).finish_with_lines();
         (status.code(), lines)
     };
@@ -440,7 +442,7 @@ fn a_sterna_of_another_user_than_qemus_is_refused_in_either_mode() {
         let (state, json) = (home.path().join("state"), home.path().join(format!("{mode}.json")));
         let command = send_by(mode, pair.source.qemu.qmp_path(), &receiver.address(), &state, &json);
         let mut other = Command::new("setpriv");
-        other.args(words).arg(&program).args(command.get_args()).args(["--insecure", "--downtime", "2s"]);
+        other.args(words).arg(&program).args(command.get_args()).args(["--insecure", "--downtime", LONG_STOP]);
         other.env("HOME", home.path()).env("TMPDIR", home.path()).current_dir(home.path());
         let (status, lines) = Sterna::start("send", &mut other).finish_with_lines();
         (status.code(), lines)
@@ -501,7 +503,7 @@ fn a_kernel_that_is_too_old_is_named_and_auto_uses_the_stream() {
     let send = |mode: &str| {
         let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
         let mut command = send_by(mode, qmp, &receiver.address(), &state, &json);
-        on_an_older_kernel(command.args(["--insecure", "--downtime", "2s"]));
+        on_an_older_kernel(command.args(["--insecure", "--downtime", LONG_STOP]));
         let (status, lines) = Sterna::start("send", &mut command).finish_with_lines();
         (status.code(), lines)
     };
@@ -565,7 +567,7 @@ fn a_source_waits_for_a_disk_that_another_process_has_locked_meanwhile() {
     let receiver = Sterna::start("receive", &mut command);
     let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
     let mut command = send_by("direct", qmp, &receiver.address(), &state, &json);
-    let sender = Sterna::start("send", command.args(["--insecure", "--downtime", "2s", "--log", "warn"]));
+    let sender = Sterna::start("send", command.args(["--insecure", "--downtime", LONG_STOP, "--log", "warn"]));
     let reached = hold.reached(&receiver);
     // The state of the devices has arrived, so the source has released the disk.
     let used = in_use(&pair.source.qemu);
@@ -597,7 +599,9 @@ fn devices_whose_state_does_not_load_leave_the_guest_at_the_source() {
         let (code, lines) = sent(&pair, "direct", &receiver);
         assert_eq!(code, FAILED, "{what}: {lines:?}");
         let reason = report(&pair.report())["reason"].as_str().unwrap().to_owned();
-        assert!(reason.contains("load") && reason.contains("output"), "{what}: {reason}");
+        // QEMU ends at once; its monitor may be seen to end before it is seen to have failed.
+        let more = ["output", "its monitor does not answer"].iter().any(|words| reason.contains(words));
+        assert!(reason.contains("load") && more, "{what}: {reason}");
         assert_eq!(receiver.finish().0.code(), FAILED, "{what}");
         pair.destination.qemu.wait_exit(LONG).unwrap();
         let migration = Migration { pair, sender: None, receiver: None };
@@ -691,11 +695,11 @@ fn a_stalled_network_ends_a_direct_move_by_the_stall_limit() {
     for still in [Still::Data, Still::All] {
         println!("{still:?}");
         let Some(mut pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
-        let receiver = receiver(&pair, &["--stall-limit", "2s"]);
+        let receiver = receiver(&pair, &["--stall-limit", "10s"]);
         let (address, stands) = still_relay(&receiver.address(), still);
         let mut command =
             send_by("direct", pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
-        command.args(["--insecure", "--downtime", "2s", "--stall-limit", "2s"]).args(SLOW);
+        command.args(["--insecure", "--stall-limit", "10s"]).args(SLOW);
         let sender = Sterna::start("send", &mut command);
         sender.wait_for("placement: ");
         stands.store(true, Ordering::Release);

@@ -1,13 +1,11 @@
 //! `sterna send --dry-run`: it names every refusal of both sides, changes nothing of either QEMU, and the receiver then takes the guest.
 
-use std::net::TcpListener;
-
 use serde_json::{Value, json};
 use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion};
 
 use crate::support::pair::Pair;
 use crate::support::settle::{Migration, Side};
-use crate::support::{LONG, PEER_REFUSED, REFUSED, Sterna, UNREACHABLE, receive, report, send_by};
+use crate::support::{LONG, NOWHERE, PEER_REFUSED, REFUSED, Sterna, UNREACHABLE, receive, report, send_by};
 
 fn boot_sector() -> QemuOptions {
     QemuOptions::new(QemuVersion::V10_0, Guest::BootSector)
@@ -68,7 +66,7 @@ fn a_migration_that_would_begin_is_estimated_and_then_moves_the_guest() {
         receiver.wait_for("a migration would begin; nothing was begun");
         let (qmp, state) = (pair.source.qemu.qmp_path(), pair.source_state());
         let mut command = send_by(mode, qmp, &receiver.address(), &state, &pair.report());
-        let (sent, _) = Sterna::start("send", command.args(["--insecure", "--downtime", "2s"])).finish();
+        let (sent, _) = Sterna::start("send", command.args(["--insecure", "--downtime", "10s"])).finish();
         assert!(sent.success() && receiver.finish().0.success(), "{mode}");
         let migration = Migration { pair, sender: None, receiver: None };
         assert_eq!(migration.exactly_one(), Ok(Side::Destination));
@@ -109,10 +107,9 @@ fn every_refusal_of_both_sides_is_named_and_the_first_one_determines_the_code() 
 #[test]
 fn without_a_destination_the_rest_is_told_all_the_same() {
     let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
-    let nowhere = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    let (code, result) = dry_run(&pair, "auto", &nowhere, &[]);
+    let (code, result) = dry_run(&pair, "auto", NOWHERE, &[]);
     assert_eq!((code, result["mode"].as_str()), (UNREACHABLE, Some("direct")), "{result}");
-    assert!(reasons(&result, "connection")[0].contains(&nowhere), "{result}");
+    assert!(reasons(&result, "connection")[0].contains(NOWHERE), "{result}");
     assert_eq!(result["round_trip_ms"], Value::Null);
 }
 

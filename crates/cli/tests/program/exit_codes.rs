@@ -1,6 +1,5 @@
 //! The exit codes of docs/operating.md in real situations, one for each kind of ending. That of an unconfirmed end (4) is in `outcomes`.
 
-use std::net::TcpListener;
 use std::process::Command;
 
 use serde_json::json;
@@ -8,8 +7,8 @@ use sterna_qemu_lab::{Guest, QemuOptions, QemuVersion};
 
 use crate::support::pair::Pair;
 use crate::support::{
-    CANCELLED, FAILED, LONG, LOST, NOT_PERMITTED, PEER_REFUSED, REFUSED, Sterna, UNREACHABLE, nothing_was_touched,
-    receive, report, send, sterna,
+    CANCELLED, FAILED, LONG, LOST, NOT_PERMITTED, NOWHERE, PEER_REFUSED, REFUSED, Sterna, UNREACHABLE,
+    nothing_was_touched, receive, report, send, sterna,
 };
 
 /// How a `send` is made to end, and its code.
@@ -17,7 +16,7 @@ type Situation = (&'static str, fn(&Pair) -> Option<i32>, Option<i32>);
 
 const SITUATIONS: &[Situation] = &[
     ("wrong options", |pair| code(sender(pair, "127.0.0.1:1").arg("--level").arg("99")), Some(2)),
-    ("nobody listens", |pair| code(&mut sender(pair, &nowhere())), UNREACHABLE),
+    ("nobody listens", |pair| code(&mut sender(pair, NOWHERE)), UNREACHABLE),
     ("no directory for the report", no_report, REFUSED),
     ("a paused guest", paused, REFUSED),
     ("a monitor of another user", by_another_user, NOT_PERMITTED),
@@ -43,16 +42,12 @@ fn each_kind_of_ending_has_its_code() {
 
 fn sender(pair: &Pair, to: &str) -> Command {
     let mut command = send(pair.source.qemu.qmp_path(), to, &pair.source_state(), &pair.report());
-    command.args(["--insecure", "--downtime", "2s"]);
+    command.arg("--insecure");
     command
 }
 
 fn code(command: &mut Command) -> Option<i32> {
     Sterna::start("send", command).finish().0.code()
-}
-
-fn nowhere() -> String {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
 fn receiver(pair: &Pair) -> Sterna {
@@ -64,7 +59,7 @@ fn receiver(pair: &Pair) -> Sterna {
 fn slow(pair: &Pair) -> (Sterna, Sterna) {
     let receiver = receiver(pair);
     let mut command = sender(pair, &receiver.address());
-    let sender = Sterna::start("send", command.args(["--bandwidth", "20MB/s", "--method", "none"]));
+    let sender = Sterna::start("send", command.args(["--bandwidth", "20MB/s", "--method", "none", "--downtime", "2s"]));
     sender.wait_for("placement: ");
     (sender, receiver)
 }
@@ -137,7 +132,8 @@ fn dies(pair: &Pair) -> Option<i32> {
 fn moved(pair: &Pair) -> Option<i32> {
     pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
     let receiver = receiver(pair);
-    let code = code(&mut sender(pair, &receiver.address()));
+    // So long that the guest, which writes all its memory all the time, converges.
+    let code = code(sender(pair, &receiver.address()).args(["--downtime", "10s"]));
     assert!(receiver.finish().0.success());
     code
 }

@@ -7,8 +7,8 @@ use crate::support::settle::{Migration, Side};
 use serde_json::json;
 use sterna_qemu_lab::QemuVersion;
 
-/// So slow that a migration takes seconds.
-const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
+/// So slow that a migration takes seconds, and that the guest writes more meanwhile than fits its downtime.
+const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none", "--downtime", "2s"];
 const LIMIT: Duration = Duration::from_secs(300);
 
 #[test]

@@ -15,8 +15,8 @@ use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);
 const UNCONFIRMED: Option<i32> = Some(4);
-/// So slow that a migration takes seconds.
-const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
+/// So slow that a migration takes seconds, and that the guest writes more meanwhile than fits its downtime.
+const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none", "--downtime", "2s"];
 
 fn warnings(report: &Value) -> String {
     report["warnings"].as_array().into_iter().flatten().filter_map(Value::as_str).collect::<Vec<_>>().join("; ")
@@ -105,7 +105,7 @@ fn broken_off(pair: &Pair) -> Option<bool> {
         };
         assert!(eventually(LONG, over), "{:?}", pair.source.migration_status());
         pair.source.migration_status()?;
-        if !eventually(Duration::from_secs(2), || !holds_migration(&pair.source)) {
+        if !eventually(Duration::from_secs(30), || !holds_migration(&pair.source)) {
             return Some(true);
         }
     }
@@ -140,7 +140,8 @@ fn a_qemu_that_keeps_an_aborted_migration_is_detected_before_a_destination_is_lo
         let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
         let mut receiver = Sterna::start("receive", command.arg("--insecure"));
         let mut command = send(pair.source.qemu.qmp_path(), &receiver.address(), &pair.source_state(), &pair.report());
-        let (sent, lines) = Sterna::start("send", command.args(["--insecure", "--downtime", "2s"])).finish_with_lines();
+        let (sent, lines) =
+            Sterna::start("send", command.args(["--insecure", "--downtime", "10s"])).finish_with_lines();
         if !held {
             assert!(sent.success() && receiver.finish().0.success(), "QEMU {version}: {lines:?}");
             assert_eq!(migration.exactly_one(), Ok(Side::Destination));
@@ -209,7 +210,7 @@ fn a_completed_migration_whose_end_is_not_on_both_disks_is_not_reported_as_settl
             let address = receiver.address();
             let mut command =
                 send_by(mode, pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
-            command.args(["--insecure", "--downtime", "2s"]);
+            command.args(["--insecure", "--downtime", "10s"]);
             let at_source = at(Side::Source, &mut command);
             let sender = Sterna::start("send", &mut command);
             let (hold, held) = match side {
@@ -265,7 +266,7 @@ fn a_receiver_ends_after_its_outcome_although_its_source_stays_connected() {
         let mut receiver = Sterna::start("receive", command.arg("--insecure"));
         let mut command =
             send_by(mode, pair.source.qemu.qmp_path(), &receiver.address(), &pair.source_state(), &pair.report());
-        command.args(["--insecure", "--downtime", "2s"]);
+        command.args(["--insecure", "--downtime", "10s"]);
         // The source's heartbeats continue meanwhile.
         let hold = Hold::at("source.before-end-guest", pair.scratch.path(), &mut command);
         let mut sender = Sterna::start("send", &mut command);
@@ -291,7 +292,7 @@ fn a_source_aborts_if_its_destination_sends_heartbeats_but_reads_nothing() {
     let hold = Hold::at("destination.after-accept-stream", pair.scratch.path(), &mut command);
     let receiver = Sterna::start("receive", &mut command);
     let mut command = send(pair.source.qemu.qmp_path(), &receiver.address(), &pair.source_state(), &pair.report());
-    let mut sender = Sterna::start("send", command.args(["--insecure", "--stall-limit", "1s"]));
+    let mut sender = Sterna::start("send", command.args(["--insecure", "--stall-limit", "10s"]));
     let held = hold.reached(&receiver);
     assert!(eventually(LONG, || sender.poll().is_some()), "it waits for a destination that never continues");
     assert_eq!(sender.finish().0.code(), FAILED);
@@ -308,7 +309,7 @@ fn a_migration_that_exceeds_its_time_limit_is_aborted_and_the_guest_continues() 
     for mode in MODES {
         println!("by {mode}");
         let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
-        let words = [SLOW, &["--time-limit", "1s"]].concat();
+        let words = [SLOW, &["--time-limit", "10s"]].concat();
         let mut migration = Migration::start_by(mode, pair, &words, None, None);
         assert_eq!(migration.sender.take().unwrap().finish().0.code(), FAILED);
         let reason = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();

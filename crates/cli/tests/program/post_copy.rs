@@ -19,7 +19,8 @@ use sterna_wire::switchover::{CrashPoint, DestinationState, Moment, RecordState,
 
 const MEMORY: u64 = 256 << 20;
 const FILLED: u64 = 64 << 20;
-/// Slower than the guest writes, so that the rounds never converge, and so slow that what is missing at the destination takes seconds.
+/// So slow that the guest writes all of its memory in each round, which takes seconds, and that what is missing at the destination takes
+/// seconds, too.
 const POST_COPY: &[&str] =
     &["--method", "none", "--bandwidth", "20MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "100ms"];
 /// The same for a boot-sector guest, which writes all of its memory all the while.
@@ -33,8 +34,9 @@ fn machine(backend: Backend) -> QemuOptions {
     let linux = LinuxGuest {
         fill: Fill::Random,
         memory: Some(FILLED),
-        dirty_rate: 24 << 20,
-        dirty: Dirty::Page,
+        // Stamps take so little of a CPU that the guest keeps the rate up where it gets little of one.
+        dirty_rate: 48 << 20,
+        dirty: Dirty::Stamp,
         verify_rate: 16 << 20,
         ..LinuxGuest::default()
     };

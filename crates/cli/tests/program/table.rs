@@ -9,9 +9,9 @@ use std::path::Path;
 
 use crate::support::moving::{Backing, Move, backings, kernel_arguments, tried};
 use crate::support::pair::{Pair, eventually};
-use crate::support::{LONG, Sterna};
+use crate::support::{LONG, Sterna, in_round};
 use serde_json::json;
-use sterna_qemu_lab::{Disk, DiskImage, DiskLoad, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion};
+use sterna_qemu_lab::{Dirty, Disk, DiskImage, DiskLoad, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion};
 
 use Backing::{Anonymous, HugeTmpfs as Tmpfs, Hugetlb, Memfd};
 use QemuVersion::{V7_2, V10_0, V11_1};
@@ -51,7 +51,8 @@ enum With {
 
 /// Bytes that the balloon takes, and that it still has in the end.
 const INFLATED: [u64; 2] = [60 << 20, 20 << 20];
-/// So fast does the guest write while its balloon works, and so slowly is it moved, that the move does not end before.
+/// So fast does the guest write stamps while its balloon works, and so slowly is it moved, that the move does not end before, even if the
+/// guest gets little of a CPU.
 const MANY_WRITES: u64 = 200 << 20;
 
 /// Whether a QEMU has locks on the image.
@@ -67,10 +68,7 @@ fn locks(qemu: &Qemu, image: &Path) -> bool {
 /// Has the balloon of the source's guest take memory and give part of it back while the guest is sent.
 fn balloon_works(pair: &Pair, sender: &Sterna) {
     // Then all of memory was sent, also what the balloon is going to take.
-    sender.wait_until("a second round", |lines| {
-        let round = |line: &String| line.split_once(", round ")?.1.split(',').next()?.parse::<u64>().ok();
-        lines.iter().filter_map(round).any(|round| round >= 2).then_some(())
-    });
+    sender.wait_until("a second round", |lines| in_round(lines, 2));
     let monitor = &pair.source.monitor;
     for taken in INFLATED {
         let left = MEMORY - taken;
@@ -89,6 +87,7 @@ fn moved(row: &Row) -> Option<Result<(), String>> {
     let linux = LinuxGuest {
         memory: Some(FILLED),
         dirty_rate: if balloon { MANY_WRITES } else { DIRTY_RATE },
+        dirty: if balloon { Dirty::Stamp } else { Dirty::Page },
         kernel_arguments,
         disk_load: (row.with == With::LockedDisk).then_some(DiskLoad { buffers: 32 << 20, threads: 2, rate: 16 << 20 }),
         balloon,
@@ -261,7 +260,7 @@ const DEVICES: &[&str] = &[
 const BALLOON: &[&str] = &["-device", "virtio-balloon-pci"];
 /// A huge page is dirty as a whole, whatever little of it was written.
 const LONG_STOP: &[&str] = &["--downtime", "2s"];
-const SLOWLY: &[&str] = &["--bandwidth", "32MB/s"];
+const SLOWLY: &[&str] = &["--bandwidth", "16MB/s"];
 const DELTAS: &[&str] = &["--delta-cache", "256MiB", "--bandwidth", "150MB/s"];
 
 // Every backing at each side, and what else could prevent reading and tracking from outside.

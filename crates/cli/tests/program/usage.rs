@@ -1,12 +1,11 @@
 //! Messages and exit codes for commands that cannot be carried out: one message, the right exit code, no harm.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
 
+use crate::support::{LONG, NOWHERE};
 use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, skip_if_unavailable};
 
 const ID: &str = "000102030405060708090a0b0c0d0e0f";
@@ -221,7 +220,7 @@ fn qemu() -> Option<Qemu> {
 /// What `query-status` answers.
 fn status(qemu: &Qemu) -> String {
     let stream = UnixStream::connect(qemu.qmp_path()).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
     let mut ask = |command: &str| {
         (&stream).write_all(format!("{{\"execute\":\"{command}\"}}").as_bytes()).unwrap();
@@ -240,13 +239,11 @@ fn status(qemu: &Qemu) -> String {
 #[test]
 fn an_unreachable_peer_is_one_line_and_the_guest_runs_on() {
     let Some(qemu) = qemu() else { return };
-    // A port that was free a moment ago, on which no process listens.
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let line = format!("send --qmp {} --to 127.0.0.1:{port} --insecure --quiet", qemu.qmp_path().display());
+    let line = format!("send --qmp {} --to {NOWHERE} --insecure --quiet", qemu.qmp_path().display());
 
     let text = one_line(&run(&line), 7);
 
-    assert!(text.contains(&format!("127.0.0.1:{port}")), "{text}");
+    assert!(text.contains(NOWHERE), "{text}");
     assert_eq!(status(&qemu), "running");
 }
 

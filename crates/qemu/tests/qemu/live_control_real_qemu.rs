@@ -19,7 +19,7 @@ use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, boot_sector, skip_i
 use sterna_wire::switchover::SourceAfter;
 
 /// A limit that no correct test reaches.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(300);
 /// The guest writes all of 100 MB again and again: at this rate it never meets `TARGET`.
 const BANDWIDTH: u64 = 20 << 20;
 const TARGET: Duration = Duration::from_millis(60);

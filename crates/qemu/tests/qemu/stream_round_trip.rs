@@ -1,5 +1,5 @@
 //! Writes random migrations and reads them back, in pieces of any length: the items are the same, in the same order.
-//! The seed is printed; `STERNA_TEST_SEED` repeats a run.
+//! `soak` has other seeds each time; each is printed, and `STERNA_TEST_SEED` repeats a run.
 
 use crate::stream_support::*;
 use sterna_qemu::stream::{
@@ -164,7 +164,39 @@ fn read_main(random: &mut Random, bytes: &[u8], variant: WireVariant, multifd: b
 
 #[test]
 fn main_channel_comes_out_as_it_went_in() {
-    let mut random = Random::announced();
+    main_channel(Random::new(1));
+}
+
+#[test]
+fn multifd_channel_comes_out_as_it_went_in() {
+    multifd_channel(Random::new(2));
+}
+
+#[test]
+fn one_sync_of_each_channel_belongs_to_each_sync_point() {
+    sync_points(Random::new(3));
+}
+
+mod soak {
+    use super::Random;
+
+    #[test]
+    fn main_channel_comes_out_as_it_went_in() {
+        super::main_channel(Random::announced());
+    }
+
+    #[test]
+    fn multifd_channel_comes_out_as_it_went_in() {
+        super::multifd_channel(Random::announced());
+    }
+
+    #[test]
+    fn one_sync_of_each_channel_belongs_to_each_sync_point() {
+        super::sync_points(Random::announced());
+    }
+}
+
+fn main_channel(mut random: Random) {
     for round in 0..24 {
         let variant = VARIANTS[round % 4];
         let multifd = random.once_in(2);
@@ -180,9 +212,7 @@ fn main_channel_comes_out_as_it_went_in() {
     }
 }
 
-#[test]
-fn multifd_channel_comes_out_as_it_went_in() {
-    let mut random = Random::announced();
+fn multifd_channel(mut random: Random) {
     for round in 0..60 {
         let variant = VARIANTS[round % 4];
         let page_size = [1024, 4096, 4096, 65536][random.index(4)];
@@ -242,9 +272,7 @@ fn multifd_channel_comes_out_as_it_went_in() {
     }
 }
 
-#[test]
-fn one_sync_of_each_channel_belongs_to_each_sync_point() {
-    let mut random = Random::announced();
+fn sync_points(mut random: Random) {
     for round in 0..40 {
         let variant = VARIANTS[round % 4];
         let section = configuration_with_page_bits(12);

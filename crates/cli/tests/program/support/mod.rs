@@ -35,6 +35,9 @@ pub(crate) fn nothing_was_touched(code: Option<i32>) -> bool {
 /// Time limit of each step of a test, which no correct test reaches: not where ten times as many programs run as the machine has CPUs.
 pub(crate) const LONG: Duration = Duration::from_secs(300);
 
+/// An address at which no process listens: no system assigns this port to a socket that asks for any.
+pub(crate) const NOWHERE: &str = "127.0.0.1:1";
+
 /// The program under test.
 pub(crate) fn sterna() -> Command {
     Command::new(env!("CARGO_BIN_EXE_sterna"))
@@ -210,6 +213,12 @@ pub(crate) fn send_by(mode: &str, qmp: &Path, to: &str, state: &Path, json: &Pat
 /// Reads the report of `sterna send --json`.
 pub(crate) fn report(json: &PathBuf) -> Value {
     serde_json::from_slice(&std::fs::read(json).expect("the report was written")).expect("the report is JSON")
+}
+
+/// Returns a value if the lines of `send` report the round of this number, or a later one.
+pub(crate) fn in_round(lines: &[String], number: u64) -> Option<()> {
+    let round = |line: &String| line.split_once(", round ")?.1.split(',').next()?.parse::<u64>().ok();
+    lines.iter().filter_map(round).any(|round| round >= number).then_some(())
 }
 
 /// Returns the command `sterna recover` of one side.

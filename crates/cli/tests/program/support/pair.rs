@@ -45,6 +45,14 @@ impl Watched {
         self.monitor.status().ok()
     }
 
+    /// Returns its run state; of a process that has ended, how it ended and its last words.
+    pub(crate) fn state(&self) -> String {
+        match self.monitor.status() {
+            Ok(status) => status,
+            Err(error) => self.qemu.end().unwrap_or_else(|| error.to_string()),
+        }
+    }
+
     /// Returns the state of its migration; none if the process has ended.
     pub(crate) fn migration_status(&self) -> Option<String> {
         self.monitor.query_migrate().ok().map(|info| info.status)
@@ -197,6 +205,11 @@ impl Pair {
     /// Returns the path of the report of `send`.
     pub(crate) fn report(&self) -> PathBuf {
         self.scratch.path().join("report.json")
+    }
+
+    /// Returns the run states of both, or how they ended, for error texts.
+    pub(crate) fn states(&self) -> [String; 2] {
+        [self.source.state(), self.destination.state()]
     }
 
     /// Fails if both guests ever ran at the same time.

@@ -9,8 +9,10 @@ use sterna_wire::switchover::{Record, RecordState};
 use super::pair::{Pair, eventually};
 use super::{LONG, Sterna, receive, recover, send_by};
 
-/// How long a process may run before the other side is recovered as well: longer than a process with a partner needs.
+/// How long a process may run before the other side is recovered as well, which does no harm where it was not needed.
 const PATIENCE: Duration = Duration::from_secs(7);
+/// How long the processes may then run before they are interrupted: longer than one with a partner needs, also on a busy machine.
+const MUCH_PATIENCE: Duration = Duration::from_secs(60);
 /// The exit code of a migration whose end is not confirmed.
 const UNCONFIRMED: i32 = 4;
 
@@ -96,8 +98,9 @@ pub(crate) struct Migration {
     pub(crate) receiver: Option<Sterna>,
 }
 
-/// The target downtime, so long that the guest, which writes all its memory all the time, converges.
-const DOWNTIME: &str = "2s";
+/// The target downtime, if the words have none: so long that the guest, which writes all its memory all the time, converges, however slow
+/// this machine is at the moment.
+const DOWNTIME: &str = "10s";
 
 impl Migration {
     /// Starts `receive` and `send --mode stream`; `words` are more of send's options, each side may be given a fault.
@@ -121,7 +124,10 @@ impl Migration {
         let receiver = Sterna::start("receive", &mut command);
         let address = receiver.address();
         let mut command = send_by(mode, pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
-        command.args(["--insecure", "--downtime", DOWNTIME]).args(words);
+        command.arg("--insecure").args(words);
+        if !words.contains(&"--downtime") {
+            command.args(["--downtime", DOWNTIME]);
+        }
         if let Some(fault) = source {
             command.env("STERNA_FAULT", fault).args(["--log", "warn"]);
         }
@@ -165,7 +171,13 @@ impl Migration {
             let again: Vec<Side> = waited_for.into_iter().chain(not_settled.iter().copied()).collect();
             let again: Vec<Side> = again.into_iter().filter(|side| !recovered.contains(side)).collect();
             if again.is_empty() {
-                // A `receive` whose source was killed before it connected waits for another source.
+                // A `receive` whose source was killed before it connected waits for another source. All others end by themselves.
+                eventually(MUCH_PATIENCE, || {
+                    let unreached = Side::Destination.record(&self.pair).is_none();
+                    let mut others =
+                        working.iter_mut().filter(|work| work.recovery || work.side == Side::Source || !unreached);
+                    others.all(|work| work.process.poll().is_some())
+                });
                 working.iter().for_each(|work| work.process.interrupt());
             }
             for side in again {
@@ -181,10 +193,8 @@ impl Migration {
         if not_settled.is_empty() {
             return Ok(());
         }
-        let Pair { source, destination, .. } = &self.pair;
-        let (status, statuses) = (source.migration_status(), [source.status(), destination.status()]);
-        let records = self.records();
-        Err(format!("not settled: {not_settled:?}, records {records:?}, guests {statuses:?}, migration {status:?}"))
+        let (status, guests, records) = (self.pair.source.migration_status(), self.pair.states(), self.records());
+        Err(format!("not settled: {not_settled:?}, records {records:?}, guests {guests:?}, migration {status:?}"))
     }
 
     /// Fails unless exactly one of the two guests runs, has continued and is intact.
@@ -196,9 +206,8 @@ impl Migration {
             (true, false) => Side::Source,
             (false, true) => Side::Destination,
             (both, _) => {
-                let statuses = [source.status(), destination.status()];
                 let word = if both { "BOTH RUN" } else { "NEITHER RUNS" };
-                return Err(format!("{word}: {statuses:?}, records {:?}", self.records()));
+                return Err(format!("{word}: {:?}, records {:?}", self.pair.states(), self.records()));
             }
         };
         self.pair.never_both()?;
