@@ -1,9 +1,6 @@
 # What a person does with this project. Every target installs what it needs (Debian 12, as root or with sudo).
 
 CARGO ?= cargo
-# Two cores are what CI has; tests start QEMUs beside the test threads.
-TEST_THREADS ?= 2
-
 .PHONY: demo test test-libvirt check bench soak mutants setup clean
 
 ## Everything that tests and benchmarks need: QEMU 7.2, 10.0 and 11.1, a guest kernel, accel-config, QATzip and virtiofsd, under target/tools.
@@ -17,7 +14,7 @@ demo:
 	$(CARGO) build --release -p sterna-cli -p sterna-bench
 	$(CARGO) run --release -p sterna-bench -- demo
 
-## All tests.
+## The gate: all tests whose outcome depends on the code alone (CONTRIBUTING.md). TEST_THREADS=N: so many at a time.
 test: setup
 	scripts/test
 
@@ -36,7 +33,7 @@ bench: setup
 	for name in qemu ram received-bitmap dirty-rate bandwidth compression offload zero-page many-vms device-faults device-state; do \
 		$(CARGO) run --release -p sterna-bench -- $$name --quick || exit 1; done
 
-## Long randomised runs; each prints its seed.
+## Long randomised runs, and tests whose outcome depends on the moment; each prints its seed. SOAK_MINUTES=30: these tests only, for so long.
 soak: setup
 	scripts/soak
 
