@@ -695,11 +695,12 @@ fn a_stalled_network_ends_a_direct_move_by_the_stall_limit() {
     for still in [Still::Data, Still::All] {
         println!("{still:?}");
         let Some(mut pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
-        let receiver = receiver(&pair, &["--stall-limit", "10s"]);
+        // Less than the 10 s after which a silent connection ends the move for another reason.
+        let receiver = receiver(&pair, &["--stall-limit", "5s"]);
         let (address, stands) = still_relay(&receiver.address(), still);
         let mut command =
             send_by("direct", pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
-        command.args(["--insecure", "--stall-limit", "10s"]).args(SLOW);
+        command.args(["--insecure", "--stall-limit", "5s"]).args(SLOW);
         let sender = Sterna::start("send", &mut command);
         sender.wait_for("placement: ");
         stands.store(true, Ordering::Release);

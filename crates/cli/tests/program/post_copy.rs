@@ -24,7 +24,8 @@ const FILLED: u64 = 64 << 20;
 const POST_COPY: &[&str] =
     &["--method", "none", "--bandwidth", "20MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "100ms"];
 /// The same for a boot-sector guest, which writes all of its memory all the while.
-const SHORT_OF_MEMORY: &[&str] = &["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1"];
+const SHORT_OF_MEMORY: &[&str] =
+    &["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "200ms"];
 /// Cases at once; most of each is waiting.
 const WORKERS: usize = 4;
 /// The guest runs at the destination without all of its memory.
