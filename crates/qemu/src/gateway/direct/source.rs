@@ -1,7 +1,7 @@
 //! The source QEMU as the library's `SourceVmm`.
 
 use std::fs::File;
-use std::io::{Seek, Write};
+use std::io::{self, Read, Seek, Write};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,26 @@ const DISKS_TIME: Duration = Duration::from_secs(30);
 const DISKS_PAUSE: Duration = Duration::from_millis(50);
 /// Typical bytes of a small machine's device state.
 const USUAL_STATE: u64 = 128 << 10;
+/// Maximum bytes of the devices' state, all of which is held in memory. The largest known part of a state is the pictures of a virtio-gpu,
+/// whose `max_hostmem` is 256 MiB by default.
+const MAX_STATE: u64 = 512 << 20;
+
+/// Why the state that QEMU has saved of its devices cannot be sent.
+#[derive(Debug, thiserror::Error)]
+enum StateError {
+    /// There is more of it than this process holds in memory.
+    #[error(
+        "the state of QEMU's devices has more than {limit_mib} MiB, the maximum in direct mode: use --mode stream",
+        limit_mib = .limit >> 20
+    )]
+    TooLarge {
+        /// Maximum bytes.
+        limit: u64,
+    },
+    /// The file in which QEMU saved the state cannot be read.
+    #[error("the state of QEMU's devices cannot be read: {0}")]
+    Unreadable(#[from] io::Error),
+}
 
 /// A source QEMU whose memory is read from outside.
 pub(super) struct QemuSource {
@@ -117,10 +137,8 @@ impl QemuSource {
         }
         saved?;
         let mut file = file;
-        let mut state = Vec::new();
         file.rewind()?;
-        std::io::Read::read_to_end(&mut file, &mut state)?;
-        Ok(state)
+        Ok(read_state(file, MAX_STATE)?)
     }
 }
 
@@ -260,6 +278,18 @@ impl SourceVmm for QemuSource {
     }
 }
 
+/// Reads a state of at most `limit` bytes. QEMU may still hold the file and change its length, so memory is reserved only for bytes that were
+/// read.
+fn read_state(file: impl Read, limit: u64) -> Result<Vec<u8>, StateError> {
+    let mut state = Vec::new();
+    // `Take`, unlike `File`, does not ask for the file's length.
+    file.take(limit.saturating_add(1)).read_to_end(&mut state)?;
+    if state.len() as u64 > limit {
+        return Err(StateError::TooLarge { limit });
+    }
+    Ok(state)
+}
+
 /// Returns whether QEMU's error is that another process has locked an image (`raw_check_lock_bytes` and `raw_apply_lock_bytes` in
 /// block/file-posix.c).
 fn is_lock_error(error: &str) -> bool {
@@ -272,4 +302,63 @@ fn disk_files(qmp: &Qmp) -> String {
     let files = nodes.as_array().into_iter().flatten().filter_map(|disk| disk["inserted"]["file"].as_str());
     let files: Vec<String> = files.map(cleaned).collect();
     if files.is_empty() { "QEMU lists no disks".into() } else { files.join(", ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: u64 = 1 << 20;
+
+    fn file_of(length: u64) -> File {
+        let file = File::from(rustix::fs::memfd_create("state", MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(length).unwrap();
+        file
+    }
+
+    #[test]
+    fn a_state_is_read_up_to_the_limit() {
+        for length in [0, 1, LIMIT - 1, LIMIT] {
+            assert_eq!(read_state(file_of(length), LIMIT).unwrap().len() as u64, length);
+        }
+        let error = read_state(file_of(LIMIT + 1), LIMIT).unwrap_err();
+        assert!(matches!(error, StateError::TooLarge { limit: LIMIT }), "{error}");
+        let text = "the state of QEMU's devices has more than 1 MiB, the maximum in direct mode: use --mode stream";
+        assert_eq!(error.to_string(), text);
+    }
+
+    /// Counts the bytes that are read.
+    struct Counted<R>(R, u64);
+
+    impl<R: Read> Read for Counted<R> {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            let read = self.0.read(buffer)?;
+            self.1 += read as u64;
+            Ok(read)
+        }
+    }
+
+    #[test]
+    fn of_a_state_that_is_too_large_only_the_limit_is_read() {
+        // A sparse file, and one that grows for ever.
+        let mut sparse = Counted(file_of(1 << 40), 0);
+        assert!(matches!(read_state(&mut sparse, LIMIT), Err(StateError::TooLarge { .. })));
+        let mut endless = Counted(io::repeat(7), 0);
+        assert!(matches!(read_state(&mut endless, LIMIT), Err(StateError::TooLarge { .. })));
+        assert_eq!((sparse.1, endless.1), (LIMIT + 1, LIMIT + 1));
+    }
+
+    #[test]
+    fn the_length_of_a_file_reserves_no_memory() {
+        /// As a file that was long when its length was taken, and was cut since.
+        struct Cut(File);
+        impl Read for Cut {
+            fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+                self.0.set_len(3)?;
+                self.0.read(buffer)
+            }
+        }
+        let state = read_state(Cut(file_of(LIMIT)), LIMIT).unwrap();
+        assert!(state.len() == 3 && (state.capacity() as u64) < LIMIT, "{}", state.capacity());
+    }
 }
