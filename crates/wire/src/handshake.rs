@@ -8,7 +8,7 @@ use crate::control::{Capabilities, DeviceChannels, Hello, Machine, Welcome};
 use crate::header::ChannelHeader;
 use crate::identity::MigrationKey;
 use crate::limits::{
-    MAX_CONTENT, MAX_DEVICE_CHANNELS, MAX_DEVICES, MAX_NAME, MAX_OPENING, MAX_RAM_CHANNELS, MIN_PACKET_SIZE,
+    MAX_BLOCKS, MAX_CONTENT, MAX_DEVICE_CHANNELS, MAX_DEVICES, MAX_NAME, MAX_OPENING, MAX_RAM_CHANNELS, MIN_PACKET_SIZE,
 };
 use crate::text::cleaned;
 
@@ -42,6 +42,15 @@ pub enum Refusal {
     /// Two devices are the same.
     #[error("the device {0} is there twice")]
     DeviceTwice(String),
+    /// Too many RAM blocks.
+    #[error("there are {0} RAM blocks; up to {MAX_BLOCKS} are possible")]
+    Blocks(usize),
+    /// The name of a RAM block is too long.
+    #[error("the name of a RAM block has {0} bytes; up to {MAX_NAME} are possible")]
+    BlockName(usize),
+    /// Two RAM blocks have the same name.
+    #[error("the RAM block {0} is there twice")]
+    BlockTwice(String),
     /// The opening message is too long.
     #[error("the opening message has {0} bytes; up to {MAX_OPENING} are possible")]
     Opening(usize),
@@ -85,6 +94,7 @@ pub fn choose(
         return Err(Refusal::Channels(hello.channels));
     }
     check_devices(&hello.machine)?;
+    check_blocks(&hello.machine)?;
     if hello.machine.opening.len() > MAX_OPENING {
         return Err(Refusal::Opening(hello.machine.opening.len()));
     }
@@ -151,6 +161,24 @@ pub fn check_devices(machine: &Machine) -> Result<(), Refusal> {
     Ok(())
 }
 
+/// Checks the RAM blocks of `machine`, independently of the other side.
+fn check_blocks(machine: &Machine) -> Result<(), Refusal> {
+    let blocks = &machine.blocks;
+    if blocks.len() > MAX_BLOCKS {
+        return Err(Refusal::Blocks(blocks.len()));
+    }
+    let mut known = BTreeSet::new();
+    for block in blocks {
+        if block.name.len() > MAX_NAME {
+            return Err(Refusal::BlockName(block.name.len()));
+        }
+        if !known.insert(&block.name) {
+            return Err(Refusal::BlockTwice(cleaned(&block.name)));
+        }
+    }
+    Ok(())
+}
+
 fn check(chosen: &Capabilities) -> Result<(), Refusal> {
     if !(MIN_PACKET_SIZE..=MAX_CONTENT).contains(&(chosen.packet_size as usize)) {
         return Err(Refusal::PacketSize(chosen.packet_size));
@@ -177,7 +205,7 @@ fn common(local: &[String], offered: &[String]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::{Machine, Mode};
+    use crate::control::{Block, Machine, Mode};
     use crate::header::ChannelKind;
     use crate::identity::{MigrationId, ProofSubject};
 
@@ -267,6 +295,24 @@ mod tests {
             assert!(buffered <= 256 << 20, "{ram} RAM channels, {devices} for devices: {buffered} bytes");
             assert!(chosen.packet_size >= 1 << 20 && chosen.packet_size <= 16 << 20);
         }
+    }
+
+    #[test]
+    fn a_hello_with_too_many_ram_blocks_or_one_twice_is_refused() {
+        let known = capabilities(&["none"], &[], &[]);
+        let chosen = |names: Vec<String>| {
+            let (header, mut hello) = hello(known.clone());
+            let block = |name| Block { name, bytes: 4096, page_size: 4096 };
+            hello.machine.blocks = names.into_iter().map(block).collect();
+            choose(&known, &header, b"tls", &hello).map(drop)
+        };
+        let numbered = |count: usize| (0..count).map(|number| format!("dimm-{number}")).collect::<Vec<_>>();
+        assert_eq!(chosen(numbered(MAX_BLOCKS)), Ok(()));
+        assert_eq!(chosen(numbered(MAX_BLOCKS + 1)), Err(Refusal::Blocks(MAX_BLOCKS + 1)));
+        let twice = ["pc.ram", "vga", "pc.ram"].map(str::to_owned);
+        assert_eq!(chosen(twice.into()), Err(Refusal::BlockTwice("pc.ram".into())));
+        assert_eq!(chosen(vec!["x".repeat(MAX_NAME)]), Ok(()));
+        assert_eq!(chosen(vec!["x".repeat(MAX_NAME + 1)]), Err(Refusal::BlockName(MAX_NAME + 1)));
     }
 
     #[test]

@@ -163,7 +163,7 @@ fn with_heartbeats<R>(writer: &mut Writer, work: impl FnOnce() -> R) -> R {
 
 /// Runs the migration of a source whose hello the caller has accepted already, to learn which RAM is needed.
 pub(super) fn run_accepted(
-    mut ready: ReadyDestination,
+    destination: Destination,
     address: &Address,
     mut source: AcceptedSource,
     incoming: Incoming,
@@ -173,9 +173,12 @@ pub(super) fn run_accepted(
 ) -> Result<ReceiveReport, MigrationError> {
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
+    // Whatever fails from here on, the source receives the reason.
+    let mut ready = destination.prepare().map_err(|error| inform(&mut source.writer, error))?;
     let cpu = CpuTime::new(ready.settings.sandboxed);
     let _counted = cpu.count();
-    let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
+    let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted);
+    let vmm = vmm.map_err(|error| inform(&mut source.writer, error))?;
     let Some(machine) = ready.given.take() else {
         return Err(refuse(&mut source.writer, "the destination has no RAM".to_owned()));
     };
@@ -191,9 +194,14 @@ pub(super) fn run_accepted(
 
 /// Refuses a source with the reason, and returns the error.
 fn refuse(writer: &mut Writer, reason: String) -> MigrationError {
+    inform(writer, MigrationError::not_accepted(reason))
+}
+
+/// Refuses a source with the reason of `error`, and returns the error.
+fn inform(writer: &mut Writer, error: MigrationError) -> MigrationError {
     // Fails where the peer is gone, which needs no answer.
-    let _ = send_message(writer, &ControlMessage::Refused(Reason::new(ErrorKind::Settings, &reason)));
-    MigrationError::not_accepted(reason)
+    let _ = send_message(writer, &ControlMessage::Refused(Reason::new(error.kind, &error.reason)));
+    error
 }
 
 #[allow(clippy::too_many_arguments)]

@@ -310,7 +310,8 @@ impl Destination {
     /// The handshake ([`Handshake::first`](crate::session::Handshake::first)) uses [`Destination::FEATURES`].
     ///
     /// # Errors
-    /// As [`Listening::run`]. A source whose RAM blocks have other names or sizes is refused, and receives the reason.
+    /// As [`Listening::run`]. A source whose RAM blocks have other names or sizes is refused, and so is one for which the memory cannot be
+    /// prepared; either receives the reason.
     pub fn take(
         self,
         source: AcceptedSource,
@@ -320,7 +321,7 @@ impl Destination {
         cancel: &Cancel,
         observer: &dyn Observer,
     ) -> Result<ReceiveReport, MigrationError> {
-        begin::run_accepted(self.prepare()?, address, source, incoming, vmm, cancel, observer)
+        begin::run_accepted(self, address, source, incoming, vmm, cancel, observer)
     }
 }
 

@@ -367,6 +367,39 @@ fn a_destination_whose_memory_fails_in_post_copy_is_not_waited_for() {
     });
 }
 
+#[test]
+fn a_source_that_was_accepted_receives_why_its_memory_cannot_be_prepared() {
+    within_a_minute(|| {
+        let running = Running::default();
+        let monitor = || Monitor::new(&Memory::new(PAGES[0], PAGES[1]), &running, BUSY);
+        let ((mut from, log), (mut to, _)) = (monitor(), monitor());
+        from.start();
+        let (sends, receives) = (from.memory.ram(), to.memory.ram());
+        let listener = Listener::bind(Network::new(1).port("there")).unwrap();
+        let address = listener.local_address();
+        let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
+        let (sent, received) = std::thread::scope(|scope| {
+            let here = address.clone();
+            let to = &mut to;
+            let receiving = scope.spawn(move || {
+                let takes = [(Mode::Embedded, Destination::FEATURES)];
+                let handshake = Handshake { takes: &takes, refusals: &|_| Vec::new() };
+                let source = handshake.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
+                // No device can ever send a byte into this queue.
+                let destination = Destination::new(receives).device_queue(0);
+                destination.take(source, incoming, &here, to, &Cancel::new(), &()).unwrap_err()
+            });
+            let mut migration = Source::new(sends, Box::new(log));
+            let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()).unwrap_err();
+            (sent, receiving.join().unwrap())
+        });
+        assert!(received.reason.contains("a queue of 0 bytes"), "{received}");
+        assert!(sent.kind == ErrorKind::Refused && sent.reason.contains(&received.reason), "{sent}");
+        assert!(from.runs() && sent.guest == GuestState::Untouched, "{sent}");
+        from.stop();
+    });
+}
+
 /// A source that speaks the protocol as a test tells it to.
 struct OddSource {
     address: Address,

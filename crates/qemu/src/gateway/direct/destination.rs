@@ -28,7 +28,7 @@ use crate::gateway::qemu::{self, QUIT_TIME};
 use crate::gateway::{GatewayError, ReceiveOptions};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{RequiredSettings, Restore, Role, Settings};
-use crate::stream::{ReturnMessage, ReturnPathReader};
+use crate::stream::{ReturnMessage, ReturnPathReader, StreamError};
 
 /// How long QEMU may take to read the beginning of its stream.
 const OPENING_TIME: Duration = Duration::from_secs(10);
@@ -106,7 +106,15 @@ pub(in crate::gateway) fn receive(
     match taken {
         Ok(report) => Ok(report),
         Err(MigrationError { received: Some(report), .. }) => Ok(*report),
-        Err(error) => Err(GatewayError::new(&error).of(error.kind)),
+        Err(error) => {
+            // QEMU has begun to receive, and can receive no other guest.
+            let left = match vmm.discard() {
+                Ok(()) => "its QEMU was ended".to_owned(),
+                Err(error) => format!("its QEMU could not be ended: {error}"),
+            };
+            Err(GatewayError::new(format_args!("this QEMU cannot take the guest: {} ({left})", error.reason))
+                .of(error.kind))
+        }
     }
 }
 
@@ -181,7 +189,8 @@ impl QemuDestination {
         match this.answers.next_message() {
             Ok(Some(ReturnMessage::Pong(PING_VALUE))) if written.is_ok() => Ok(this),
             answer => {
-                let seen = format!("it does not take the machine and its RAM blocks: {answer:?}");
+                let answer = seen(&answer);
+                let seen = format!("it does not take the machine and its RAM blocks: {answer}");
                 Err(Refusal::Begun(this.failure(&seen)))
             }
         }
@@ -229,6 +238,17 @@ impl QemuDestination {
     }
 }
 
+/// Returns what QEMU answered where another answer was expected, for people.
+fn seen(answer: &Result<Option<ReturnMessage>, StreamError>) -> String {
+    match answer {
+        Ok(None) => "QEMU closed the stream without an answer".into(),
+        Ok(Some(ReturnMessage::Shut(status))) => format!("QEMU ended the stream with the status {status}"),
+        Ok(Some(ReturnMessage::Pong(value))) => format!("QEMU answered a ping with the value {value}"),
+        Ok(Some(ReturnMessage::SwitchoverAck)) => "QEMU reported that it is ready for the switchover".into(),
+        Err(error) => error.to_string(),
+    }
+}
+
 impl DestinationVmm for QemuDestination {
     fn name(&self) -> String {
         format!("QEMU {}", self.qmp.version())
@@ -244,7 +264,7 @@ impl DestinationVmm for QemuDestination {
                 self.try_disks()
             }
             (sent, answer) => {
-                let seen = sent.err().map_or_else(|| format!("{answer:?}"), |error| error.to_string());
+                let seen = sent.err().map_or_else(|| seen(&answer), |error| error.to_string());
                 Err(self.failure(&seen).into())
             }
         }
@@ -269,5 +289,26 @@ impl DestinationVmm for QemuDestination {
         // The settings of a QEMU that has exited, or has a part of a guest, need not be restored.
         self.restore.take().into_iter().for_each(Restore::keep);
         Ok(qemu::quit(&self.qmp, self.identity, QUIT_TIME)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_qemu_answered_is_told_in_words() {
+        let timed_out = std::io::Error::from(std::io::ErrorKind::TimedOut);
+        let error = StreamError::Io { doing: "reading the return path", source: timed_out };
+        let answers = [
+            (Ok(None), "QEMU closed the stream without an answer"),
+            (Ok(Some(ReturnMessage::Shut(1))), "QEMU ended the stream with the status 1"),
+            (Ok(Some(ReturnMessage::Pong(7))), "QEMU answered a ping with the value 7"),
+            (Ok(Some(ReturnMessage::SwitchoverAck)), "QEMU reported that it is ready for the switchover"),
+            (Err(error), "reading the return path failed: timed out"),
+        ];
+        for (answer, text) in answers {
+            assert_eq!(seen(&answer), text);
+        }
     }
 }
