@@ -16,7 +16,7 @@ use sterna_memory::ram::GuestRam;
 use sterna_wire::packet::{Run, RunKind};
 
 use crate::batch::{BatchPool, PooledBatch, REGION};
-use crate::item::{GuestPages, Item, Overtaken, SendMode};
+use crate::item::{GuestPages, Item, PostCopyPages, SendMode};
 use crate::send::SendChannel;
 use crate::window::{Window, WindowClosed};
 
@@ -188,7 +188,7 @@ pub struct PageSearch {
     /// Pages in a full batch: those of a region, or of one packet if that is more. The channel makes packets of it.
     batch_pages: u64,
     handed_over: u64,
-    overtaken: Option<Arc<Overtaken>>,
+    post_copy: Option<Arc<PostCopyPages>>,
 }
 
 impl PageSearch {
@@ -197,12 +197,12 @@ impl PageSearch {
     pub fn new(pipeline: Arc<Pipeline>, ram: GuestRam, packet_size: usize) -> Self {
         let open = pipeline.channels.iter().map(|_| None).collect();
         let batch_pages = (packet_size.max(REGION as usize) / PAGE_SIZE) as u64;
-        Self { pipeline, ram, open, batch_pages, handed_over: 0, overtaken: None }
+        Self { pipeline, ram, open, batch_pages, handed_over: 0, post_copy: None }
     }
 
-    /// Has the channels leave out, from now on, pages that are in `overtaken` when they would be read.
-    pub fn leave_out(&mut self, overtaken: &Arc<Overtaken>) {
-        self.overtaken = Some(Arc::clone(overtaken));
+    /// Has the channels, from now on, leave out pages that the post-copy channel has sent, and record in `pages` what they read.
+    pub fn share(&mut self, pages: &Arc<PostCopyPages>) {
+        self.post_copy = Some(Arc::clone(pages));
     }
 
     /// Returns the pipeline behind this entry.
@@ -274,7 +274,7 @@ impl PageSearch {
     fn flush_channel(&mut self, channel: usize) -> Result<(), WindowClosed> {
         let item = match self.open[channel].take() {
             Some((PageAction::Send(mode), pages)) => {
-                Item::Guest(GuestPages { ram: self.ram.clone(), pages, overtaken: self.overtaken.clone(), mode })
+                Item::Guest(GuestPages { ram: self.ram.clone(), pages, post_copy: self.post_copy.clone(), mode })
             }
             Some((PageAction::Discard, batch)) => Item::Discard(batch),
             None => return Ok(()),

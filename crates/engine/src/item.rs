@@ -81,45 +81,77 @@ pub struct GuestPages {
     pub ram: GuestRam,
     /// The pages, as normal runs without content.
     pub pages: PooledBatch,
-    /// Pages that have been sent on another channel meanwhile, and are left out.
-    pub overtaken: Option<Arc<Overtaken>>,
+    /// Post-copy: which pages another channel has sent meanwhile, so that they are left out. The thread records in it what it reads.
+    pub post_copy: Option<Arc<PostCopyPages>>,
     /// How the pages are read and sent.
     pub mode: SendMode,
 }
 
-/// Pages that were sent on another channel while they wait in a channel's queue. The queue's channel leaves them out.
+/// What the channels of a post-copy share about the pages that only the source has.
+///
+/// Two channels may send the same page: a RAM channel, in whose queue the page waits, and the post-copy channel, because the destination has
+/// requested it. The RAM channel leaves out what was requested. Nor can the destination have a page that neither of the two has read yet.
 #[derive(Debug)]
-pub struct Overtaken {
-    /// By block: the pages, and how many of them make up a page of the backing, which are sent together or not at all.
-    blocks: Vec<(AtomicPageBitmap, u64)>,
+pub struct PostCopyPages(Vec<PostCopyBlock>);
+
+/// The pages of one RAM block.
+#[derive(Debug)]
+struct PostCopyBlock {
+    /// Pages that were sent on the post-copy channel.
+    requested: AtomicPageBitmap,
+    /// Pages that no channel has begun to read.
+    unread: AtomicPageBitmap,
+    /// How many pages make up one of the backing, which are sent together or not at all.
+    unit: u64,
 }
 
-impl Overtaken {
-    /// Makes an empty set of pages of `ram`.
+impl PostCopyPages {
+    /// Makes empty sets of pages of `ram`.
     pub fn none_of(ram: &GuestRam) -> Self {
-        let block = |block: &RamBlock| (AtomicPageBitmap::new(block.pages()), (block.page_size() / PAGE_SIZE) as u64);
-        Self { blocks: ram.blocks().iter().map(block).collect() }
+        let block = |block: &RamBlock| PostCopyBlock {
+            requested: AtomicPageBitmap::new(block.pages()),
+            unread: AtomicPageBitmap::new(block.pages()),
+            unit: (block.page_size() / PAGE_SIZE) as u64,
+        };
+        Self(ram.blocks().iter().map(block).collect())
     }
 
-    /// Adds the pages of `run` in `block`, whole pages of its backing.
-    pub fn add(&self, block: u16, run: Range<u64>) {
-        self.blocks[usize::from(block)].0.set(run);
+    /// Records that the destination lacks the pages of `run` in `block`, and that no channel has read them.
+    pub fn add_unread(&self, block: u16, run: Range<u64>) {
+        self.0[usize::from(block)].unread.set(run);
     }
 
-    /// Removes all pages: those that were sent on the other channel may have been lost there.
-    pub fn clear(&self) {
-        self.blocks.iter().for_each(|(pages, _)| pages.clear(0..pages.pages()));
+    /// Records that the post-copy channel reads the pages of `run` in `block`, whole pages of its backing. Called before they are sent.
+    pub fn begin_requested(&self, block: u16, run: Range<u64>) {
+        let block = &self.0[usize::from(block)];
+        block.unread.clear(run.clone());
+        block.requested.set(run);
     }
 
-    /// Appends to `left` the pages of `runs` in `block` that are not in this set. While another thread adds a page of the backing, the
-    /// first 4 KiB of it, which are added first, decide for all.
+    /// Records that a RAM channel reads the pages of `runs` in `block`. Called before they are sent.
+    pub(crate) fn begin(&self, block: u16, runs: &[Run]) {
+        runs.iter().for_each(|run| self.0[usize::from(block)].unread.clear(run.first..run.end()));
+    }
+
+    /// Forgets which pages were sent on the post-copy channel: they may have been lost there.
+    pub fn forget_requested(&self) {
+        self.0.iter().for_each(|block| block.requested.clear(0..block.requested.pages()));
+    }
+
+    /// Returns how many pages no channel has begun to read: the destination cannot have them.
+    pub fn unread(&self) -> u64 {
+        self.0.iter().map(|block| block.unread.count()).sum()
+    }
+
+    /// Appends to `left` the pages of `runs` in `block` that were not sent on the post-copy channel. While another thread adds a page of the
+    /// backing to those, the first 4 KiB of it, which are added first, decide for all.
     pub(crate) fn remaining(&self, block: u16, runs: &[Run], left: &mut Vec<Run>) {
-        let (overtaken, unit) = &self.blocks[usize::from(block)];
+        let PostCopyBlock { requested, unit, .. } = &self.0[usize::from(block)];
         for run in runs {
             let mut at = run.first;
             while at < run.end() {
                 let count = (unit - at % unit).min(run.end() - at) as u32;
-                if !overtaken.contains(at) {
+                if !requested.contains(at) {
                     match left.last_mut().filter(|last| last.end() == at && last.count + count <= Run::MAX_COUNT) {
                         Some(last) => last.count += count,
                         None => left.push(Run { first: at, count, ..*run }),

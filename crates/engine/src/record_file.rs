@@ -484,6 +484,7 @@ mod tests {
             settings_before: None,
             completion_permitted: false,
             pausing: false,
+            disputed: None,
             source_after: SourceAfter::Keep,
             key: MigrationKey::from_bytes([2; 32]),
             pid: 0,

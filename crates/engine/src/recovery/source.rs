@@ -9,6 +9,8 @@ use sterna_wire::switchover::{Record, SourceEnd, SourceEvent, SourceGuest, Sourc
 
 use super::{CANCELLED, MAX_DIAL_PAUSE, Means, unconnected_peer};
 use crate::live_control::Control;
+use crate::migration::GuestState;
+use crate::report::Outcome;
 use crate::session::{Backoff, DIAL_PAUSE, Redial, Session};
 use crate::switchover::{
     DeliveryLimits, Ending, Events, Ledger, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved, run_source,
@@ -65,6 +67,10 @@ pub fn recover_source(
 ) -> RecoveredSource {
     tracing::info!(?state, ?guest, "recovering the source");
     let Means { record, fenced_peer, address, security, tell_time, cancel, observer } = means;
+    if let Some(reason) = disputed(record.record(), state, guest).filter(|_| !fenced_peer) {
+        let ending = Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason.clone());
+        return RecoveredSource { end: SourceEnd::Unserved { reason }, ending, ledger: record.into(), left: None };
+    }
     let (events, inbox) = Events::channel();
     let _cancelling = events.on_cancel(cancel, || {});
     let (machine, first) = SourceSwitchover::recover(Some(state), guest, fenced_peer);
@@ -89,6 +95,14 @@ pub fn recover_source(
     kernel.hang_up();
     let (ending, left) = (kernel.ending(end.clone()), kernel.left().map(str::to_owned));
     RecoveredSource { end, ending, ledger: kernel.ledger, left }
+}
+
+/// Returns why the destination is not asked: it has made a claim that the process which sent the guest's memory knew to be wrong, and would
+/// repeat it. The paused guest here has the only copy of part of the memory. If that is gone, or runs, there is nothing to keep.
+fn disputed(record: &Record, state: SourceState, guest: SourceGuest) -> Option<Reason> {
+    let claim = record.disputed.as_ref()?;
+    let kept = (state, guest) == (SourceState::Committed, SourceGuest::Completed);
+    kept.then(|| Reason::new(ErrorKind::OtherSide, claim))
 }
 
 /// Returns the record's migration as far as a control channel needs it.

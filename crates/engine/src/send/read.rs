@@ -63,7 +63,7 @@ impl PageReader {
 
     /// Reads and sends the pages of `wanted`; zero pages, and pages that an accelerator works on, may be held.
     pub(super) fn read(&mut self, wanted: &GuestPages, out: &mut PageSender) -> Result<(), SendError> {
-        let GuestPages { ram, pages, overtaken, mode } = wanted;
+        let GuestPages { ram, pages, post_copy, mode } = wanted;
         out.begin_ram(ram);
         if *mode != self.open.mode {
             // All pages of a packet are sent in one mode.
@@ -71,13 +71,16 @@ impl PageReader {
             self.open.mode = *mode;
         }
         self.left.clear();
-        match overtaken {
-            Some(overtaken) => overtaken.remaining(pages.block, pages.runs(), &mut self.left),
+        match post_copy {
+            Some(post_copy) => post_copy.remaining(pages.block, pages.runs(), &mut self.left),
             None => self.left.extend_from_slice(pages.runs()),
         }
         match mode {
-            SendMode::Usual if self.accelerator.is_some() => self.read_by_accelerator(pages.block, out),
-            SendMode::Usual | SendMode::ByCpu => self.read_by_cpu(ram, pages.block, out),
+            SendMode::Usual if self.accelerator.is_some() => {
+                post_copy.iter().for_each(|post_copy| post_copy.begin(pages.block, &self.left));
+                self.read_by_accelerator(pages.block, out)
+            }
+            SendMode::Usual | SendMode::ByCpu => self.read_by_cpu(wanted, out),
         }
     }
 
@@ -85,10 +88,12 @@ impl PageReader {
         (self.rules.packet_size / PAGE_SIZE) as u64
     }
 
-    fn read_by_cpu(&mut self, ram: &GuestRam, block: u16, out: &mut PageSender) -> Result<(), SendError> {
+    fn read_by_cpu(&mut self, wanted: &GuestPages, out: &mut PageSender) -> Result<(), SendError> {
+        let (GuestPages { ram, post_copy, .. }, block) = (wanted, wanted.pages.block);
         let (pages, in_place) = (self.packet_pages(), out.sends_in_place());
         let mut rest = Piecewise::new(&self.left);
         while rest.next(pages, &mut self.piece) {
+            post_copy.iter().for_each(|post_copy| post_copy.begin(block, &self.piece));
             self.open.read(ram, block, &self.piece, in_place, out)?;
         }
         Ok(())

@@ -5,6 +5,7 @@
 //! the list that counts, and sends it again after a connection was lost.
 
 use std::io;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use sterna_memory::PAGE_SIZE;
@@ -15,7 +16,7 @@ use sterna_wire::sequence::SendSequence;
 
 use crate::batch::REGION;
 use crate::entry::PageSearch;
-use crate::item::{Overtaken, SendMode};
+use crate::item::{PostCopyPages, SendMode};
 use crate::migration::shapes;
 use crate::pacer::Pacer;
 use crate::reading::Reading;
@@ -35,8 +36,8 @@ pub(super) struct Unsent {
     blocks: Vec<AtomicPageBitmap>,
     /// By block: whether its pages are huge, so that only whole ones can be placed.
     huge: Vec<bool>,
-    /// Pages that were sent because the destination requested them.
-    answered: Arc<Overtaken>,
+    /// What the channels share about these pages.
+    shared: Arc<PostCopyPages>,
     /// Where the guest faulted last.
     fault: Mutex<Option<(u16, u64)>>,
 }
@@ -46,15 +47,15 @@ impl Unsent {
     pub(super) fn none_of(ram: &GuestRam) -> Self {
         let blocks = ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect();
         let huge = ram.blocks().iter().map(|block| block.page_size() > PAGE_SIZE).collect();
-        Self { blocks, huge, answered: Arc::new(Overtaken::none_of(ram)), fault: Mutex::default() }
+        Self { blocks, huge, shared: Arc::new(PostCopyPages::none_of(ram)), fault: Mutex::default() }
     }
 
     /// Adds the pages of `pending`, block by block. Widens `pending` to whole pages of each block's backing: the destination lacks only whole
     /// ones.
     pub(super) fn add(&self, ram: &GuestRam, pending: &mut [PageBitmap]) {
         widen(ram, pending);
-        for (unsent, pending) in self.blocks.iter().zip(pending) {
-            pending.for_each_run(|run| unsent.set(run));
+        for (number, pending) in pending.iter().enumerate() {
+            pending.for_each_run(|run| self.add_run(number as u16, run));
         }
     }
 
@@ -70,7 +71,8 @@ impl Unsent {
         listed: &[PageBitmap],
     ) -> Result<(), String> {
         widen(ram, late);
-        for (number, ((unsent, late), listed)) in self.blocks.iter().zip(late).zip(listed).enumerate() {
+        for (number, (late, listed)) in late.iter_mut().zip(listed).enumerate() {
+            let unsent = &self.blocks[number];
             let mut known = Vec::new();
             late.for_each_run(|run| known.extend(run.filter(|page| listed.contains(*page))));
             for page in known {
@@ -83,9 +85,14 @@ impl Unsent {
                 }
                 late.clear(page..page + 1);
             }
-            late.for_each_run(|run| unsent.set(run));
+            late.for_each_run(|run| self.add_run(number as u16, run));
         }
         Ok(())
+    }
+
+    fn add_run(&self, block: u16, run: Range<u64>) {
+        self.shared.add_unread(block, run.clone());
+        self.blocks[usize::from(block)].set(run);
     }
 
     /// Returns how many pages were not handed to a channel yet.
@@ -93,9 +100,14 @@ impl Unsent {
         self.blocks.iter().map(AtomicPageBitmap::count).sum()
     }
 
+    /// Returns how many pages no channel has begun to read. The destination lacks each of them, whatever it reports.
+    pub(super) fn unread(&self) -> u64 {
+        self.shared.unread()
+    }
+
     /// Hands all pages of the list to the channels, those near the last fault first.
     pub(super) fn stream(&self, search: &mut PageSearch) -> Result<(), WindowClosed> {
-        search.leave_out(&self.answered);
+        search.share(&self.shared);
         for (number, block) in self.blocks.iter().enumerate() {
             for region in 0..block.pages().div_ceil(REGION_PAGES) {
                 while let Some((number, page)) = self.take_fault() {
@@ -182,12 +194,12 @@ impl PageServer {
     /// Receives the list of missing pages, which the destination sends first on a new connection.
     pub(super) fn receive_list(&mut self) -> io::Result<()> {
         // Pages that were sent before may have been lost.
-        self.unsent.answered.clear();
+        self.unsent.shared.forget_requested();
         while let Some(request) = self.next_request()? {
             if request.count == 0 {
                 return Ok(());
             }
-            self.unsent.blocks[usize::from(request.block)].set(request.first..request.first + u64::from(request.count));
+            self.unsent.add_run(request.block, request.first..request.first + u64::from(request.count));
         }
         Err(io::ErrorKind::UnexpectedEof.into())
     }
@@ -197,7 +209,7 @@ impl PageServer {
         while let Some(request) = self.next_request()? {
             let end = request.first + u64::from(request.count);
             // Copies of these pages that wait in a channel's queue are not sent from there as well.
-            self.unsent.answered.add(request.block, request.first..end);
+            self.unsent.shared.begin_requested(request.block, request.first..end);
             self.unsent.blocks[usize::from(request.block)].clear(request.first..end);
             let mut at = request.first;
             while at < end {

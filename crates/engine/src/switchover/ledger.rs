@@ -84,6 +84,7 @@ impl Ledger {
             settings_before: monitor.settings_before.clone(),
             completion_permitted: false,
             pausing: false,
+            disputed: None,
             source_after: monitor.source_after,
             key: session.key.clone(),
             pid: std::process::id(),

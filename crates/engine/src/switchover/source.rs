@@ -261,6 +261,19 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
         Some(SourceEvent::GaveUp { reason })
     }
 
+    /// Handles the destination's report that the guest runs there with all of its memory, `unsent` pages of which were never sent. The monitor
+    /// here has the only copy of these pages and is kept. The record says so, because a later `recover` does not know what was sent.
+    fn dispute_running(&mut self, unsent: u64) -> SourceEvent {
+        let text = format!(
+            "the destination claims that the guest runs there with all of its memory, but {unsent} of its pages were never sent: they are only \
+             here"
+        );
+        if let Err(error) = self.ledger.write_amended(|record| record.disputed = Some(text.clone())) {
+            self.observer.note(&format!("the record does not say that the destination's claim is wrong: {error}"));
+        }
+        SourceEvent::GaveUp { reason: Reason::new(ErrorKind::OtherSide, text) }
+    }
+
     /// Sets the deadline for delivering the decision. In post-copy there is none unless the migration was cancelled: the memory that is
     /// still here exists nowhere else.
     fn await_delivery(&mut self) {

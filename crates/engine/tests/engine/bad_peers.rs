@@ -204,7 +204,7 @@ fn a_page_that_was_retransmitted_is_neither_left_out_nor_the_base_of_a_delta() {
             let send = |source: &Source| {
                 let mut pages = source.pool.take(0).unwrap();
                 pages.push_normal(3, 1, 0);
-                let pages = GuestPages { ram: ram.clone(), pages, overtaken: None, mode: SendMode::Usual };
+                let pages = GuestPages { ram: ram.clone(), pages, post_copy: None, mode: SendMode::Usual };
                 source.channel.send(Item::Guest(pages)).unwrap();
             };
             // Takes one packet with page 3 whole, and returns its first word.

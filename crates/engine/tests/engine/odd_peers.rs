@@ -4,7 +4,7 @@
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use crate::common::within_a_minute;
@@ -36,7 +36,7 @@ use sterna_wire::packet::{
     BlockShape, DeviceLabel, PAGE_REQUEST_LENGTH, PacketHeader, PacketKind, PageRequest, Run, RunKind,
 };
 use sterna_wire::reason::Reason;
-use sterna_wire::switchover::SwitchoverMessage;
+use sterna_wire::switchover::{RecordState, SourceState, SwitchoverMessage};
 
 pub(crate) const PAGES: [usize; 2] = [500, 100];
 pub(crate) const SHAPES: [BlockShape; 2] =
@@ -87,11 +87,60 @@ impl Sinks for Nowhere {
     }
 }
 
+/// As [`Nowhere`], while its gate is open: pages that come later are not acknowledged.
+#[derive(Clone)]
+struct Gated(Nowhere, Arc<Gate>);
+
+/// Is open at first.
+#[derive(Default)]
+struct Gate(Mutex<bool>, Condvar);
+
+impl Gate {
+    fn set(&self, shut: bool) {
+        *self.0.lock().unwrap() = shut;
+        self.1.notify_all();
+    }
+}
+
+/// Opens the gate when it is dropped.
+struct Shut(Arc<Gate>);
+
+impl Drop for Shut {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
+
+impl PageSink for Gated {
+    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
+        self.0.blocks()
+    }
+
+    fn pages(&mut self, _: u16, _: &[Run], _: &[u8]) -> Result<(), SinkError> {
+        drop(self.1.1.wait_while(self.1.0.lock().unwrap(), |shut| *shut).unwrap());
+        Ok(())
+    }
+
+    fn discard(&mut self, _: u16, _: &[Run]) -> Result<(), SinkError> {
+        Ok(())
+    }
+}
+
+impl Sinks for Gated {
+    fn ram(&self, _: u16) -> ChannelSink {
+        ChannelSink::new().with_pages(self.clone()).with_device_buffers(self.0.clone())
+    }
+
+    fn stream(&self) -> ChannelSink {
+        self.0.stream()
+    }
+}
+
 /// Takes a source's migration as far as it goes, and answers what it says with what `answers` gives for it. Returns what the
 /// source said, when it has hung up.
 fn odd_destination(
     listener: Listener,
-    stall: Arc<Mutex<()>>,
+    sinks: impl Sinks + 'static,
     mut answers: impl FnMut(&ControlMessage) -> Vec<ControlMessage>,
 ) -> Vec<ControlMessage> {
     let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
@@ -110,13 +159,7 @@ fn odd_destination(
             Ok(())
         })
     };
-    let acceptor = ChannelAcceptor::new(
-        accepted.session,
-        Box::new(Nowhere(SHAPES.into(), stall)),
-        &abort,
-        Some(extra_channels),
-        tell,
-    );
+    let acceptor = ChannelAcceptor::new(accepted.session, Box::new(sinks), &abort, Some(extra_channels), tell);
     acceptor.open();
     let stop = incoming.stop_handle();
     let mut peer = Peer::new(link);
@@ -145,6 +188,7 @@ fn odd_destination(
         stop.stop();
     });
     abort.finish();
+    drop(answers);
     acceptor.join();
     said
 }
@@ -176,7 +220,8 @@ fn source_against(
         .bandwidth(Some(20 << 20))
         .downtime(Duration::from_millis(1));
     let (sent, said) = std::thread::scope(|scope| {
-        let odd = scope.spawn(move || odd_destination(listener, Arc::default(), answers));
+        let sinks = Nowhere(SHAPES.into(), Arc::default());
+        let odd = scope.spawn(move || odd_destination(listener, sinks, answers));
         let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
         (sent, odd.join().unwrap())
     });
@@ -232,7 +277,7 @@ fn a_destination_that_takes_no_state_is_given_up_in_time_and_the_guest_runs_on()
         let error = std::thread::scope(|scope| {
             let held = stall.lock().unwrap();
             let stall = Arc::clone(&stall);
-            scope.spawn(move || odd_destination(listener, stall, |_| Vec::new()));
+            scope.spawn(move || odd_destination(listener, Nowhere(SHAPES.into(), stall), |_| Vec::new()));
             let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
             drop(held);
             sent.unwrap_err()
@@ -364,6 +409,94 @@ fn a_destination_whose_memory_fails_in_post_copy_is_not_waited_for() {
         assert!(!runs, "it belongs to the destination");
         assert_eq!((error.guest, error.phase), (GuestState::LacksMemory, Phase::PostCopy), "{error}");
         assert!(error.reason.contains("a page fault could not be answered"), "{error}");
+    });
+}
+
+#[test]
+fn a_destination_that_claims_memory_which_was_never_sent_is_not_believed_and_the_monitor_is_kept() {
+    within_a_minute(|| {
+        // Far more than the first window, and all of it is dirty when the guest is paused.
+        const LOW: usize = 8192;
+        let shapes = [BlockShape { pages: LOW as u64, ..SHAPES[0] }, SHAPES[1]];
+        let memory = Memory::new(LOW, PAGES[1]);
+        memory.fill();
+        let running = Running::default();
+        let (mut from, log) = Monitor::new(&memory, &running, Workload { span: LOW as u64, ..BUSY });
+        let log = log_of(&from, log);
+        from.start();
+        let directory = tempfile::tempdir().unwrap();
+        let listener = Listener::bind(Network::new(1).port("there")).unwrap();
+        let address = listener.local_address();
+        let mut migration = Source::new(memory.ram(), log)
+            .method(MethodChoice::default())
+            .when_not_converging(NotConverging::PostCopyAfter(1))
+            .downtime(Duration::from_millis(1))
+            .state_dir(directory.path());
+        let error = std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let gate: Arc<Gate> = Arc::default();
+                let shut = Shut(Arc::clone(&gate));
+                let sinks = Gated(Nowhere(shapes.into(), Arc::default()), gate);
+                odd_destination(listener, sinks, move |message| {
+                    let ControlMessage::Switchover(message) = message else { return Vec::new() };
+                    let answers = match message {
+                        SwitchoverMessage::PostCopy => vec![SwitchoverMessage::PostCopyReady],
+                        SwitchoverMessage::Prepare => {
+                            // What is missing is not taken, so that most of it stays at the source.
+                            shut.0.set(true);
+                            vec![SwitchoverMessage::Prepared]
+                        }
+                        SwitchoverMessage::Commit => {
+                            vec![SwitchoverMessage::RunningIncomplete, SwitchoverMessage::Running]
+                        }
+                        _ => Vec::new(),
+                    };
+                    answers.into_iter().map(ControlMessage::Switchover).collect()
+                })
+            });
+            migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()).unwrap_err()
+        });
+        assert_eq!(
+            (error.guest, error.phase, error.kind),
+            (GuestState::LacksMemory, Phase::PostCopy, ErrorKind::OtherSide)
+        );
+        let claim = "the destination claims that the guest runs there with all of its memory, but ";
+        assert!(error.reason.starts_with(claim) && error.reason.ends_with("never sent: they are only here"), "{error}");
+        // Neither resumed nor ended.
+        assert!(!from.runs() && !from.moved);
+        let records = sterna_engine::record_file::unsettled(directory.path()).unwrap();
+        let [record] = &records[..] else { panic!("{records:?}") };
+        assert_eq!(record.state, RecordState::Source(SourceState::Committed));
+        assert_eq!(record.disputed.as_deref(), Some(&*error.reason));
+    });
+}
+
+#[test]
+fn a_destination_that_calls_memory_lost_without_post_copy_is_not_believed() {
+    within_a_minute(|| {
+        let lost = SwitchoverMessage::MemoryLost(Reason::new(ErrorKind::Memory, "\u{202e}all of it"));
+        let memory = Memory::new(PAGES[0], PAGES[1]);
+        let (mut from, log) = Monitor::new(&memory, &Running::default(), Workload { writers: 0, ..BUSY });
+        from.start();
+        let listener = Listener::bind(Network::new(1).port("there")).unwrap();
+        let address = listener.local_address();
+        let mut migration = Source::new(memory.ram(), Box::new(log)).method(MethodChoice::default());
+        let report = std::thread::scope(|scope| {
+            scope.spawn(move || {
+                odd_destination(listener, Nowhere(SHAPES.into(), Arc::default()), |message| match message {
+                    ControlMessage::Switchover(SwitchoverMessage::Prepare) => {
+                        vec![ControlMessage::Switchover(SwitchoverMessage::Prepared)]
+                    }
+                    ControlMessage::Switchover(SwitchoverMessage::Commit) => {
+                        [lost.clone(), SwitchoverMessage::Running].map(ControlMessage::Switchover).into()
+                    }
+                    _ => Vec::new(),
+                })
+            });
+            migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()).unwrap()
+        });
+        // What counts is what it sends afterwards.
+        assert!(from.moved && !from.runs() && report.post_copy.is_none());
     });
 }
 

@@ -35,6 +35,7 @@ fn left(dir: &Path, state: RecordState, mode: Mode) {
         settings_before: None,
         completion_permitted: false,
         pausing: true,
+        disputed: None,
         source_after: SourceAfter::Keep,
         key: MigrationKey::from_bytes([2; 32]),
         pid: 0,
@@ -115,6 +116,30 @@ fn a_decided_migration_is_completed_by_both_sides() {
             sides.runs(false, true);
             assert!(sides.is_settled());
         }
+    });
+}
+
+#[test]
+fn a_destination_whose_claim_the_source_disputed_is_not_asked_again() {
+    within_a_minute(|| {
+        let mut sides = Sides::new(SourceState::Committed, DestinationState::Running);
+        let id = MigrationId::from_bytes([1; 16]);
+        let dispute = |directory: &Path| {
+            let mut record = RecordFile::open(directory, id, sterna_engine::record_file::Side::Source).unwrap();
+            record.amend(|record| record.disputed = Some("it claims to have all".into()));
+            record.write(RecordState::Source(SourceState::Committed)).unwrap();
+        };
+        dispute(sides.directory.path());
+        // Nothing listens there, and nothing is dialled.
+        let source = sides.record(Side::Source);
+        let guest = Remains::Paused(&mut sides.from as &mut dyn SourceVmm);
+        let error = source.settle_source(&Security::Insecure, guest, &Cancel::new(), &()).unwrap_err();
+        assert_eq!((error.guest, &*error.reason), (GuestState::LacksMemory, "it claims to have all"));
+        assert!(sides.from.called.is_empty(), "{:?}", sides.from.called);
+        assert!(!sides.is_settled());
+        // Only an operator who asserts that the guest there cannot run has the copy here resumed.
+        assert_eq!(sides.fenced_source().unwrap(), Settled::RunsAtSource);
+        sides.runs(true, false);
     });
 }
 

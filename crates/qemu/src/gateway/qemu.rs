@@ -207,6 +207,7 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
         settings_before: None,
         completion_permitted: false,
         pausing: false,
+        disputed: None,
         source_after: SourceAfter::Keep,
         key: session.key.clone(),
         pid: std::process::id(),

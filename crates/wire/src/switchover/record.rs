@@ -160,6 +160,10 @@ pub struct Record {
     /// resumed: otherwise another program paused it.
     #[serde(default)]
     pub pausing: bool,
+    /// Source, committed in post-copy: the claim of the destination that this side knew to be wrong, for people. The destination is not believed
+    /// any more: the paused guest here has memory that was never sent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disputed: Option<String>,
     /// Source: what happens to its monitor when the guest runs at the destination.
     #[serde(default)]
     pub source_after: SourceAfter,
@@ -278,6 +282,7 @@ mod tests {
             settings_before: None,
             completion_permitted: false,
             pausing: false,
+            disputed: None,
             source_after: SourceAfter::Quit,
             key: MigrationKey::from_bytes([0xab; 32]),
             pid: 11,
@@ -341,6 +346,13 @@ mod tests {
         assert!(text.contains(r#""side": "source""#) && text.contains(r#""state": "started""#), "{text}");
         assert!(text.contains(r#""migration": "5a5a5a5a"#), "{text}");
         assert!(!format!("{:?}", record()).contains("abab"), "the key does not show in logs");
+    }
+
+    #[test]
+    fn a_disputed_claim_survives_the_file_and_other_records_do_not_name_any() {
+        let disputed = Record { disputed: Some("it has all, it says".into()), ..record() };
+        assert_eq!(Record::from_json(&disputed.to_json().unwrap()).unwrap(), disputed);
+        assert!(!String::from_utf8(record().to_json().unwrap()).unwrap().contains("disputed"));
     }
 
     #[test]

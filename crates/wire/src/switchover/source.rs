@@ -335,7 +335,8 @@ impl SourceSwitchover {
             (Committed | Serving, M::Abort(reason) | M::Lost(reason)) => {
                 self.end(SourceEnd::DestinationLost { never_ran: false, reason: reason.from_peer() }, actions);
             }
-            (Committed | Serving, M::MemoryLost(reason)) => {
+            // Without post-copy all memory was there before the decision: the message is out of phase, and ignored.
+            (Committed | Serving, M::MemoryLost(reason)) if self.post_copy != PostCopy::No => {
                 self.end(SourceEnd::MemoryLost { reason: reason.from_peer() }, actions);
             }
 
@@ -346,7 +347,8 @@ impl SourceSwitchover {
                 self.guest_gone(actions);
             }
 
-            (Resuming | ReportingAbort, M::Running | M::RunningIncomplete | M::MemoryLost(_)) => {
+            (Resuming | ReportingAbort, M::Running) => self.end(SourceEnd::Conflict, actions),
+            (Resuming | ReportingAbort, M::RunningIncomplete | M::MemoryLost(_)) if self.post_copy != PostCopy::No => {
                 self.end(SourceEnd::Conflict, actions);
             }
             // Prepared after all, because it did not receive the abort. It is notified once the guest runs here.
@@ -541,6 +543,46 @@ mod tests {
         let reason = Reason::new(ErrorKind::TimeLimit, "out of time");
         let end = SourceEnd::Unserved { reason: reason.clone() };
         assert_eq!(source.on(E::GaveUp { reason }), [A::Done(end)]);
+    }
+
+    #[test]
+    fn messages_of_post_copy_are_ignored_where_all_memory_was_there_before_the_decision() {
+        let (mut source, _) = SourceSwitchover::begin();
+        for event in [
+            E::RecordWritten,
+            E::FinalStateSent,
+            E::Message(M::Prepared),
+            E::Guest(SourceGuest::Completed),
+            E::RecordWritten,
+        ] {
+            source.on(event);
+        }
+        for message in [M::PostCopyReady, M::RunningIncomplete, M::MemoryLost(Reason::other("it says so"))] {
+            assert_eq!(source.on(E::Message(message)), []);
+            assert!(source.decided() && !source.post_copy_begun());
+        }
+        let reason = Reason::new(ErrorKind::ConnectionLost, "not confirmed in time");
+        let end = SourceEnd::Undelivered { reason: reason.clone() };
+        assert_eq!(source.clone().on(E::GaveUp { reason }), [A::Done(end)]);
+        assert_eq!(source.on(E::Message(M::Running)), [A::EndGuest]);
+    }
+
+    #[test]
+    fn after_an_abort_without_post_copy_memory_that_is_called_lost_is_no_contradiction() {
+        let (mut source, _) = SourceSwitchover::begin();
+        for event in [
+            E::RecordWritten,
+            E::Failed { reason: Reason::other("a step failed") },
+            E::RecordWritten,
+            E::Guest(SourceGuest::Running),
+            E::RecordWritten,
+        ] {
+            source.on(event);
+        }
+        for message in [M::RunningIncomplete, M::MemoryLost(Reason::other("it says so"))] {
+            assert_eq!(source.on(E::Message(message)), []);
+        }
+        assert_eq!(source.on(E::Message(M::Running)), [A::Send(M::Goodbye), A::Done(SourceEnd::Conflict)]);
     }
 
     #[test]

@@ -360,6 +360,10 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         Ok(())
     }
 
+    fn unsent_pages(&self) -> u64 {
+        self.unsent.unread()
+    }
+
     fn monitor_has_ended(&mut self) -> bool {
         self.vmm.has_ended()
     }

@@ -72,6 +72,12 @@ pub trait SourceDriver<'a> {
     /// Why they are not sent.
     fn serve_pages(&mut self) -> Result<(), Unserved>;
 
+    /// Returns how many pages the destination certainly lacks, because they were never sent. A destination that reports that its guest runs
+    /// with all of its memory is not believed while there are any.
+    fn unsent_pages(&self) -> u64 {
+        0
+    }
+
     /// Returns whether the monitor has ended, and what is left of its guest's memory with it.
     fn monitor_has_ended(&mut self) -> bool {
         false

@@ -214,8 +214,17 @@ fn channels_failed<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEven
 }
 
 fn handle_peer<'a, D: SourceDriver<'a>>(driver: &mut D, news: ConnectionEvent) -> Option<SourceEvent> {
+    let event = driver.kernel().peer.handle(news)?;
+    if let PeerEvent::Message(ControlMessage::Switchover(SwitchoverMessage::Running), _) = &event
+        && driver.kernel().decided()
+    {
+        let unsent = driver.unsent_pages();
+        if unsent > 0 {
+            return Some(driver.kernel().dispute_running(unsent));
+        }
+    }
     let kernel = driver.kernel();
-    match kernel.peer.handle(news)? {
+    match event {
         PeerEvent::Message(message, _share) => match message {
             ControlMessage::Switchover(message) => {
                 match message {

@@ -19,7 +19,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Listening;
 use sterna_engine::migration::MigrationError;
 use sterna_engine::report::ReceiveReport;
-use sterna_engine::vmm::{DestinationVmm, ResumeReason, SourceVmm, VmmError};
+use sterna_engine::vmm::{AfterMove, DestinationVmm, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::reported::{DirtyMarker, ReportedLog};
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
@@ -240,6 +240,8 @@ pub(crate) struct Monitor {
     pub(crate) called: Vec<&'static str>,
     /// Why the guest was resumed at the source, each time.
     pub(crate) resumed: Vec<ResumeReason>,
+    /// Whether this monitor was told that its guest runs at the destination, so that it may end.
+    pub(crate) moved: bool,
     /// Is called before each method is executed.
     pub(crate) on_call: Option<Box<dyn Fn(&'static str) + Send>>,
     digest: u64,
@@ -445,6 +447,7 @@ impl Monitor {
             no_post_copy: None,
             called: Vec::new(),
             resumed: Vec::new(),
+            moved: false,
             on_call: None,
             digest: 0,
             behind: None,
@@ -623,6 +626,11 @@ impl SourceVmm for Monitor {
     fn post_copy_refusal(&self) -> Option<String> {
         self.fails_at("post_copy_refusal").unwrap();
         self.no_post_copy.map(str::to_owned)
+    }
+
+    fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {
+        self.moved = true;
+        Ok(AfterMove::Kept)
     }
 }
 

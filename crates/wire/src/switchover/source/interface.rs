@@ -51,7 +51,8 @@ pub enum SourceEvent {
     Guest(SourceGuest),
     /// After the decision, or once only the abort is to be delivered: the driver stops trying. The time for reaching the
     /// destination is over, the destination reported that it cannot go on, or this process cannot serve pages (a
-    /// `recover`, which has no access to them). `recover` can continue later.
+    /// `recover`, which has no access to them). `recover` can continue later. Also in the place of a
+    /// [`SwitchoverMessage::Running`] that cannot be true, because part of the guest's memory was never sent.
     GaveUp {
         /// The reason.
         reason: Reason,
