@@ -394,13 +394,22 @@ fn is_leftover(dir: &Directory, name: &str, now_ms: u64) -> bool {
 /// # Errors
 /// The directory exists, and other users could change its content.
 pub fn unsettled(dir: impl Into<StateDir>) -> Result<Vec<Record>, RecordFileError> {
+    let mut records = all(dir)?;
+    records.retain(|record| !record.state.settled());
+    Ok(records)
+}
+
+/// Returns the records of `dir`, as [`unsettled`] does, with those that are settled.
+///
+/// # Errors
+/// The directory exists, and other users could change its content.
+pub fn all(dir: impl Into<StateDir>) -> Result<Vec<Record>, RecordFileError> {
     let place = dir.into();
     if place.is_missing() {
         return Ok(Vec::new());
     }
     let dir = place.open()?;
-    let records = names(&dir, &["json"]).into_iter().filter_map(|name| read(&dir, &name).ok());
-    Ok(records.filter(|record| !record.state.settled()).collect())
+    Ok(names(&dir, &["json"]).into_iter().filter_map(|name| read(&dir, &name).ok()).collect())
 }
 
 /// Returns the milliseconds since 1970, for the record's time stamps.

@@ -24,7 +24,7 @@ use super::claim::Claim;
 use super::features::{DESTINATION, DESTINATION_WITH_DELTAS};
 use super::qemu::{self, QUIT_TIME};
 use super::sockets::Listens;
-use super::{GatewayError, Placement, ReceiveOptions, direct};
+use super::{GatewayError, Placement, ReceiveOptions, direct, earlier};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
 use sterna_wire::reason::{ErrorKind, Reason};
@@ -46,7 +46,7 @@ pub fn receive(
     if !refusals.is_empty() {
         return Err(GatewayError::refused(format_args!("this QEMU cannot take a guest: {}", refusals.join("; "))));
     }
-    qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
+    earlier::refuse_if_claimed(&options.state_dir, &qmp)?;
     qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Qemu, &qmp)
         .map_err(GatewayError::refused)?;
     let listener = Listener::bind(&options.listen).map_err(GatewayError::refused)?;

@@ -22,7 +22,7 @@ use super::claim::Claim;
 use super::direct::{self, Inspected};
 use super::error::Cause;
 use super::features::DRY;
-use super::{GatewayError, SendMode, SendOptions, qemu};
+use super::{GatewayError, SendMode, SendOptions, earlier, qemu};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
 use sterna_wire::reason::ErrorKind;
@@ -93,13 +93,7 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     let _claim = Claim::of(&qmp).map_err(|error| found.source(&error));
     let of_settings = settings.refusals(Role::Source);
     of_settings.iter().for_each(|reason| found.source(reason));
-    if settings.status != "running" {
-        found.source(&format!(
-            "the guest does not run (its state is {}): only running guests are moved",
-            settings.status
-        ));
-    }
-    found.check(qemu::refuse_if_claimed(&options.state_dir, &qmp));
+    found.check(earlier::refuse_source(&options.state_dir, &qmp, &settings.status));
     found.check(qemu::check_state_directory(&options.state_dir));
     found.check(qemu::wait_cleaned_up(&qmp));
 

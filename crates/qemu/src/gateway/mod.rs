@@ -26,6 +26,7 @@ mod claim;
 mod destination;
 mod direct;
 mod dry_run;
+mod earlier;
 mod error;
 mod fault;
 mod features;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use sterna_engine::process;
-use sterna_engine::record_file::{now_ms, prepare, unsettled};
+use sterna_engine::record_file::{now_ms, prepare};
 use sterna_engine::session::Session;
 use sterna_wire::control::{Machine, Mode};
 use sterna_wire::reason::{ErrorKind, Reason};
@@ -123,22 +123,6 @@ pub(super) fn machine(qmp: &Qmp, downtime: Duration) -> Machine {
 /// Returns a closure that makes the reason of an error of QEMU, with `what` before its text.
 pub(super) fn failed<E: Display>(what: &'static str) -> impl Fn(E) -> Reason {
     move |error| Reason::new(ErrorKind::Monitor, error).within(what)
-}
-
-/// Fails if an earlier migration of this QEMU is not settled: its `recover` would act on the guest of the new migration.
-pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), GatewayError> {
-    let Some(own) = identity(qmp) else { return Ok(()) };
-    match unsettled(state_dir)
-        .map_err(GatewayError::untouched)?
-        .into_iter()
-        .find(|record| record.monitor_process == Some(own))
-    {
-        Some(record) => Err(GatewayError::untouched(format_args!(
-            "migration {} of this QEMU is not settled: run `sterna recover {}` first",
-            record.migration, record.migration
-        ))),
-        None => Ok(()),
-    }
 }
 
 /// Checks that records and private sockets can be made and that QEMU can use the sockets. A later failure would end the

@@ -40,7 +40,7 @@ use super::fault::WithFaultPoints;
 use super::features::{FEATURES, WITH_DELTAS};
 use super::qemu;
 use super::sockets::Listens;
-use super::{GatewayError, SendMode, SendOptions, direct};
+use super::{GatewayError, SendMode, SendOptions, direct, earlier};
 use crate::qmp::Qmp;
 use crate::settings::{RequiredSettings, Role, Settings};
 
@@ -58,18 +58,13 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     // Held to the end: keeps every other sterna from this QEMU.
     let _claim = Claim::of(&qmp).map_err(GatewayError::untouched)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::untouched)?;
+    // First: the records know more about a guest that does not run than QEMU does.
+    earlier::refuse_if_claimed(&options.state_dir, &qmp)?;
     let refusals = settings.refusals(Role::Source);
     if !refusals.is_empty() {
         return Err(GatewayError::untouched(format_args!("this guest cannot be moved: {}", refusals.join("; "))));
     }
-    if settings.status != "running" {
-        // The destination starts every guest that it receives: a guest that an operator paused must not run because it moved.
-        return Err(GatewayError::untouched(format_args!(
-            "the guest does not run (its state is {}): only running guests are moved; let it run first",
-            settings.status
-        )));
-    }
-    qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
+    earlier::refuse_source(&options.state_dir, &qmp, &settings.status)?;
     qemu::check_state_directory(&options.state_dir).map_err(GatewayError::untouched)?;
     // Before the destination is contacted: a `migrate` that QEMU refuses would end the destination's QEMU.
     qemu::wait_cleaned_up(&qmp).map_err(GatewayError::untouched)?;

@@ -1,0 +1,179 @@
+//! What the records of earlier migrations say about a QEMU, before it takes part in another one.
+//!
+//! A guest that is paused may have been moved away, may belong to another host since a decision that was not delivered, or may have been
+//! paused by a `send` that was killed. Whoever resumes it then runs the guest on two hosts. So the records are looked at before anything is
+//! said about a paused guest, and no text advises to run a guest unless it is known that this is its only copy, which no record shows.
+
+use std::path::Path;
+
+use sterna_engine::record_file;
+use sterna_wire::switchover::{ProcessIdentity, Record, RecordState, SourceState};
+
+use super::GatewayError;
+use super::qemu::identity;
+use crate::qmp::Qmp;
+
+/// Fails if an earlier migration of this QEMU is not settled: its `recover` would act on the guest of the new migration.
+pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), GatewayError> {
+    refuse_if_unsettled(&records_of(state_dir, identity(qmp))?)
+}
+
+/// As [`refuse_if_claimed`], for a source: fails as well if the guest does not run, `status` being its run state. The reason follows from the
+/// records.
+pub(super) fn refuse_source(state_dir: &Path, qmp: &Qmp, status: &str) -> Result<(), GatewayError> {
+    let records = records_of(state_dir, identity(qmp))?;
+    refuse_if_unsettled(&records)?;
+    // The destination starts every guest that it receives: a guest that an operator paused must not run because it moved.
+    if status == "running" { Ok(()) } else { Err(not_running(&records, state_dir, status)) }
+}
+
+/// Returns the records of a QEMU, the newest first; none where its process is not known.
+fn records_of(state_dir: &Path, qemu: Option<ProcessIdentity>) -> Result<Vec<Record>, GatewayError> {
+    let Some(qemu) = qemu else { return Ok(Vec::new()) };
+    let mut records = record_file::all(state_dir).map_err(GatewayError::untouched)?;
+    records.retain(|record| record.monitor_process == Some(qemu));
+    records.sort_by_key(|record| std::cmp::Reverse(record.updated_ms));
+    Ok(records)
+}
+
+fn refuse_if_unsettled(records: &[Record]) -> Result<(), GatewayError> {
+    let Some(record) = records.iter().find(|record| !record.state.settled()) else { return Ok(()) };
+    let id = record.migration;
+    let belongs = match record.state {
+        RecordState::Source(SourceState::Committed) => format!(", and its guest belongs to {}", record.peer),
+        _ => String::new(),
+    };
+    Err(GatewayError::untouched(format_args!(
+        "migration {id} of this QEMU is not settled{belongs}: run `sterna recover {id}` first"
+    )))
+}
+
+/// Returns the error for a guest that does not run, in the run state `status`, and whose migrations are settled.
+fn not_running(records: &[Record], state_dir: &Path, status: &str) -> GatewayError {
+    let paused = format!("the guest does not run (its state is {status})");
+    let moved = records.first().filter(|record| record.state == RecordState::Source(SourceState::Finished));
+    GatewayError::untouched(match moved {
+        Some(Record { migration, peer, .. }) => format!(
+            "{paused}: migration {migration} has moved it to {peer}, and this QEMU holds a stopped copy. Never resume that (`virsh resume`, \
+             QMP `cont`), or the guest runs on both hosts and its disks are lost; end this QEMU (QMP `quit`, `virsh destroy`)"
+        ),
+        None => format!(
+            "{paused}: only running guests are moved. No record in {} says why it was paused. Before it is resumed, make sure that it was \
+             not moved to another host: there, too, it would run",
+            state_dir.display()
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_engine::record_file::RecordFile;
+    use sterna_wire::control::Mode;
+    use sterna_wire::identity::{MigrationId, MigrationKey};
+    use sterna_wire::switchover::{DestinationState, RECORD_VERSION, SourceAfter};
+
+    use super::*;
+
+    const QEMU: ProcessIdentity = ProcessIdentity { pid: 4711, start_ticks: 99 };
+    /// Another process with the same number.
+    const LATER: ProcessIdentity = ProcessIdentity { start_ticks: 100, ..QEMU };
+
+    /// Writes the record of migration `number`, which was last written at that time.
+    fn write(directory: &Path, number: u8, state: RecordState, qemu: ProcessIdentity) {
+        let record = Record {
+            version: RECORD_VERSION,
+            migration: MigrationId::from_bytes([number; 16]),
+            state,
+            fenced_peer: false,
+            peer: "host-b:4920".into(),
+            mode: Mode::Direct,
+            monitor_socket: "/run/qmp".into(),
+            monitor_process: Some(qemu),
+            settings_before: None,
+            completion_permitted: false,
+            pausing: true,
+            disputed: None,
+            source_after: SourceAfter::Keep,
+            key: MigrationKey::from_bytes([2; 32]),
+            pid: 1,
+            created_ms: 0,
+            updated_ms: 0,
+        };
+        let id = record.migration;
+        RecordFile::create(directory, record.clone()).unwrap().write(state).unwrap();
+        // With a time that does not depend on the clock.
+        let side = if matches!(state, RecordState::Source(_)) { "source" } else { "destination" };
+        let record = record.advanced(state, 1, number.into());
+        std::fs::write(directory.join(format!("{id}.{side}.json")), record.to_json().unwrap()).unwrap();
+    }
+
+    fn refusal(directory: &Path, status: &str) -> Option<String> {
+        let records = records_of(directory, Some(QEMU)).unwrap();
+        let refused = refuse_if_unsettled(&records);
+        let error = refused.err().or_else(|| (status != "running").then(|| not_running(&records, directory, status)));
+        error.map(|error| error.to_string())
+    }
+
+    /// Checks that no text advises to run the guest.
+    fn advises_nothing(text: &str) {
+        for advice in ["let it run", "resume it first", "run it"] {
+            assert!(!text.contains(advice), "{advice}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_paused_guest_whose_migration_is_not_settled_is_for_recover() {
+        use SourceState as S;
+        for state in [S::Started, S::Aborted, S::Committed] {
+            let directory = tempfile::tempdir().unwrap();
+            write(directory.path(), 1, RecordState::Source(state), QEMU);
+            for status in ["paused", "running"] {
+                let text = refusal(directory.path(), status).unwrap();
+                assert!(text.contains("is not settled") && text.contains("run `sterna recover 0101"), "{text}");
+                assert_eq!(text.contains("its guest belongs to host-b:4920"), state == S::Committed, "{text}");
+                advises_nothing(&text);
+            }
+        }
+    }
+
+    #[test]
+    fn a_copy_that_was_kept_after_its_guest_moved_is_never_to_run() {
+        let directory = tempfile::tempdir().unwrap();
+        write(directory.path(), 1, RecordState::Source(SourceState::Resumed), QEMU);
+        write(directory.path(), 2, RecordState::Source(SourceState::Finished), QEMU);
+        let text = refusal(directory.path(), "paused").unwrap();
+        assert!(text.contains("migration 0202") && text.contains("has moved it to host-b:4920"), "{text}");
+        assert!(text.contains("Never resume that"), "{text}");
+        advises_nothing(&text);
+    }
+
+    #[test]
+    fn a_paused_guest_of_which_no_record_says_why_is_not_called_safe_to_run() {
+        use RecordState::{Destination, Source};
+        let records: [&[(RecordState, ProcessIdentity)]; 4] = [
+            &[],
+            // Another QEMU had its number.
+            &[(Source(SourceState::Finished), LATER), (Source(SourceState::Started), LATER)],
+            &[(Destination(DestinationState::Running), QEMU)],
+            // The copy that was kept was resumed, and another migration left it here.
+            &[(Source(SourceState::Finished), QEMU), (Source(SourceState::Resumed), QEMU)],
+        ];
+        for records in records {
+            let directory = tempfile::tempdir().unwrap();
+            for (number, (state, qemu)) in (1..).zip(records) {
+                write(directory.path(), number, *state, *qemu);
+            }
+            let text = refusal(directory.path(), "paused").unwrap();
+            assert!(text.contains("No record in") && text.contains("not moved to another host"), "{text}");
+            advises_nothing(&text);
+            assert_eq!(refusal(directory.path(), "running"), None);
+        }
+    }
+
+    #[test]
+    fn a_qemu_whose_process_is_not_known_has_no_records() {
+        let directory = tempfile::tempdir().unwrap();
+        write(directory.path(), 1, RecordState::Source(SourceState::Started), QEMU);
+        assert!(records_of(directory.path(), None).unwrap().is_empty());
+    }
+}
