@@ -32,7 +32,8 @@ const SETTLED: &str = "QEMU's block layer has nothing under way took=";
 /// A rate of the guest's writes with [`SLOWLY`] at which a move does not end, even if the guest gets little of a CPU: it writes only stamps
 /// then, which takes little.
 const MANY_WRITES: u64 = 200 * MIB;
-const SLOWLY: &[&str] = &["--bandwidth", "16MB/s", "--method", "none"];
+/// Twice what the disks write into memory: with those alone, rounds end.
+const SLOWLY: &[&str] = &["--bandwidth", "32MB/s", "--method", "none"];
 
 fn machine(dirty_rate: u64, disks: Vec<Disk>) -> QemuOptions {
     let linux = LinuxGuest {
