@@ -103,6 +103,10 @@ impl<'a> SourceMonitor<'a> {
         self.monitor.call("machine_type", |vmm| vmm.machine_type())
     }
 
+    pub(crate) fn may_go_on(&mut self) -> Result<(), VmmError> {
+        self.monitor.attempt("may_go_on", |vmm| vmm.may_go_on())
+    }
+
     pub(crate) fn settle_io(&mut self) -> Result<(), VmmError> {
         self.monitor.attempt("settle_io", |vmm| vmm.settle_io())
     }

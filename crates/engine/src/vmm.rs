@@ -59,6 +59,16 @@ pub trait SourceVmm {
         Ok(())
     }
 
+    /// Checks whether the guest can still be moved, as far as the monitor knows: for example that no operator has begun something that does not
+    /// go together with a migration. Called once per round, before [`SourceVmm::settle_io`]. Permits it by default, which is right where the
+    /// monitor itself refuses such a thing during a migration.
+    ///
+    /// # Errors
+    /// The migration fails; the guest runs on.
+    fn may_go_on(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
     /// Checks whether the guest may be stopped for the switchover. Called before the record notes that this migration stops the guest: by
     /// that note `sterna recover` resumes the guest, and a guest that somebody else has stopped must stay stopped. Permits it by default,
     /// which is right where only the monitor stops its guest.

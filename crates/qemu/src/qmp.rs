@@ -10,6 +10,7 @@
 //! Protocol: docs/interop/qmp-spec in QEMU's documentation.
 
 mod answers;
+mod run_state;
 #[cfg(test)]
 mod tests;
 
@@ -30,6 +31,7 @@ use sterna_engine::transport::peer_process;
 use sterna_wire::text::cleaned;
 
 pub use answers::{MigrationInfo, RamInfo, Version};
+pub use run_state::{Meaning, RunState};
 
 /// How long the greeting and each command may take by default.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -384,6 +386,11 @@ impl Qmp {
             .as_str()
             .map(str::to_owned)
             .ok_or_else(|| QmpError::Unexpected { command: "query-status".into(), reason: "no status".into() })
+    }
+
+    /// Returns the run state, with what it means for the guest.
+    pub fn run_state(&self) -> Result<RunState, QmpError> {
+        self.status().map(|name| RunState::named(&name))
     }
 
     /// Returns state and counters of the migration, outgoing or incoming.

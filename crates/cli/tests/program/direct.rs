@@ -265,7 +265,7 @@ fn a_guest_that_another_program_resumes_before_the_decision_stays_at_the_source(
     let Some((mut migration, code)) = held("source.before-relay-shut", resume) else { return };
     assert_eq!(code, FAILED);
     let reason = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
-    assert!(reason.contains("somebody else let the guest run"), "{reason}");
+    assert!(reason.contains("another program let the guest run"), "{reason}");
     migration.receiver.take().unwrap().finish();
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
 

@@ -15,6 +15,7 @@ mod dry_run;
 mod exit_codes;
 mod move_guest;
 mod moved_by_others;
+mod neighbours;
 mod outcomes;
 mod post_copy;
 mod proxy;

@@ -22,6 +22,7 @@ use super::claim::Claim;
 use super::direct::{self, Inspected};
 use super::error::Cause;
 use super::features::DRY;
+use super::neighbours;
 use super::{GatewayError, SendMode, SendOptions, earlier, qemu};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
@@ -95,7 +96,7 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     of_settings.iter().for_each(|reason| found.source(reason));
     found.check(earlier::refuse_source(&options.state_dir, &qmp, &settings.status));
     found.check(qemu::check_state_directory(&options.state_dir));
-    found.check(qemu::wait_cleaned_up(&qmp));
+    found.check(neighbours::check_jobs(&qmp));
 
     let inspected = direct::inspect(&qmp);
     let not_direct = match options.mode {
@@ -106,6 +107,7 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     let encoding = found.encoding(options, mode);
     if mode == Mode::Owner {
         found.needs_direct(&qmp, options, &not_direct);
+        found.check(qemu::wait_cleaned_up(&qmp));
         if of_settings.is_empty() {
             found.check(Settings::plan(&qmp, &super::source::wanted(options, options.downtime)).map(drop));
         }

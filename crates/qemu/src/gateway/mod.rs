@@ -32,6 +32,7 @@ mod fault;
 mod features;
 mod feeder;
 mod layout;
+mod neighbours;
 mod plane;
 mod proxy;
 mod qemu;

@@ -18,7 +18,7 @@ use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordSta
 use super::backlog::BacklogEntry;
 use super::sockets::{Listens, SocketPlace, accept_until};
 use super::{GatewayError, SocketDirectory};
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{Meaning, Qmp, QmpError};
 use crate::stream::MultifdInit;
 
 /// Guest page size in bytes: x86, the only architecture that this version moves.
@@ -200,14 +200,14 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
     }
 }
 
-/// Resumes the guest (QMP `cont`), and confirms that it runs.
+/// Resumes the guest (QMP `cont`), and confirms that it runs, or has run: its first instructions may switch it off.
 pub(super) fn cont(qmp: &Qmp) -> Result<(), QmpError> {
     qmp.execute("cont", json!({}))?;
-    let status = qmp.status()?;
-    if status == "running" {
+    let state = qmp.run_state()?;
+    if state.has_executed() {
         return Ok(());
     }
-    Err(QmpError::Unexpected { command: "cont".into(), reason: format!("the guest is {status} after it") })
+    Err(QmpError::Unexpected { command: "cont".into(), reason: format!("the guest is {state} after it") })
 }
 
 /// Ends the QEMU process of a record by QMP `quit`, and waits until it has exited.
@@ -236,16 +236,15 @@ pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration)
 /// # Errors
 /// The QEMU still lives: it does not exit, or is in a state in which no migration leaves it.
 pub(super) fn end_source(qmp: &Qmp, record: &Record) -> Result<SourceGuest, String> {
-    let left_behind = if record.mode == Mode::Direct { "paused" } else { "postmigrate" };
-    match qmp.status().as_deref() {
+    let state = qmp.run_state();
+    match state.as_ref().map(|state| (state.meaning(), state.name(), record.mode)) {
         // An operator has resumed a guest that belongs to the destination: a contradiction, which `quit` must not hide.
-        Ok("running") => return Ok(SourceGuest::Running),
-        // A QEMU that does not answer is ended as well.
-        Ok(status) if status == left_behind => {}
-        Err(_) => {}
-        Ok(other) => {
+        Ok((Meaning::Executes, ..)) => return Ok(SourceGuest::Running),
+        // In direct mode the guest is paused, and may have been reset since. A QEMU that does not answer is ended as well.
+        Ok((Meaning::Stopped | Meaning::NeedsReset, _, Mode::Direct) | (_, "postmigrate", Mode::Owner)) | Err(_) => {}
+        Ok((_, name, _)) => {
             return Err(format!(
-                "in the state {other}, in which no migration leaves it (somebody else has been at it), so that it was not ended"
+                "in the state {name}, in which no migration leaves it (another program has changed it), so that it was not ended"
             ));
         }
     }
@@ -310,7 +309,8 @@ pub(super) fn recorded_state(qmp: &Qmp, record: &Record) -> Result<SourceGuest, 
         return source_state(qmp);
     }
     // QEMU itself has no migration. A guest that is paused although this migration had not begun to pause it was paused by an operator.
-    let paused = record.pausing && qmp.status()? == "paused";
+    // One that was reset while it was paused is in another state, and goes on by `cont` as well.
+    let paused = record.pausing && qmp.run_state()?.meaning() == Meaning::Stopped;
     Ok(if paused { SourceGuest::Completed } else { SourceGuest::Running })
 }
 
@@ -417,7 +417,8 @@ pub(super) fn clean_up(qmp: &Qmp) -> Result<(), String> {
 }
 
 /// Advice for a QEMU that never cleans up.
-const RESTART_ADVICE: &str = "it can only be moved after it was shut down and started again in a new QEMU";
+const RESTART_ADVICE: &str =
+    "it can only be moved directly (--mode direct), or after it was shut down and started again in a new QEMU";
 
 /// Returns whether QEMU has cleaned up within `time`.
 fn cleaned_up_within(qmp: &Qmp, time: Duration) -> bool {

@@ -38,6 +38,7 @@ use super::backlog::Backlog;
 use super::claim::Claim;
 use super::fault::WithFaultPoints;
 use super::features::{FEATURES, WITH_DELTAS};
+use super::neighbours;
 use super::qemu;
 use super::sockets::Listens;
 use super::{GatewayError, SendMode, SendOptions, direct, earlier};
@@ -66,13 +67,15 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     }
     earlier::refuse_source(&options.state_dir, &qmp, &settings.status)?;
     qemu::check_state_directory(&options.state_dir).map_err(GatewayError::untouched)?;
-    // Before the destination is contacted: a `migrate` that QEMU refuses would end the destination's QEMU.
-    qemu::wait_cleaned_up(&qmp).map_err(GatewayError::untouched)?;
+    neighbours::check_jobs(&qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
     let not_direct = match try_direct(&qmp, options, cancel, observer)? {
         Direct::Done(report) => return Ok(*report),
         Direct::Not(why) => why,
     };
+    // Before the destination is contacted: a `migrate` that QEMU refuses would end the destination's QEMU. Direct mode needs no migration of
+    // QEMU's.
+    qemu::wait_cleaned_up(&qmp).map_err(GatewayError::untouched)?;
     qemu::check_sockets(&options.socket_dir, Listens::Sterna, &qmp).map_err(GatewayError::untouched)?;
     let steering =
         Steering::begin(&options.control, cancel).map_err(|error| GatewayError::untouched(error.to_string()))?;

@@ -1,5 +1,6 @@
 //! Tests whose outcome depends on the moment, or on the machine's speed: `make soak` runs them, `make test` does not (.config/nextest.toml).
 
+mod aborted;
 mod accelerated;
 mod kills;
 mod slowed_down;

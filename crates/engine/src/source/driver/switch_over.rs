@@ -53,8 +53,10 @@ impl Driver<'_> {
     /// Has the monitor wait until the input and output under way has written guest RAM.
     pub(super) fn settle_io(&mut self) -> Result<(), Reason> {
         let inside = self.occupied.enter(&self.kernel.abort);
-        let settled = self.vmm.settle_io();
+        let permitted = self.vmm.may_go_on();
+        let settled = if permitted.is_ok() { self.vmm.settle_io() } else { Ok(()) };
         drop(inside);
+        permitted.map_err(|error| Reason::new(ErrorKind::Monitor, error))?;
         settled.map_err(monitor("the guest's input and output does not settle"))?;
         // The time limit does not count the wait, in which no page could be sent.
         self.await_progress();

@@ -5,6 +5,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
+use crate::gateway::neighbours;
 use crate::qmp::Qmp;
 
 /// The first and the last release, as major and minor number, that are known to drain the block layer in a
@@ -94,10 +95,7 @@ fn check_commands(qmp: &Qmp) -> Result<(), String> {
 }
 
 fn check_migration(qmp: &Qmp) -> Result<(), String> {
-    let migration = query(qmp, "query-migrate")?;
-    if let Some(reason) = migration["blocked-reasons"].as_array().and_then(|all| all.first()) {
-        return Err(format!("QEMU says that the guest cannot be migrated: {}", reason.as_str().unwrap_or("no reason")));
-    }
+    neighbours::check_migration(qmp)?;
     let parameters = query(qmp, "query-migrate-parameters")?;
     // Since 8.2, QEMU reports blockers for the migration mode that is set.
     if let Some(mode) = parameters["mode"].as_str().filter(|mode| *mode != "normal") {

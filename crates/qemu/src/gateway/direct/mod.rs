@@ -54,6 +54,7 @@ pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory}
 use self::ram::{DirectRam, Survey};
 use self::source::QemuSource;
 use super::fault::WithFaultPoints;
+use super::neighbours::Media;
 use super::{DirectOptions, SendOptions, qemu};
 use crate::qmp::Qmp;
 
@@ -61,6 +62,7 @@ use crate::qmp::Qmp;
 #[derive(Debug)]
 pub(super) struct Ready {
     ram: DirectRam,
+    media: Media,
     machine_type: String,
 }
 
@@ -77,9 +79,10 @@ impl Ready {
 /// Why it cannot, and what would make it possible. QEMU is unchanged.
 pub(super) fn prepare(qmp: &Qmp) -> Result<Ready, String> {
     eligible::check(qmp)?;
+    let media = Media::of(qmp)?;
     let ram = DirectRam::of_source(qmp)?;
     let machine_type = qemu::machine(qmp, Duration::ZERO).machine_type;
-    Ok(Ready { ram, machine_type })
+    Ok(Ready { ram, media, machine_type })
 }
 
 /// Returns the kind of a refusal to move a guest directly: whether this process may read QEMU's memory at all.
@@ -157,7 +160,7 @@ pub(super) fn send(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Report, MigrationError> {
-    let Ready { ram, machine_type } = ready;
+    let Ready { ram, media, machine_type } = ready;
     let tracking = ram.tracking();
     let stopped = ram.stopped();
     // `recover` may be started in another directory.
@@ -170,7 +173,7 @@ pub(super) fn send(
         settings_before: None,
     };
     let (guest, log, watched) = ram.into_parts();
-    let mut vmm = QemuSource::new(qmp.clone(), machine_type, guest.clone(), watched, record.clone());
+    let mut vmm = QemuSource::new(qmp.clone(), machine_type, guest.clone(), watched, media, record.clone());
     let direct = &options.direct;
     let mut source = Source::new(guest, log)
         .monitor(record.clone())

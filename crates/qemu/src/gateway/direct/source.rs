@@ -17,8 +17,9 @@ use super::ram::Watched;
 use super::stream::has_nested_guest;
 use super::throttle::VcpuThrottle;
 use crate::gateway::fault;
+use crate::gateway::neighbours::{self, Media};
 use crate::gateway::qemu::{self, SOURCE_QUIT_TIME};
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{Meaning, Qmp, QmpError, RunState};
 
 /// How long the block layer may take to finish its requests: enough for a slow network store, but not for one that hangs.
 const SETTLING_TIME: Duration = Duration::from_secs(30);
@@ -56,6 +57,8 @@ pub(super) struct QemuSource {
     /// Its RAM, and the conditions for complete tracking, which are checked when the guest has stopped.
     guest: GuestRam,
     watched: Watched,
+    /// The media of its drives at the start.
+    media: Media,
     /// The files of its disks at the start, for error texts.
     disks: String,
     record: MonitorRecord,
@@ -74,6 +77,7 @@ impl QemuSource {
         machine_type: String,
         guest: GuestRam,
         watched: Watched,
+        media: Media,
         record: MonitorRecord,
     ) -> Self {
         // Queried now, because QEMU does not answer any more once its storage hangs.
@@ -84,6 +88,7 @@ impl QemuSource {
             machine_type,
             guest,
             watched,
+            media,
             disks,
             record,
             stopped: false,
@@ -123,6 +128,13 @@ impl QemuSource {
         }
     }
 
+    /// Checks that no other program has begun something that does not go together with moving the guest.
+    fn check_neighbours(&self) -> Result<(), String> {
+        neighbours::check_jobs(&self.qmp)?;
+        neighbours::check_migration(&self.qmp)?;
+        self.media.check(&self.qmp)
+    }
+
     fn save_devices(&self) -> Result<Vec<u8>, VmmError> {
         let file = File::from(rustix::fs::memfd_create("sterna-devices", MemfdFlags::CLOEXEC)?);
         // QEMU uses a descriptor of its set only if the access mode is exactly the requested one.
@@ -149,6 +161,10 @@ impl SourceVmm for QemuSource {
 
     fn machine_type(&self) -> String {
         self.machine_type.clone()
+    }
+
+    fn may_go_on(&mut self) -> Result<(), VmmError> {
+        Ok(self.check_neighbours()?)
     }
 
     fn settle_io(&mut self) -> Result<(), VmmError> {
@@ -192,14 +208,25 @@ impl SourceVmm for QemuSource {
 
     fn confirm_paused(&mut self) -> Result<(), VmmError> {
         // QEMU sends RESUME before the guest's vCPUs start, and in order with its answers.
-        let status = self.qmp.status()?;
+        let state = self.qmp.run_state()?;
         let resumed = self.qmp.wait_event("RESUME", |_| true, Instant::now())?;
-        if status == "paused" && resumed.is_none() {
-            return Ok(());
+        match state.meaning() {
+            Meaning::Stopped if resumed.is_none() && state.name() == "paused" => Ok(()),
+            // A reset that the guest requested just before it was stopped is carried out here and would be lost at the destination, where
+            // the guest would wait for it for ever. `prelaunch` is the state after it; `cont` lets the guest boot.
+            Meaning::Stopped if resumed.is_none() => Err(format!(
+                "the guest was reset or stopped otherwise while it was paused for its switchover (QEMU: {state}): it goes on here; send \
+                 again"
+            )
+            .into()),
+            Meaning::Executes | Meaning::Stopped => {
+                // Another program resumed the guest and is now responsible for whether it runs.
+                self.stopped = false;
+                Err(format!("another program let the guest run while it was paused for its switchover (QEMU: {state})")
+                    .into())
+            }
+            _ => Err(format!("QEMU is {state} where its guest was paused for its switchover").into()),
         }
-        // Another program resumed the guest and is now responsible for whether it runs.
-        self.stopped = false;
-        Err(format!("somebody else let the guest run while it was stopped for its switchover (QEMU: {status})").into())
     }
 
     fn pause(&mut self) -> Result<(), VmmError> {
@@ -210,7 +237,9 @@ impl SourceVmm for QemuSource {
         self.stopped = true;
         self.qmp.execute("stop", json!({}))?;
         self.watched.check(&self.qmp, &self.guest)?;
+        self.check_neighbours()?;
         let state = self.save_devices()?;
+        neighbours::check_inactive(&self.qmp)?;
         if has_nested_guest(&state) {
             return Err(
                 "the guest runs guests of its own, whose hardware pages are not tracked: use --mode stream".into()
@@ -257,13 +286,15 @@ impl SourceVmm for QemuSource {
     }
 
     fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {
-        match self.qmp.status().as_deref() {
-            Ok("running") => return Ok(AfterMove::RunsHere),
-            // A QEMU that does not answer is ended as well.
-            Ok("paused") | Err(_) => {}
-            Ok(other) => {
+        let state = self.qmp.run_state();
+        match state.as_ref().map(RunState::meaning) {
+            Ok(Meaning::Executes) => return Ok(AfterMove::RunsHere),
+            // A guest that was reset or switched off while it was paused. A QEMU that does not answer is ended as well.
+            Ok(Meaning::Stopped | Meaning::NeedsReset) | Err(_) => {}
+            Ok(Meaning::Migrated | Meaning::Incoming | Meaning::Unknown) => {
+                let state = state.map_or_else(|error| error.to_string(), |state| state.to_string());
                 return Err(format!(
-                    "the source's QEMU is {other} (somebody else has been at it), so that it was not ended"
+                    "the source's QEMU is {state}, in which no migration of Sterna leaves it, so that it was not ended"
                 )
                 .into());
             }

@@ -10,7 +10,7 @@ use sterna_wire::switchover::{DestinationEnd, DestinationGuest, DestinationState
 use super::{Recovery, durable, restore_settings};
 use crate::gateway::GatewayError;
 use crate::gateway::qemu::{self, QUIT_TIME};
-use crate::qmp::Qmp;
+use crate::qmp::{Meaning, Qmp};
 
 /// Settles the migration from a record in `state`.
 pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result<String, GatewayError> {
@@ -43,12 +43,14 @@ fn guest_state(recovery: &Recovery<'_>, state: DestinationState) -> Result<Desti
         Some(qmp) => qmp,
         None => return Ok(DestinationGuest::Gone),
     };
-    match qmp.status().map_err(GatewayError::new)?.as_str() {
-        "inmigrate" => Ok(DestinationGuest::Incoming),
-        "running" => Ok(DestinationGuest::Running),
-        "paused" => Ok(DestinationGuest::Paused),
-        other => Err(GatewayError::new(format!(
-            "QEMU is in the state {other}, which no migration of Sterna leaves behind: somebody else has been at it, and nothing is \
+    let state = qmp.run_state().map_err(GatewayError::new)?;
+    match state.meaning() {
+        Meaning::Incoming => Ok(DestinationGuest::Incoming),
+        // Also a guest that was started and has stopped by itself since, for example because it was switched off.
+        _ if state.has_executed() => Ok(DestinationGuest::Running),
+        Meaning::Stopped if state.name() == "paused" => Ok(DestinationGuest::Paused),
+        _ => Err(GatewayError::new(format!(
+            "QEMU is in the state {state}, in which no migration of Sterna leaves it: another program has changed it, and nothing was \
              touched"
         ))),
     }
