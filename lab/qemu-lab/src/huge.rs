@@ -79,6 +79,11 @@ impl HugePages {
         turn.lock().map_err(|error| unavailable(format!("locking {TURN}: {error}")))?;
         let before = count().map_err(|error| unavailable(format!("{COUNT}: {error}")))?;
         let wanted = before + bytes.div_ceil(2 << 20);
+        let note = note_for_leftovers();
+        if let Some(note) = &note {
+            std::fs::write(note, before.to_string())
+                .map_err(|error| unavailable(format!("{}: {error}", note.display())))?;
+        }
         set_count(wanted).map_err(|error| unavailable(format!("{COUNT}: {error}")))?;
         let reserved = HugePages { before, _turn: turn };
         match count() {
@@ -91,10 +96,17 @@ impl HugePages {
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        if let Err(error) = set_count(self.before) {
-            tracing::warn!(%error, "huge pages stay reserved");
+        match set_count(self.before) {
+            Ok(()) => drop(note_for_leftovers().map(std::fs::remove_file)),
+            Err(error) => tracing::warn!(%error, "huge pages stay reserved"),
         }
     }
+}
+
+/// Returns the file in which `scripts/leftovers` finds the former number of pages after a test that was killed; none outside a run of the
+/// scripts. There is one, as there is one reservation at a time.
+fn note_for_leftovers() -> Option<PathBuf> {
+    std::env::var_os("STERNA_RUN").map(|_| std::env::temp_dir().join("huge-pages"))
 }
 
 fn count() -> std::io::Result<u64> {

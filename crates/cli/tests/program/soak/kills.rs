@@ -16,9 +16,9 @@ use sterna_qemu_lab::QemuVersion;
 use sterna_test_kit::Random;
 use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
 
-/// Number of kills in an ordinary test run, in each mode.
+/// Number of kills by default, in each mode.
 const DEFAULT_KILLS: u64 = 20;
-/// Number of processes that are stopped in an ordinary test run, and for how many seconds.
+/// Number of processes that are stopped by default, and for how many seconds.
 const DEFAULT_STOPS: u64 = 4;
 const DEFAULT_STOPPED: u64 = 2;
 /// Concurrent cases; most of the time each of them waits.
