@@ -103,8 +103,8 @@ impl<'a> SourceMonitor<'a> {
         self.monitor.call("machine_type", |vmm| vmm.machine_type())
     }
 
-    pub(crate) fn may_go_on(&mut self) -> Result<(), VmmError> {
-        self.monitor.attempt("may_go_on", |vmm| vmm.may_go_on())
+    pub(crate) fn check_migratable(&mut self) -> Result<(), VmmError> {
+        self.monitor.attempt("check_migratable", |vmm| vmm.check_migratable())
     }
 
     pub(crate) fn settle_io(&mut self) -> Result<(), VmmError> {

@@ -65,7 +65,7 @@ pub trait SourceVmm {
     ///
     /// # Errors
     /// The migration fails; the guest runs on.
-    fn may_go_on(&mut self) -> Result<(), VmmError> {
+    fn check_migratable(&mut self) -> Result<(), VmmError> {
         Ok(())
     }
 

@@ -241,7 +241,11 @@ fn a_guest_that_another_program_pauses_meanwhile_stays_at_the_source() {
 
 /// Holds a direct migration at `point` of the source, calls `meanwhile`, and lets the migration continue.
 fn held(point: &str, meanwhile: impl FnOnce(&Pair)) -> Option<(Migration, Option<i32>)> {
-    let pair = pair(&boot_sector(), &boot_sector().incoming())?;
+    held_of(&boot_sector(), point, meanwhile)
+}
+
+fn held_of(options: &QemuOptions, point: &str, meanwhile: impl FnOnce(&Pair)) -> Option<(Migration, Option<i32>)> {
+    let pair = pair(options, &options.incoming())?;
     let receiver = receiver(&pair, &[]);
     let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
     let mut command = send_by("direct", qmp, &receiver.address(), &state, &json);
@@ -278,6 +282,41 @@ fn a_guest_that_another_program_resumes_before_the_decision_stays_at_the_source(
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
 }
 
+/// A guest whose QEMU does not end when the guest is reset.
+fn resettable() -> QemuOptions {
+    QemuOptions { extra: ["-action", "reboot=reset"].map(String::from).into(), ..boot_sector() }
+}
+
+/// Resets a guest that is paused. QEMU carries that out, and leaves the guest stopped, in another state.
+fn reset_paused(pair: &Pair) {
+    pair.source.monitor.execute("system_reset", json!({})).unwrap();
+    assert!(eventually(LONG, || pair.source.status().as_deref() == Some("prelaunch")), "{:?}", pair.source.status());
+}
+
+#[test]
+fn a_guest_that_is_reset_while_it_is_paused_boots_at_the_source() {
+    let Some((mut migration, code)) = held_of(&resettable(), "source.before-relay-shut", reset_paused) else { return };
+    assert_eq!(code, FAILED);
+    let reason = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
+    assert!(reason.contains("was reset") && reason.contains("prelaunch"), "{reason}");
+    migration.receiver.take().unwrap().finish();
+    assert!(migration.pair.source.runs());
+    migration.pair.never_both().unwrap();
+}
+
+#[test]
+fn recover_lets_a_guest_boot_that_was_reset_while_it_was_paused() {
+    let Some(pair) = pair(&resettable(), &resettable().incoming()) else { return };
+    let mut migration = Migration::start_by("direct", pair, &[], Some("source.before-relay-shut:crash"), None);
+    migration.wait_crash(Side::Source).unwrap();
+    reset_paused(&migration.pair);
+    let (ended, text) = Side::Source.recover(&migration.pair, &[], None).expect("there is a record").finish();
+    assert!(ended.success() && text.contains("runs here"), "{text}");
+    assert!(migration.pair.source.runs());
+    migration.receiver.take().unwrap().finish();
+    migration.pair.never_both().unwrap();
+}
+
 #[test]
 fn recover_does_not_resume_a_guest_that_another_program_paused() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
@@ -288,8 +327,8 @@ fn recover_does_not_resume_a_guest_that_another_program_paused() {
     migration.wait_crash(Side::Source).unwrap();
     migration.receiver.take().unwrap().finish();
     assert_eq!(Side::Source.state(&migration.pair), Some(RecordState::Source(SourceState::Aborted)));
-    let (ended, _) = Side::Source.recover(&migration.pair, &[], None).expect("there is a record").finish();
-    assert!(ended.success());
+    let (ended, text) = Side::Source.recover(&migration.pair, &[], None).expect("there is a record").finish();
+    assert!(ended.success() && text.contains("does not run (QEMU: paused)"), "{text}");
     assert_eq!(migration.pair.source.status().as_deref(), Some("paused"));
     migration.pair.source.monitor.execute("cont", json!({})).unwrap();
     assert_eq!(migration.exactly_one(), Ok(Side::Source));

@@ -107,10 +107,7 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     let encoding = found.encoding(options, mode);
     if mode == Mode::Owner {
         found.needs_direct(&qmp, options, &not_direct);
-        found.check(qemu::wait_cleaned_up(&qmp));
-        if of_settings.is_empty() {
-            found.check(Settings::plan(&qmp, &super::source::wanted(options, options.downtime)).map(drop));
-        }
+        found.by_stream(&qmp, options, of_settings.is_empty());
     }
     let machine = qemu::machine(&qmp, options.downtime);
     let mut not_direct = not_direct;
@@ -124,6 +121,7 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
             not_direct.extend(refusals.iter().map(|reason| format!("the destination refuses it: {reason}")));
             (mode, answer) = (Mode::Owner, by_stream);
             found.needs_direct(&qmp, options, &not_direct);
+            found.by_stream(&qmp, options, of_settings.is_empty());
         }
     }
     if cancel.is_cancelled() {
@@ -213,6 +211,14 @@ impl Found {
     fn check(&mut self, checked: Result<(), impl Cause>) {
         if let Err(cause) = checked {
             self.source(&cause);
+        }
+    }
+
+    /// Adds what keeps this QEMU from migrating its guest by its own stream, with settings that can be read or not.
+    fn by_stream(&mut self, qmp: &Qmp, options: &SendOptions, settings_are_fine: bool) {
+        self.check(qemu::wait_cleaned_up(qmp));
+        if settings_are_fine {
+            self.check(Settings::plan(qmp, &super::source::wanted(options, options.downtime)).map(drop));
         }
     }
 

@@ -51,7 +51,7 @@ fn check_listed_jobs(jobs: &Value) -> Result<(), String> {
 pub(super) fn check_migration(qmp: &Qmp) -> Result<(), String> {
     let migration = qmp.query_migrate().map_err(|error| error.to_string())?;
     if let Some(reason) = migration.blocked_reasons.first() {
-        return Err(format!("QEMU says that the guest cannot be migrated: {}", cleaned(reason)));
+        return Err(format!("QEMU reports that the guest cannot be migrated: {}", cleaned(reason)));
     }
     if migration.is_active() {
         return Err(format!(
@@ -71,18 +71,10 @@ struct Medium {
     read_only: bool,
 }
 
-/// A drive of the guest.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Drive {
-    medium: Option<Medium>,
-    /// Whether its tray is open; none if it has no tray.
-    tray_open: Option<bool>,
-}
-
-/// The media of the guest's drives when its migration began. The destination has been started with the same: another medium there is
-/// another disk under the guest's feet.
+/// The media of the guest's drives, by the names of the drives, when the migration began. The destination's QEMU was started with the same.
+/// Whether a tray is open is part of a device's state, which moves with the guest.
 #[derive(Debug)]
-pub(super) struct Media(BTreeMap<String, Drive>);
+pub(super) struct Media(BTreeMap<String, Option<Medium>>);
 
 impl Media {
     /// Returns the media of this QEMU's drives.
@@ -105,7 +97,7 @@ impl Media {
                 bytes: inserted["image"]["virtual-size"].as_u64(),
                 read_only: inserted["ro"].as_bool().unwrap_or(false),
             });
-            (name.unwrap_or_default(), Drive { medium, tray_open: drive["tray_open"].as_bool() })
+            (name.unwrap_or_default(), medium)
         };
         Self(drives.as_array().into_iter().flatten().map(drive).collect())
     }
@@ -125,6 +117,8 @@ impl Media {
             if before == after {
                 continue;
             }
+            let [before, after] =
+                [before, after].map(|medium| medium.as_ref().map_or("no medium".into(), Medium::to_string));
             return Err(format!(
                 "drive {name} had {before} when the migration began, and now has {after}: the destination would show the guest the former \
                  one; start the destination's QEMU with what the drive has now, and send again"
@@ -134,21 +128,14 @@ impl Media {
     }
 }
 
-impl fmt::Display for Drive {
+impl fmt::Display for Medium {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.medium {
-            None => f.write_str("no medium")?,
-            Some(Medium { file, bytes, read_only }) => {
-                f.write_str(file)?;
-                if let Some(bytes) = bytes {
-                    write!(f, " of {bytes} bytes")?;
-                }
-                if *read_only {
-                    f.write_str(", read-only")?;
-                }
-            }
+        let Self { file, bytes, read_only } = self;
+        f.write_str(file)?;
+        if let Some(bytes) = bytes {
+            write!(f, " of {bytes} bytes")?;
         }
-        if self.tray_open == Some(true) { f.write_str(", its tray open") } else { Ok(()) }
+        if *read_only { f.write_str(", read-only") } else { Ok(()) }
     }
 }
 
@@ -244,7 +231,7 @@ mod tests {
         let media = |inserted: Value| {
             Media::listed(&json!([
                 { "device": "", "qdev": "/machine/peripheral/disk/virtio-backend", "inserted": { "file": "a", "ro": false, "node-name": "d" } },
-                { "device": "cd0", "qdev": "cd", "tray_open": false, "inserted": inserted },
+                { "device": "cd0", "qdev": "cd", "tray_open": true, "inserted": inserted },
             ]))
         };
         let inserted = |file: &str, bytes: u64, ro: bool| json!({ "file": file, "node-name": "n", "ro": ro, "image": { "virtual-size": bytes } });

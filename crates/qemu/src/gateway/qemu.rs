@@ -18,7 +18,7 @@ use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordSta
 use super::backlog::BacklogEntry;
 use super::sockets::{Listens, SocketPlace, accept_until};
 use super::{GatewayError, SocketDirectory};
-use crate::qmp::{Meaning, Qmp, QmpError};
+use crate::qmp::{Meaning, Qmp, QmpError, RunState};
 use crate::stream::MultifdInit;
 
 /// Guest page size in bytes: x86, the only architecture that this version moves.
@@ -238,10 +238,11 @@ pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration)
 pub(super) fn end_source(qmp: &Qmp, record: &Record) -> Result<SourceGuest, String> {
     let state = qmp.run_state();
     match state.as_ref().map(|state| (state.meaning(), state.name(), record.mode)) {
-        // An operator has resumed a guest that belongs to the destination: a contradiction, which `quit` must not hide.
-        Ok((Meaning::Executes, ..)) => return Ok(SourceGuest::Running),
+        // An operator has resumed a guest that belongs to the destination: a contradiction, which `quit` must not hide. It may have stopped by
+        // itself since.
+        _ if state.as_ref().is_ok_and(RunState::has_executed) => return Ok(SourceGuest::Running),
         // In direct mode the guest is paused, and may have been reset since. A QEMU that does not answer is ended as well.
-        Ok((Meaning::Stopped | Meaning::NeedsReset, _, Mode::Direct) | (_, "postmigrate", Mode::Owner)) | Err(_) => {}
+        Ok((Meaning::Stopped, _, Mode::Direct) | (_, "postmigrate", Mode::Owner)) | Err(_) => {}
         Ok((_, name, _)) => {
             return Err(format!(
                 "in the state {name}, in which no migration leaves it (another program has changed it), so that it was not ended"
@@ -308,10 +309,21 @@ pub(super) fn recorded_state(qmp: &Qmp, record: &Record) -> Result<SourceGuest, 
     if record.mode != Mode::Direct {
         return source_state(qmp);
     }
-    // QEMU itself has no migration. A guest that is paused although this migration had not begun to pause it was paused by an operator.
-    // One that was reset while it was paused is in another state, and goes on by `cont` as well.
-    let paused = record.pausing && qmp.run_state()?.meaning() == Meaning::Stopped;
-    Ok(if paused { SourceGuest::Completed } else { SourceGuest::Running })
+    // QEMU itself has no migration of Sterna's.
+    let state = qmp.run_state()?;
+    match state.meaning() {
+        // Also a guest that was reset while it was paused: `cont` lets it go on.
+        Meaning::Stopped if record.pausing && !state.has_executed() => Ok(SourceGuest::Completed),
+        Meaning::Migrated => Err(QmpError::Unexpected {
+            command: "query-status".into(),
+            reason: format!(
+                "the guest is {state}: another program has migrated it. End this QEMU if the guest runs where it was moved to; nothing was \
+                 touched"
+            ),
+        }),
+        // An operator paused a guest that is stopped although this migration had not begun to stop it.
+        _ => Ok(SourceGuest::Running),
+    }
 }
 
 /// Returns whether the active migration still sends after a while. A migration whose sockets ended with the crashed process does
@@ -381,7 +393,7 @@ fn holds_migration(qmp: &Qmp) -> bool {
 /// Waits until QEMU, which has no active migration, has cleaned up after the last one.
 ///
 /// Until then QEMU refuses another `migrate`, and QEMU 7.2 stays in the state `setup` for ever after it has refused one (its
-/// `qmp_migrate` registers the yank instance only when the migration has begun). QEMU 7.2, and rarely 10.0, never clean up if
+/// `qmp_migrate` registers the yank instance only when the migration has begun). QEMU 7.2 and 10.0 may never clean up if
 /// their sockets were closed while they opened them.
 ///
 /// # Errors
@@ -392,8 +404,9 @@ pub(super) fn wait_cleaned_up(qmp: &Qmp) -> Result<(), String> {
     }
     Err(format!(
         "QEMU {} holds on to a migration that broke off (`query-yank` names it) and can begin no other one: the guest runs on. If it \
-         still does after `migrate_cancel` and `yank` (QMP), {RESTART_ADVICE}",
-        qmp.version()
+         still does after `migrate_cancel` and `yank` (QMP), {}",
+        qmp.version(),
+        way_out(qmp)
     ))
 }
 
@@ -411,14 +424,24 @@ pub(super) fn clean_up(qmp: &Qmp) -> Result<(), String> {
     }
     Err(format!(
         "QEMU {} holds on to a migration that broke off (`query-yank` names it; neither `migrate_cancel` nor `yank` has helped) and \
-         can begin no other one: the guest runs on, but {RESTART_ADVICE}",
-        qmp.version()
+         can begin no other one: the guest runs on, but {}",
+        qmp.version(),
+        way_out(qmp)
     ))
 }
 
-/// Advice for a QEMU that never cleans up.
-const RESTART_ADVICE: &str =
-    "it can only be moved directly (--mode direct), or after it was shut down and started again in a new QEMU";
+/// The first and the last release, as major and minor number, that direct mode moves: they are known to drain the block layer in a
+/// `transaction` without actions, and to load device state as it was saved.
+pub(super) const DIRECT_RELEASES: ((u32, u32), (u32, u32)) = ((8, 0), (11, 1));
+
+/// Returns the advice for a QEMU that never cleans up.
+fn way_out(qmp: &Qmp) -> &'static str {
+    if qmp.version().at_least(DIRECT_RELEASES.0.0, DIRECT_RELEASES.0.1) {
+        "it can only be moved directly (--mode direct), or after it was shut down and started again in a new QEMU"
+    } else {
+        "it can only be moved after it was shut down and started again in a new QEMU"
+    }
+}
 
 /// Returns whether QEMU has cleaned up within `time`.
 fn cleaned_up_within(qmp: &Qmp, time: Duration) -> bool {

@@ -29,7 +29,7 @@ pub enum Meaning {
 /// stopped is in `prelaunch`.
 const STATES: &[(&str, Meaning)] = &[
     ("running", Meaning::Executes),
-    // Asleep by its own wish; a device or `system_wakeup` wakes it, as on a machine that is switched on.
+    // The guest has suspended itself to RAM; a device or `system_wakeup` wakes it.
     ("suspended", Meaning::Executes),
     ("paused", Meaning::Stopped),
     ("prelaunch", Meaning::Stopped),

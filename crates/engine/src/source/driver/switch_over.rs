@@ -53,7 +53,7 @@ impl Driver<'_> {
     /// Has the monitor wait until the input and output under way has written guest RAM.
     pub(super) fn settle_io(&mut self) -> Result<(), Reason> {
         let inside = self.occupied.enter(&self.kernel.abort);
-        let permitted = self.vmm.may_go_on();
+        let permitted = self.vmm.check_migratable();
         let settled = if permitted.is_ok() { self.vmm.settle_io() } else { Ok(()) };
         drop(inside);
         permitted.map_err(|error| Reason::new(ErrorKind::Monitor, error))?;

@@ -6,11 +6,8 @@ use std::fs;
 use serde_json::{Value, json};
 
 use crate::gateway::neighbours;
+use crate::gateway::qemu::DIRECT_RELEASES;
 use crate::qmp::Qmp;
-
-/// The first and the last release, as major and minor number, that are known to drain the block layer in a
-/// `transaction` without actions, and to load device state as it was saved.
-const RELEASES: ((u32, u32), (u32, u32)) = ((8, 0), (11, 1));
 
 /// Devices that write guest RAM past QEMU's page tables, by the files that QEMU has open for them: prefix of the path,
 /// and the reason.
@@ -70,7 +67,7 @@ fn check_release(qmp: &Qmp) -> Result<(), String> {
         return Err("it works on x86-64 hosts so far".into());
     }
     let version = qmp.version();
-    let (first, last) = RELEASES;
+    let (first, last) = DIRECT_RELEASES;
     if !version.at_least(first.0, first.1) {
         return Err(format!("QEMU {version} does not tell where its RAM lies ({}.{} and newer do)", first.0, first.1));
     }

@@ -163,7 +163,7 @@ impl SourceVmm for QemuSource {
         self.machine_type.clone()
     }
 
-    fn may_go_on(&mut self) -> Result<(), VmmError> {
+    fn check_migratable(&mut self) -> Result<(), VmmError> {
         Ok(self.check_neighbours()?)
     }
 
@@ -214,16 +214,17 @@ impl SourceVmm for QemuSource {
             Meaning::Stopped if resumed.is_none() && state.name() == "paused" => Ok(()),
             // A reset that the guest requested just before it was stopped is carried out here and would be lost at the destination, where
             // the guest would wait for it for ever. `prelaunch` is the state after it; `cont` lets the guest boot.
-            Meaning::Stopped if resumed.is_none() => Err(format!(
-                "the guest was reset or stopped otherwise while it was paused for its switchover (QEMU: {state}): it goes on here; send \
-                 again"
+            Meaning::Stopped if resumed.is_none() && !state.has_executed() => Err(format!(
+                "the guest was reset while it was paused for its switchover (QEMU: {state}): it goes on here; send again"
             )
             .into()),
             Meaning::Executes | Meaning::Stopped => {
                 // Another program resumed the guest and is now responsible for whether it runs.
                 self.stopped = false;
-                Err(format!("another program let the guest run while it was paused for its switchover (QEMU: {state})")
-                    .into())
+                Err(format!(
+                    "another program let the guest run while it was paused for its switchover, or it had stopped by itself (QEMU: {state})"
+                )
+                .into())
             }
             _ => Err(format!("QEMU is {state} where its guest was paused for its switchover").into()),
         }
@@ -288,10 +289,11 @@ impl SourceVmm for QemuSource {
     fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {
         let state = self.qmp.run_state();
         match state.as_ref().map(RunState::meaning) {
-            Ok(Meaning::Executes) => return Ok(AfterMove::RunsHere),
-            // A guest that was reset or switched off while it was paused. A QEMU that does not answer is ended as well.
-            Ok(Meaning::Stopped | Meaning::NeedsReset) | Err(_) => {}
-            Ok(Meaning::Migrated | Meaning::Incoming | Meaning::Unknown) => {
+            // Another program has resumed it, and it may have stopped by itself since.
+            _ if state.as_ref().is_ok_and(RunState::has_executed) => return Ok(AfterMove::RunsHere),
+            // Also a guest that was reset while it was paused. A QEMU that does not answer is ended as well.
+            Ok(Meaning::Stopped) | Err(_) => {}
+            Ok(_) => {
                 let state = state.map_or_else(|error| error.to_string(), |state| state.to_string());
                 return Err(format!(
                     "the source's QEMU is {state}, in which no migration of Sterna leaves it, so that it was not ended"

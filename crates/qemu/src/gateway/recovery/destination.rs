@@ -36,7 +36,7 @@ fn guest_state(recovery: &Recovery<'_>, state: DestinationState) -> Result<Desti
         None if RecordState::Destination(state).settled() => return Ok(DestinationGuest::Running),
         // A QEMU that waits for memory need not answer.
         qmp if state.lacks_memory() && lives() => {
-            let runs = qmp.as_ref().is_some_and(|qmp| qmp.status().is_ok_and(|status| status == "running"));
+            let runs = qmp.as_ref().is_some_and(|qmp| qmp.run_state().is_ok_and(|state| state.has_executed()));
             return Ok(if runs { DestinationGuest::Running } else { DestinationGuest::Paused });
         }
         _ if recovery.qemu_gone()? => return Ok(DestinationGuest::Gone),

@@ -10,7 +10,7 @@ use sterna_wire::switchover::{Record, RecordState, SourceAfter, SourceEnd, Sourc
 
 use super::{Recovery, durable, restore_settings, unreachable_monitor};
 use crate::gateway::{GatewayError, qemu};
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{Meaning, Qmp, QmpError};
 
 /// Settles the migration from a record in `state`.
 pub(super) fn recover(recovery: Recovery<'_>, state: SourceState) -> Result<String, GatewayError> {
@@ -129,6 +129,16 @@ impl Remains<'_> {
         self.qmp.as_ref().and_then(|qmp| qemu::clean_up(qmp).err())
     }
 
+    /// Returns the sentence about a guest that stays here. It may have been stopped by another program, or by itself.
+    fn guest_that_stays(&self) -> String {
+        match self.qmp.as_ref().map(Qmp::run_state) {
+            Some(Ok(state)) if state.meaning() != Meaning::Executes => format!(
+                "the guest is here, at the source, and does not run (QEMU: {state}): another program has stopped it, or it has stopped by itself"
+            ),
+            _ => "the guest runs here, at the source".into(),
+        }
+    }
+
     /// Returns the sentence about `end`.
     ///
     /// # Errors
@@ -137,7 +147,7 @@ impl Remains<'_> {
         let lost = |text: String| Err(GatewayError::lost(text));
         match end {
             SourceEnd::Finished => Ok("the guest runs at the destination".into()),
-            SourceEnd::Aborted { .. } => Ok("the guest runs here, at the source".into()),
+            SourceEnd::Aborted { .. } => Ok(self.guest_that_stays()),
             SourceEnd::NotStarted => Ok("nothing was begun; the guest was not touched".into()),
             SourceEnd::GuestGone => Ok(
                 "the source's QEMU has ended, and nothing of the guest is left here: if the destination is prepared, \
