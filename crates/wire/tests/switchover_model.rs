@@ -82,15 +82,19 @@ fn explore_world(name: &str, world: World) -> HashSet<CrashPoint> {
     checker.model().passed()
 }
 
-/// By stream, `any_three_troubles` includes these.
+#[test]
+fn three_crashes_or_lost_connections() {
+    explore("three crashes or lost connections", Mode::Stream, Budget { total: 3, ..CRASHES_AND_LOSSES });
+}
+
 #[test]
 fn three_crashes_or_lost_connections_directly() {
     explore("three crashes or lost connections, directly", Mode::Direct, Budget { total: 3, ..CRASHES_AND_LOSSES });
 }
 
 #[test]
-fn any_three_troubles() {
-    let passed = explore("any three troubles", Mode::Stream, ANY);
+fn any_two_troubles() {
+    let passed = explore("any two troubles", Mode::Stream, Budget { total: 2, ..ANY });
     for point in CrashPoint::ALL {
         assert!(passed.contains(point), "the model never comes past {point}");
     }
@@ -210,6 +214,11 @@ fn wrong_drivers_are_caught() {
 /// What takes minutes.
 mod soak {
     use super::*;
+
+    #[test]
+    fn any_three_troubles() {
+        explore("any three troubles", Mode::Stream, ANY);
+    }
 
     #[test]
     fn two_crashes_and_two_lost_connections() {
