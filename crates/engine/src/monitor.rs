@@ -128,6 +128,12 @@ impl<'a> SourceMonitor<'a> {
         self.monitor.attempt("confirm_paused", |vmm| vmm.confirm_paused())
     }
 
+    pub(crate) fn changed_by_others(&mut self) -> Option<VmmError> {
+        let changed = self.monitor.call("changed_by_others", |vmm| vmm.changed_by_others());
+        // A monitor that panics here does not know.
+        changed.unwrap_or(None).map(|error| self.monitor.failed(error))
+    }
+
     pub(crate) fn pause(&mut self) -> Result<(), VmmError> {
         self.monitor.attempt("pause", |vmm| vmm.pause())
     }

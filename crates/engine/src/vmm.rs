@@ -88,6 +88,13 @@ pub trait SourceVmm {
         Ok(())
     }
 
+    /// Returns why the guest, which was paused, is not in the migration's hands any more, if another program has taken it: resumed it, for
+    /// example. Called when the destination has failed, which may follow from that; then it is the reason. Waits for nothing. Returns none by
+    /// default, which is right where only the monitor resumes its guest.
+    fn changed_by_others(&mut self) -> Option<VmmError> {
+        None
+    }
+
     /// Stops the guest. When this returns, no vCPU runs, no device and no thread of the monitor writes guest RAM, no input or output
     /// that writes guest RAM is under way, and the next collecting of the dirty log names every page that was written before. Only saving
     /// the state may write guest RAM after this has returned: see [`SourceVmm::save`].

@@ -83,7 +83,11 @@ pub enum QmpError {
         description: String,
     },
     /// No answer in time. Whether QEMU executed the command is not known.
-    #[error("QEMU did not answer {command} within {}: its main loop is stuck or the process is stopped", seconds(*waited))]
+    #[error(
+        "QEMU did not answer {command} within {}: its main loop waits, most likely for the storage of the guest's disks, or the process is \
+         stopped",
+        seconds(*waited)
+    )]
     Timeout {
         /// The command.
         command: String,
@@ -245,7 +249,7 @@ impl Qmp {
 
     /// Executes `command` with `arguments` (an object) and waits for its answer, within the connection's time limit.
     pub fn execute(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        self.execute_within(command, arguments, self.connection.timeout)
+        self.execute_within(command, arguments, self.timeout_of(command))
     }
 
     /// Executes a command with a time limit of its own.
@@ -270,6 +274,22 @@ impl Qmp {
         timeout: Duration,
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Value, QmpError> {
+        let deadline = Instant::now() + timeout;
+        let answer = self.send(command, arguments, descriptor)?.wait(deadline)?;
+        answer.ok_or_else(|| QmpError::Timeout { command: command.to_owned(), waited: timeout })
+    }
+
+    /// Sends a command and does not wait for its answer.
+    pub fn begin(&self, command: &str, arguments: Value) -> Result<PendingCommand, QmpError> {
+        self.send(command, arguments, None)
+    }
+
+    fn send(
+        &self,
+        command: &str,
+        arguments: Value,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<PendingCommand, QmpError> {
         let shared = &self.connection.shared;
         let id = {
             let mut state = shared.lock();
@@ -281,7 +301,6 @@ impl Qmp {
             state.pending.insert(id, None);
             id
         };
-        let deadline = Instant::now() + timeout;
         let mut request = json!({ "execute": command, "id": id });
         if arguments.as_object().is_some_and(|object| !object.is_empty()) {
             request["arguments"] = arguments;
@@ -299,28 +318,7 @@ impl Qmp {
             // Part of the line may have been sent, so QEMU could not parse anything sent after it.
             shared.close(&format!("cannot write to QEMU: {error}"));
         }
-        let answer = shared.wait(deadline, |state| {
-            if let Some(Some(_)) = state.pending.get(&id) {
-                return state.pending.remove(&id).flatten().map(Ok);
-            }
-            let reason = state.closed.clone()?;
-            Some(Err(QmpError::Closed { reason }))
-        });
-        match answer {
-            Some(Ok(Answer::Return(value))) => Ok(value),
-            Some(Ok(Answer::Error { class, description })) => {
-                Err(QmpError::Refused { command: command.to_owned(), class, description })
-            }
-            Some(Err(closed)) => {
-                shared.lock().pending.remove(&id);
-                Err(closed)
-            }
-            None => {
-                // A late answer has no pending command and is dropped.
-                shared.lock().pending.remove(&id);
-                Err(QmpError::Timeout { command: command.to_owned(), waited: timeout })
-            }
-        }
+        Ok(PendingCommand { shared: Arc::clone(shared), id, command: command.to_owned() })
     }
 
     /// Executes a command of the human monitor and returns its output.
@@ -363,6 +361,20 @@ impl Qmp {
             .transpose()
     }
 
+    /// Returns how long this command may take by default.
+    pub(crate) fn timeout_of(&self, command: &str) -> Duration {
+        shortened(command).unwrap_or(self.connection.timeout)
+    }
+
+    /// Takes the queued events that have one of these names, in their order. Other events stay in the queue.
+    pub fn take_events(&self, names: &[&str]) -> Vec<Event> {
+        let mut state = self.connection.shared.lock();
+        let (taken, left): (VecDeque<_>, _) =
+            state.events.drain(..).partition(|event| names.contains(&event.name.as_str()));
+        state.events = left;
+        Vec::from(taken)
+    }
+
     /// Drops all queued events, so that a later wait sees only newer ones.
     pub fn clear_events(&self) {
         self.connection.shared.lock().events.clear();
@@ -399,6 +411,42 @@ impl Qmp {
     }
 }
 
+/// A command that was sent. QEMU executes it also if this is dropped; its answer is lost then.
+#[derive(Debug)]
+pub struct PendingCommand {
+    shared: Arc<Shared>,
+    id: u64,
+    command: String,
+}
+
+impl PendingCommand {
+    /// Waits for the answer. Returns none when the deadline passes: the answer can be waited for again. An answer is returned once.
+    pub fn wait(&mut self, deadline: Instant) -> Result<Option<Value>, QmpError> {
+        let answer = self.shared.wait(deadline, |state| {
+            if let Some(Some(_)) = state.pending.get(&self.id) {
+                return state.pending.remove(&self.id).flatten().map(Ok);
+            }
+            let reason = state.closed.clone()?;
+            Some(Err(QmpError::Closed { reason }))
+        });
+        match answer {
+            Some(Ok(Answer::Return(value))) => Ok(Some(value)),
+            Some(Ok(Answer::Error { class, description })) => {
+                Err(QmpError::Refused { command: self.command.clone(), class, description })
+            }
+            Some(Err(closed)) => Err(closed),
+            None => Ok(None),
+        }
+    }
+}
+
+impl Drop for PendingCommand {
+    fn drop(&mut self) {
+        // A late answer has no pending command and is dropped.
+        self.shared.lock().pending.remove(&self.id);
+    }
+}
+
 impl Drop for Connection {
     fn drop(&mut self) {
         let writer = self.writer.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -420,6 +468,20 @@ fn write_with_descriptor(writer: &mut UnixStream, bytes: &[u8], descriptor: Borr
     }
     let sent = sendmsg(&*writer, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
     writer.write_all(&bytes[sent..])
+}
+
+/// Returns the time limit that a test has set for this command.
+#[cfg(not(feature = "fault-points"))]
+fn shortened(_: &str) -> Option<Duration> {
+    None
+}
+
+/// `STERNA_COMMAND_TIME` is the time limit, in milliseconds, of the commands that wait for the storage of the guest's disks.
+#[cfg(feature = "fault-points")]
+fn shortened(command: &str) -> Option<Duration> {
+    const WAIT_FOR_STORAGE: [&str; 4] = ["stop", "xen-save-devices-state", "blockdev-set-active", "cont"];
+    let wanted = std::env::var("STERNA_COMMAND_TIME").ok().filter(|_| WAIT_FOR_STORAGE.contains(&command))?;
+    Some(Duration::from_millis(wanted.parse().expect("STERNA_COMMAND_TIME is a number of milliseconds")))
 }
 
 /// Connects within `timeout`: on a unix socket the send time limit covers the wait for room in the queue.

@@ -20,6 +20,7 @@ mod outcomes;
 mod post_copy;
 mod proxy;
 mod security;
+mod slow_storage;
 mod soak;
 mod support;
 mod table;

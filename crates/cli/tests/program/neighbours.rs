@@ -76,7 +76,7 @@ fn runs_on_at_the_source(pair: &Pair) {
 /// The layout is that of version 3 in QEMU's `docs/interop/qcow2.txt`, with clusters of 64 KiB, each of these in one of them: header,
 /// refcount table, refcount block, L1 table, L2 table. The last two have an entry for each cluster of the disk from the beginning. So QEMU
 /// writes all its metadata before [`METADATA`], and the guest's data after it.
-mod qcow2 {
+pub(crate) mod qcow2 {
     use std::collections::BTreeSet;
 
     use sterna_qemu_lab::NbdServer;
@@ -94,7 +94,7 @@ mod qcow2 {
     const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
     /// Returns the file of a disk of `bytes`, at most 512 MiB, with space for all its clusters.
-    pub(super) fn empty(bytes: u64) -> Vec<u8> {
+    pub(crate) fn empty(bytes: u64) -> Vec<u8> {
         let mut file = vec![0; (METADATA + bytes) as usize];
         let mut put = |at: u64, field: &[u8]| file[at as usize..][..field.len()].copy_from_slice(field);
         let (u16, u32, u64) = (u16::to_be_bytes, u32::to_be_bytes, u64::to_be_bytes);

@@ -16,6 +16,9 @@ use crate::switchover::{
     DeliveryLimits, Ending, Events, Ledger, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved, run_source,
 };
 
+/// How many times longer than it is dialled a destination that is connected may take to start the guest: its storage may answer late.
+const START_FACTOR: u32 = 10;
+
 /// What is left of the source's monitor.
 pub trait SourceRemains {
     /// Ends the monitor's own migration, if it has one, after an abort. Returns the guest's state.
@@ -84,7 +87,11 @@ pub fn recover_source(
         session,
         ledger: record.into(),
         events,
-        limits: DeliveryLimits { decision: dial_time, abort: tell_time },
+        limits: DeliveryLimits {
+            decision: dial_time,
+            start: Some(dial_time.saturating_mul(START_FACTOR)),
+            abort: tell_time,
+        },
         cancel,
         control: Control::new(),
         observer,

@@ -73,6 +73,9 @@ pub struct TimeLimits {
     /// Time for delivering the decision to a destination that was lost after it. When it is over, the error says that the destination has
     /// not confirmed the decision. The destination's [`linger`](crate::destination::Destination::linger) is to be longer by 10 s.
     pub delivery: Duration,
+    /// Time for a destination that is connected to start the guest after the decision: its monitor may wait for storage, for example. None: as
+    /// long as [`TimeLimits::delivery`]; a shorter time counts as that long, too.
+    pub start: Option<Duration>,
     /// Time for reporting an abort to a destination that was lost before the decision. Without the report the destination presumes the abort.
     pub reporting_abort: Duration,
     /// The pause before the second attempt in a row to reach a destination that was lost; the first is made at once. The pause doubles from
@@ -82,12 +85,13 @@ pub struct TimeLimits {
 }
 
 impl Default for TimeLimits {
-    /// No limit, 30 s, 60 s, 5 s, and 100 ms.
+    /// No limit, 30 s, 60 s, none, 5 s, and 100 ms.
     fn default() -> Self {
         Self {
             stall: None,
             step: Duration::from_secs(30),
             delivery: DELIVERY_TIME,
+            start: None,
             reporting_abort: ABORT_TIME,
             dial_pause: DIAL_PAUSE,
         }
@@ -111,6 +115,12 @@ impl TimeLimits {
     #[must_use]
     pub fn delivery(self, delivery: Duration) -> Self {
         Self { delivery, ..self }
+    }
+
+    /// Sets [`TimeLimits::start`].
+    #[must_use]
+    pub fn start(self, start: Option<Duration>) -> Self {
+        Self { start, ..self }
     }
 
     /// Sets [`TimeLimits::reporting_abort`].

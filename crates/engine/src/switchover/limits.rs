@@ -10,6 +10,9 @@ use super::MAX_WAIT;
 
 /// How long a source dials a lost destination to deliver the decision, by default. After that an operator has to settle the migration.
 pub const DELIVERY_TIME: Duration = Duration::from_secs(60);
+/// How long a destination beside QEMU that is connected may take to start the guest after the decision: its storage may answer late. A source
+/// that gives up earlier does not learn an outcome that comes by itself.
+pub const START_TIME: Duration = Duration::from_secs(600);
 /// How long a source dials a lost destination to report an abort, by default. The destination presumes it anyway.
 pub const ABORT_TIME: Duration = Duration::from_secs(5);
 /// How long, by default, a destination that has ended can be reached by a source that depends on its answer: until that source has noticed

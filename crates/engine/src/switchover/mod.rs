@@ -30,7 +30,7 @@ pub use self::destination::{
 pub use self::ends::Ending;
 pub use self::events::{Event, Events};
 pub use self::ledger::{Ledger, MonitorRecord};
-pub use self::limits::{ABORT_TIME, CLOSING_TIME, DELIVERY_TIME, LINGER, LastAnswer, SourceLink};
+pub use self::limits::{ABORT_TIME, CLOSING_TIME, DELIVERY_TIME, LINGER, LastAnswer, START_TIME, SourceLink};
 pub use self::receiving::Receiving;
 pub(crate) use self::source::too_long;
 pub use self::source::{DeliveryLimits, Reconnection, SourceDriver, SourceKernel, SourceSetup, Unserved, run_source};

@@ -28,6 +28,8 @@ use crate::transport::{Address, Security};
 pub struct DeliveryLimits {
     /// After the decision, to deliver it.
     pub decision: Duration,
+    /// How long a destination that is connected may take to start the guest after the decision; none, or shorter: as long as `decision`.
+    pub start: Option<Duration>,
     /// After an abort, to report it. The destination presumes it anyway.
     pub abort: Duration,
 }
@@ -99,6 +101,8 @@ pub struct SourceKernel<'a, E> {
     pub due: Option<(Instant, &'static str)>,
     /// Deadline for delivering the decision or the abort to the destination.
     give_up: Option<Instant>,
+    /// When a destination that is connected must have started the guest.
+    start_by: Option<Instant>,
     /// Deadline for the destination's message about a broken channel.
     last_words: Option<Instant>,
     /// Why the decision cannot be delivered, where that is known.
@@ -128,6 +132,7 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
             cancelled: false,
             due: None,
             give_up: None,
+            start_by: None,
             last_words: None,
             undelivered: None,
             left: None,
@@ -274,11 +279,29 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
         SourceEvent::GaveUp { reason: Reason::new(ErrorKind::OtherSide, text) }
     }
 
+    /// Begins to wait for the destination's answer to the decision.
+    fn begin_awaiting(&mut self) {
+        let start = self.limits.start.unwrap_or_default().max(self.limits.decision);
+        // In post-copy the destination is waited for without a limit as long as it is there.
+        self.start_by = (!self.post_copy_begun()).then(|| after(start));
+        self.await_start();
+    }
+
+    /// Sets the deadline for the answer of a destination that is connected, and so has the decision, or gets it.
+    fn await_start(&mut self) {
+        if self.undelivered.is_none() && !self.cancelled {
+            self.give_up = self.start_by;
+        }
+    }
+
     /// Sets the deadline for delivering the decision. In post-copy there is none unless the migration was cancelled: the memory that is
     /// still here exists nowhere else.
     fn await_delivery(&mut self) {
-        let waits_for_ever = self.post_copy_begun() && !self.cancelled;
-        self.give_up = (!waits_for_ever).then(|| after(self.limits.decision));
+        if self.post_copy_begun() && !self.cancelled {
+            return;
+        }
+        let deadlines = [Some(after(self.limits.decision)), self.start_by, self.give_up];
+        self.give_up = deadlines.into_iter().flatten().min();
     }
 
     /// Returns the event by which the machine ends, if the time for delivering the decision, or the abort, is over.

@@ -32,4 +32,5 @@ mod sandboxed;
 mod saving;
 mod settle_io;
 mod simulated_network;
+mod slow_start;
 mod small_window;

@@ -2,10 +2,12 @@
 //!
 //! Only builds with the feature `fault-points` contain this code. `STERNA_FAULT=NAME:crash` kills the process at the fault point
 //! NAME with SIGKILL. `STERNA_FAULT=NAME:hold:PATH` opens the FIFO at `PATH` for writing, which shows the test that the point is
-//! reached, and waits until the test closes its end.
+//! reached, and waits until the test closes its end. Direct mode has points of its own between two commands to QEMU: `direct.before-stop`,
+//! `direct.before-state` and `direct.after-cont`.
 //!
 //! For direct mode, `STERNA_WITHOUT_SETTLING=1` removes the wait between the scan for written pages and their reading, so that a test
-//! can show why the wait is needed; `STERNA_SETTLING_TIME=MILLISECONDS` shortens it.
+//! can show why the wait is needed; `STERNA_SETTLING_TIME=MILLISECONDS` shortens it, and the time that storage has to answer before the
+//! decision. `STERNA_COMMAND_TIME=MILLISECONDS` (see `qmp.rs`) is how long a command may wait for storage before that is reported.
 
 use std::time::Duration;
 
@@ -33,7 +35,7 @@ impl Observer for WithFaultPoints<'_> {
     }
 
     fn step(&self, moment: Moment, step: Step) {
-        reached(CrashPoint { moment, step });
+        reached(&CrashPoint { moment, step }.to_string());
     }
 }
 
@@ -48,7 +50,7 @@ pub(super) fn without_settling() -> bool {
     std::env::var("STERNA_WITHOUT_SETTLING").is_ok_and(|value| value == "1")
 }
 
-/// Returns how long to wait for pending writes: `usual`, unless a test sets another time.
+/// Returns how long to wait for storage: `usual`, unless a test sets another time.
 #[cfg(not(feature = "fault-points"))]
 pub(super) fn settling_time(usual: Duration) -> Duration {
     usual
@@ -60,14 +62,15 @@ pub(super) fn settling_time(usual: Duration) -> Duration {
     Duration::from_millis(wanted.parse().expect("STERNA_SETTLING_TIME is a number of milliseconds"))
 }
 
+/// A moment between two commands to QEMU, in which a test acts as another program does.
 #[cfg(not(feature = "fault-points"))]
-fn reached(_: CrashPoint) {}
+pub(super) fn reached(_: &str) {}
 
 #[cfg(feature = "fault-points")]
-fn reached(point: CrashPoint) {
+pub(super) fn reached(point: &str) {
     let Ok(wanted) = std::env::var("STERNA_FAULT") else { return };
     let Some((name, action)) = wanted.split_once(':') else { panic!("STERNA_FAULT has no action: {wanted}") };
-    if name != point.to_string() {
+    if name != point {
         return;
     }
     if action == "crash" {

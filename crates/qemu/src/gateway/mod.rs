@@ -40,6 +40,7 @@ mod recovery;
 mod sockets;
 mod source;
 mod source_stream;
+mod storage;
 
 pub use destination::receive;
 pub use dry_run::{DryRun, Estimate, Refusal, dry_run};

@@ -31,8 +31,10 @@ const CANCELLING_TIME: Duration = Duration::from_secs(5);
 const YANK_TIME: Duration = Duration::from_secs(2);
 /// How long a QMP `quit` of the source may take: the kernel frees a guest's huge pages one by one.
 pub(super) const SOURCE_QUIT_TIME: Duration = Duration::from_secs(30);
-/// How long a destination QEMU may take to exit.
-pub(super) const QUIT_TIME: Duration = Duration::from_secs(10);
+/// How long a destination QEMU may take to exit: it may have to wait for the storage of its disks first.
+pub(super) const QUIT_TIME: Duration = Duration::from_secs(30);
+/// How long to wait for a sign that the QMP connection has ended.
+const HANG_UP_TIME: Duration = Duration::from_secs(1);
 /// How long a QEMU whose QMP connection has ended may take to exit.
 const EXIT_TIME: Duration = Duration::from_secs(5);
 /// Pause between two polls of a state for which QEMU has no event.
@@ -161,6 +163,11 @@ pub(super) fn identity(qmp: &Qmp) -> Option<ProcessIdentity> {
     process::identity(u32::try_from(qmp.peer_pid()?).ok()?)
 }
 
+/// Returns whether the QMP connection has ended. A QEMU that waits for its storage does not answer, and has not hung up.
+pub(in crate::gateway) fn has_hung_up(qmp: &Qmp) -> bool {
+    matches!(qmp.execute_within("query-status", json!({}), HANG_UP_TIME), Err(QmpError::Closed { .. }))
+}
+
 /// Waits briefly and returns whether the process has ended after its QMP connection has: the connection can fail alone, and an
 /// exit takes a moment.
 pub(in crate::gateway) fn has_ended(identity: Option<ProcessIdentity>) -> bool {
@@ -200,24 +207,15 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
     }
 }
 
-/// Resumes the guest (QMP `cont`), and confirms that it runs, or has run: its first instructions may switch it off.
-pub(super) fn cont(qmp: &Qmp) -> Result<(), QmpError> {
-    qmp.execute("cont", json!({}))?;
-    let state = qmp.run_state()?;
-    if state.has_executed() {
-        return Ok(());
-    }
-    Err(QmpError::Unexpected { command: "cont".into(), reason: format!("the guest is {state} after it") })
-}
-
 /// Ends the QEMU process of a record by QMP `quit`, and waits until it has exited.
 ///
 /// # Errors
 /// The process is not known, or still lives after `time`.
 pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration) -> Result<(), String> {
     let identity = identity.ok_or("it is not known which process QEMU is")?;
-    if let Err(error) = qmp.execute("quit", json!({})) {
-        // QEMU may have exited by itself; the loop checks whether it lives.
+    // The answer is of no use: the loop checks whether QEMU lives. It may have exited by itself, or carry this out only when its storage answers.
+    let quitting = qmp.begin("quit", json!({}));
+    if let Err(error) = &quitting {
         tracing::debug!(%error, "quit");
     }
     let deadline = Instant::now() + time;

@@ -25,7 +25,7 @@ use super::claim::Claim;
 use super::fault::WithFaultPoints;
 use super::sockets::SocketPlace;
 use super::{GatewayError, RecoverOptions, SocketDirectory, direct, qemu};
-use crate::qmp::Qmp;
+use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
 
 /// How long a side that is settled tries to report that to the other side, which can ask later: `send` dials at least every second.
@@ -40,7 +40,7 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     record.amend(|record| record.fenced_peer |= options.fenced_peer);
     let state = actual_state(record.record());
     // A settled migration needs no QEMU, which may be in use for something else by now.
-    let qmp = if state.settled() { None } else { qemu_of(record.record()) };
+    let qmp = if state.settled() { None } else { qemu_of(record.record(), cancel, observer) };
     let _claim = match &qmp {
         Some(qmp) => Claim::of(qmp).map_err(GatewayError::refused)?,
         // A QEMU that waits for memory need not answer.
@@ -99,14 +99,35 @@ fn lacks_memory(state: RecordState) -> bool {
     matches!(state, RecordState::Destination(state) if state.lacks_memory())
 }
 
-/// Connects to the QEMU of the record; none if it has ended, or if another process serves its socket.
-fn qemu_of(record: &Record) -> Option<Qmp> {
-    if record.monitor_process.is_some_and(|identity| !process::lives(identity)) {
-        return None;
+/// Connects to the QEMU of the record; none if it has ended, or if another process serves its socket. A QEMU that waits for the storage of its
+/// disks is waited for.
+fn qemu_of(record: &Record, cancel: &Cancel, observer: &dyn Observer) -> Option<Qmp> {
+    let mut told = false;
+    loop {
+        if record.monitor_process.is_some_and(|identity| !process::lives(identity)) {
+            return None;
+        }
+        match Qmp::connect(Path::new(&record.monitor_socket)) {
+            Ok(qmp) => {
+                let same = record.monitor_process.is_none() || qemu::identity(&qmp) == record.monitor_process;
+                return same.then_some(qmp);
+            }
+            // The monitor has greeted this process: it serves no other client, and only QEMU's main loop does not answer.
+            Err(QmpError::Timeout { .. }) if !cancel.is_cancelled() => {
+                if !std::mem::replace(&mut told, true) {
+                    observer.note(&format!(
+                        "waiting for QEMU's monitor ({}): QEMU does not answer, most likely because the storage of the guest's disks does not \
+                         answer QEMU",
+                        record.monitor_socket
+                    ));
+                }
+            }
+            Err(error) => {
+                tracing::debug!(%error, "connecting to the QEMU of the record");
+                return None;
+            }
+        }
     }
-    let qmp = Qmp::connect(Path::new(&record.monitor_socket)).ok()?;
-    let same = record.monitor_process.is_none() || qemu::identity(&qmp) == record.monitor_process;
-    same.then_some(qmp)
 }
 
 /// The values from which either side's driver is made.

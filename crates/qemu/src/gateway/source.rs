@@ -22,7 +22,8 @@ use sterna_engine::report::{Observer, Progress, Report};
 use sterna_engine::send::{Compression, DeltaBlocks, Refusals};
 use sterna_engine::session::{self, Backoff, DIAL_PAUSE, Offer, Peer, Redial};
 use sterna_engine::switchover::{
-    ABORT_TIME, DELIVERY_TIME, DeliveryLimits, Events, Reconnection, SourceKernel, SourceSetup, after, run_source,
+    ABORT_TIME, DELIVERY_TIME, DeliveryLimits, Events, Reconnection, START_TIME, SourceKernel, SourceSetup, after,
+    run_source,
 };
 use sterna_engine::transport::Address;
 use sterna_engine::window::Window;
@@ -139,7 +140,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         session,
         ledger: record.into(),
         events,
-        limits: DeliveryLimits { decision: DELIVERY_TIME, abort: ABORT_TIME },
+        limits: DeliveryLimits { decision: DELIVERY_TIME, start: Some(START_TIME), abort: ABORT_TIME },
         cancel,
         control: control.clone(),
         observer,

@@ -171,6 +171,42 @@ fn no_answer_is_a_timeout_and_a_late_answer_is_dropped() {
 }
 
 #[test]
+fn the_answer_to_a_command_is_waited_for_again_and_is_not_that_of_another_one() {
+    let (late, send_late) = mpsc::channel::<()>();
+    let (_directory, path, server) = monitor(move |mut peer| {
+        peer.greet();
+        let (_, slow) = peer.command();
+        let (_, other) = peer.command();
+        peer.send(&format!(r#"{{"id": {other}, "return": {{"n": 2}}}}"#));
+        send_late.recv().unwrap();
+        peer.send(r#"{"event": "STOP"}"#);
+        peer.send(r#"{"event": "JOB_STATUS_CHANGE"}"#);
+        peer.send(r#"{"event": "RESUME"}"#);
+        peer.send(&format!(r#"{{"id": {slow}, "return": {{"n": 1}}}}"#));
+        // One whose answer nobody waits for.
+        let (_, dropped) = peer.command();
+        peer.send(&format!(r#"{{"id": {dropped}, "return": {{"n": 3}}}}"#));
+        let (_, last) = peer.command();
+        peer.send(&format!(r#"{{"id": {last}, "return": {{"n": 4}}}}"#));
+    });
+    let qmp = Qmp::connect(&path).unwrap();
+    let mut slow = qmp.begin("cont", json!({})).unwrap();
+    assert_eq!(slow.wait(Instant::now()).unwrap(), None);
+    assert_eq!(qmp.execute("query-status", json!({})).unwrap()["n"], 2);
+    assert_eq!(slow.wait(Instant::now()).unwrap(), None);
+    late.send(()).unwrap();
+    assert_eq!(slow.wait(soon()).unwrap().unwrap()["n"], 1);
+    let names = qmp.take_events(&["RESUME", "STOP"]).into_iter().map(|event| event.name);
+    assert_eq!(names.collect::<Vec<_>>(), ["STOP", "RESUME"]);
+    assert_eq!(qmp.next_event(soon()).unwrap().unwrap().name, "JOB_STATUS_CHANGE");
+    drop(qmp.begin("quit", json!({})).unwrap());
+    assert_eq!(qmp.execute("query-status", json!({})).unwrap()["n"], 4);
+    drop(slow);
+    assert!(qmp.connection.shared.lock().pending.is_empty());
+    server.join().unwrap();
+}
+
+#[test]
 fn monitor_with_another_client_is_named_busy() {
     // Like QEMU: the connection stays in the listener's queue and is not accepted.
     let directory = tempfile::tempdir().unwrap();

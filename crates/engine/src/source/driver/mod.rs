@@ -153,7 +153,11 @@ pub(super) fn run(
         session,
         ledger,
         events,
-        limits: DeliveryLimits { decision: settings.limits.delivery, abort: settings.limits.reporting_abort },
+        limits: DeliveryLimits {
+            decision: settings.limits.delivery,
+            start: settings.limits.start,
+            abort: settings.limits.reporting_abort,
+        },
         cancel,
         control: control.clone(),
         observer,
@@ -366,6 +370,12 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
 
     fn monitor_has_ended(&mut self) -> bool {
         self.vmm.has_ended()
+    }
+
+    fn changed_by_others(&mut self) -> Option<Reason> {
+        self.kernel.moments.paused?;
+        let error = self.vmm.changed_by_others()?;
+        Some(Reason::new(ErrorKind::Monitor, error))
     }
 
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {

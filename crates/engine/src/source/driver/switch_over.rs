@@ -82,7 +82,9 @@ impl Driver<'_> {
         let inside = self.occupied.enter(&self.kernel.abort);
         let paused = self.vmm.pause();
         drop(inside);
-        paused.map_err(monitor("the monitor does not pause the guest"))?;
+        // A cancellation, or the loss of the destination, ends the wait for a monitor, and is the reason then.
+        let failed = monitor("the monitor does not pause the guest");
+        paused.map_err(|error| self.kernel.abort.reason().unwrap_or_else(|| failed(error)))?;
         self.kernel.moments.paused = Some(Instant::now());
         self.set_urgent(true);
         self.kernel.due = Some((after(self.step_time()), "sending the last pages and the state"));

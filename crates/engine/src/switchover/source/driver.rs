@@ -83,6 +83,12 @@ pub trait SourceDriver<'a> {
         false
     }
 
+    /// Returns why the guest, which was paused, is not in this migration's hands any more, if that is so. Asked when the destination has failed:
+    /// what failed there may follow from this. Waits for nothing.
+    fn changed_by_others(&mut self) -> Option<Reason> {
+        None
+    }
+
     /// Handles a message of the destination that is not about the switchover.
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent>;
 

@@ -149,10 +149,14 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
         SourceAction::Connect => {
             let kernel = driver.kernel();
             kernel.peer.hang_up();
-            if !kernel.decided() {
-                kernel.give_up.get_or_insert(after(kernel.limits.abort));
-            } else if kernel.give_up.is_none() {
+            if kernel.decided() {
+                if kernel.start_by.is_none() && kernel.give_up.is_none() {
+                    // In a recovery.
+                    kernel.begin_awaiting();
+                }
                 kernel.await_delivery();
+            } else {
+                kernel.give_up.get_or_insert(after(kernel.limits.abort));
             }
             kernel.reconnect();
             None
@@ -175,7 +179,7 @@ fn write_record<'a, D: SourceDriver<'a>>(driver: &mut D, state: SourceState) -> 
     kernel.due = None;
     if state == SourceState::Committed {
         kernel.moments.decided = Some(Instant::now());
-        kernel.await_delivery();
+        kernel.begin_awaiting();
     }
     SourceEvent::RecordWritten
 }
@@ -223,6 +227,13 @@ fn handle_peer<'a, D: SourceDriver<'a>>(driver: &mut D, news: ConnectionEvent) -
             return Some(driver.kernel().dispute_running(unsent));
         }
     }
+    if let PeerEvent::Message(ControlMessage::Failed(failure), _) = &event
+        && !driver.kernel().decided()
+        && let Some(reason) = driver.changed_by_others()
+    {
+        driver.kernel().observer.note(&format!("the destination failed: {failure}"));
+        return Some(SourceEvent::Failed { reason });
+    }
     let kernel = driver.kernel();
     match event {
         PeerEvent::Message(message, _share) => match message {
@@ -253,6 +264,9 @@ fn handle_peer<'a, D: SourceDriver<'a>>(driver: &mut D, news: ConnectionEvent) -
             if kernel.post_copy_begun() {
                 // The destination is waited for without a limit as long as it is there.
                 kernel.give_up = None;
+            } else if kernel.decided() {
+                // It is there again, and may still be starting the guest.
+                kernel.await_start();
             }
             Some(SourceEvent::Connected)
         }
@@ -277,10 +291,7 @@ fn cancel<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
     // In post-copy the rest is still sent, but the source does not wait for a lost destination.
     if !kernel.serves_pages() {
         driver.too_late_to_cancel();
-        let kernel = driver.kernel();
-        if kernel.give_up.is_none() {
-            kernel.await_delivery();
-        }
+        driver.kernel().await_delivery();
     } else if kernel.peer.is_connected() {
         kernel.observer.note("too late to cancel: the rest of the guest's memory is being sent after it");
     } else {

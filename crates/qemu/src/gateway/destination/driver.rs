@@ -5,6 +5,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
 use serde_json::json;
+use sterna_engine::cancel::Cancel;
 use sterna_engine::migration::Phase;
 use sterna_engine::process;
 use sterna_engine::report::ReceiveReport;
@@ -18,6 +19,7 @@ use crate::gateway::backlog::Backlog;
 use crate::gateway::feeder::{Feeder, FeederEvent};
 use crate::gateway::qemu::{self, QUIT_TIME, QemuEvent};
 use crate::gateway::sockets::SocketDir;
+use crate::gateway::storage::{Patience, Storage};
 use crate::qmp::Qmp;
 use crate::settings::Restore;
 use crate::stream::ReturnMessage;
@@ -34,6 +36,7 @@ pub(super) struct Driver<'a> {
     pub(super) kernel: DestinationKernel<'a, Event>,
     pub(super) receiving: Receiving,
     pub(super) qmp: Qmp,
+    pub(super) cancel: &'a Cancel,
     pub(super) restore: Option<Restore>,
     pub(super) feeder: Arc<Feeder>,
     pub(super) sockets: SocketDir,
@@ -88,7 +91,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     }
 
     fn start_guest(&mut self) -> Result<Option<DestinationGuest>, Reason> {
-        qemu::cont(&self.qmp).map_err(qemu::failed("QEMU does not start the guest"))?;
+        let storage = Storage::of(&self.qmp, self.cancel, self.kernel.observer);
+        storage.cont(&self.qmp, Patience::Endless).map_err(qemu::failed("QEMU does not start the guest"))?;
         Ok(Some(DestinationGuest::Running))
     }
 

@@ -99,6 +99,7 @@ pub(super) fn run(
         kernel,
         receiving: receiving.map_err(GatewayError::new)?,
         qmp,
+        cancel,
         restore: Some(restore),
         feeder,
         sockets,

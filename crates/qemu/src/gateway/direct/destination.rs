@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::destination::Destination;
 use sterna_engine::migration::MigrationError;
@@ -25,6 +25,7 @@ use super::ram;
 use super::stream::{self, BlockLength, PING_VALUE};
 use crate::gateway::fault::WithFaultPoints;
 use crate::gateway::qemu::{self, QUIT_TIME};
+use crate::gateway::storage::{Patience, Storage, StorageError};
 use crate::gateway::{GatewayError, ReceiveOptions};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{RequiredSettings, Restore, Role, Settings};
@@ -39,7 +40,7 @@ const DESCRIPTOR: &str = "sterna-incoming";
 
 /// A destination QEMU that has read the opening of its stream, and its memory.
 pub(in crate::gateway) struct Ready {
-    vmm: QemuDestination,
+    vmm: QemuDestination<'static>,
     guest: GuestRam,
     process: Arc<QemuProcess>,
 }
@@ -78,7 +79,9 @@ pub(in crate::gateway) fn receive(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
-    let Ready { mut vmm, guest, process } = ready;
+    let Ready { vmm, guest, process } = ready;
+    let mut vmm: QemuDestination<'_> = vmm;
+    vmm.storage = Storage::of(&vmm.qmp, cancel, observer);
     let socket = std::path::absolute(&options.qmp).unwrap_or_else(|_| options.qmp.clone());
     let record = MonitorRecord {
         mode: Mode::Direct,
@@ -119,17 +122,19 @@ pub(in crate::gateway) fn receive(
 }
 
 /// A destination QEMU that waits for the state of its devices.
-pub(super) struct QemuDestination {
+pub(super) struct QemuDestination<'a> {
     qmp: Qmp,
+    /// The storage of its disks.
+    storage: Storage<'a>,
     identity: Option<ProcessIdentity>,
     /// The settings before the migration, for the record and for this process.
-    settings_before: Option<serde_json::Value>,
+    settings_before: Option<Value>,
     restore: Option<Restore>,
     stream: UnixStream,
     answers: ReturnPathReader<UnixStream>,
 }
 
-impl QemuDestination {
+impl QemuDestination<'_> {
     /// Makes QEMU read the opening of its stream: the machine type and the RAM blocks.
     ///
     /// # Errors
@@ -180,6 +185,7 @@ impl QemuDestination {
         let mut this = Self {
             identity: qemu::identity(&qmp),
             qmp,
+            storage: Storage::unknown(),
             settings_before,
             restore: Some(restore),
             stream: ours,
@@ -213,12 +219,13 @@ impl QemuDestination {
     /// only when its guest starts, which is after the decision. The disks are released again, so that the source can
     /// use them.
     fn try_disks(&self) -> Result<(), VmmError> {
-        match self.qmp.execute("blockdev-set-active", json!({ "active": true })) {
+        let patience = Patience::of_a_step();
+        match self.set_active(true, patience) {
             Ok(_) => {}
             // QEMU 9.2 and older have no command for this before the start.
-            Err(QmpError::Refused { class, .. }) if class == "CommandNotFound" => return Ok(()),
-            Err(QmpError::Refused { description, .. }) => {
-                self.release_disks();
+            Err(StorageError::Qmp(QmpError::Refused { class, .. })) if class == "CommandNotFound" => return Ok(()),
+            Err(StorageError::Qmp(QmpError::Refused { description, .. })) => {
+                self.keep_no_disks(patience)?;
                 return Err(format!(
                     "the destination's QEMU cannot use the disks: {description}; end what uses the image there, and send again"
                 )
@@ -226,15 +233,24 @@ impl QemuDestination {
             }
             Err(error) => return Err(error.into()),
         }
-        self.release_disks();
-        Ok(())
+        self.keep_no_disks(patience)
     }
 
-    fn release_disks(&self) {
-        if let Err(error) = self.qmp.execute("blockdev-set-active", json!({ "active": false })) {
-            // Then this QEMU keeps the disks until it is ended or starts the guest.
-            tracing::warn!(%error, "the destination's QEMU keeps disks that it should not have yet");
+    /// Releases the disks, which the source may need.
+    fn keep_no_disks(&self, patience: Patience) -> Result<(), VmmError> {
+        match self.set_active(false, patience) {
+            Ok(_) => Ok(()),
+            Err(StorageError::Qmp(error @ QmpError::Refused { .. })) => {
+                // Then this QEMU keeps the disks until it is ended or starts the guest.
+                tracing::warn!(%error, "the destination's QEMU keeps disks that it should not have yet");
+                Ok(())
+            }
+            Err(error) => Err(error.into()),
         }
+    }
+
+    fn set_active(&self, active: bool, patience: Patience) -> Result<Value, StorageError> {
+        self.storage.execute(&self.qmp, "blockdev-set-active", json!({ "active": active }), patience)
     }
 }
 
@@ -249,7 +265,7 @@ fn seen(answer: &Result<Option<ReturnMessage>, StreamError>) -> String {
     }
 }
 
-impl DestinationVmm for QemuDestination {
+impl DestinationVmm for QemuDestination<'_> {
     fn name(&self) -> String {
         format!("QEMU {}", self.qmp.version())
     }
@@ -271,11 +287,11 @@ impl DestinationVmm for QemuDestination {
     }
 
     fn resume(&mut self) -> Result<(), VmmError> {
-        Ok(qemu::cont(&self.qmp)?)
+        Ok(self.storage.cont(&self.qmp, Patience::Endless)?)
     }
 
     fn has_ended(&mut self) -> bool {
-        matches!(self.qmp.status(), Err(QmpError::Closed { .. })) && qemu::has_ended(self.identity)
+        qemu::has_hung_up(&self.qmp) && qemu::has_ended(self.identity)
     }
 
     fn guest_started(&mut self) {

@@ -40,6 +40,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::migration::MigrationError;
 use sterna_engine::report::{Observer, Outcome, Report};
 use sterna_engine::source::{MonitorRecord, Source, TimeLimits};
+use sterna_engine::switchover::START_TIME;
 use sterna_engine::transport::Address;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
@@ -55,8 +56,12 @@ use self::ram::{DirectRam, Survey};
 use self::source::QemuSource;
 use super::fault::WithFaultPoints;
 use super::neighbours::Media;
+use super::storage::Storage;
 use super::{DirectOptions, SendOptions, qemu};
 use crate::qmp::Qmp;
+
+/// How long a step may take while the guest is paused. The destination may wait for half of that for its storage before it is prepared.
+const STEP_TIME: Duration = Duration::from_secs(60);
 
 /// A source QEMU whose guest can be moved in direct mode. Only the tracking of its writes has been prepared so far.
 #[derive(Debug)]
@@ -173,7 +178,8 @@ pub(super) fn send(
         settings_before: None,
     };
     let (guest, log, watched) = ram.into_parts();
-    let mut vmm = QemuSource::new(qmp.clone(), machine_type, guest.clone(), watched, media, record.clone());
+    let storage = Storage::of(qmp, cancel, observer);
+    let mut vmm = QemuSource::new(qmp.clone(), machine_type, guest.clone(), watched, media, storage, record.clone());
     let direct = &options.direct;
     let mut source = Source::new(guest, log)
         .monitor(record.clone())
@@ -192,7 +198,7 @@ pub(super) fn send(
         .when_not_converging(direct.not_converging)
         .give_up_after(options.waits.total)
         .control(&options.control)
-        .time_limits(TimeLimits::default().stall(Some(options.waits.stall)))
+        .time_limits(TimeLimits::default().stall(Some(options.waits.stall)).step(STEP_TIME).start(Some(START_TIME)))
         .state_dir(&options.state_dir);
     if let Some(offload) = offload {
         source = source.offload(offload);

@@ -2,8 +2,9 @@
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
+use std::ops::RangeInclusive;
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use serde_json::json;
@@ -11,7 +12,6 @@ use sterna_engine::source::MonitorRecord;
 use sterna_engine::vmm::{AfterMove, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::ram::GuestRam;
 use sterna_wire::switchover::SourceAfter;
-use sterna_wire::text::cleaned;
 
 use super::ram::Watched;
 use super::stream::has_nested_guest;
@@ -19,10 +19,9 @@ use super::throttle::VcpuThrottle;
 use crate::gateway::fault;
 use crate::gateway::neighbours::{self, Media};
 use crate::gateway::qemu::{self, SOURCE_QUIT_TIME};
-use crate::qmp::{Meaning, Qmp, QmpError, RunState};
+use crate::gateway::storage::{Patience, STORAGE_TIME, Storage, StorageError};
+use crate::qmp::{Event, Meaning, Qmp, QmpError, RunState};
 
-/// How long the block layer may take to finish its requests: enough for a slow network store, but not for one that hangs.
-const SETTLING_TIME: Duration = Duration::from_secs(30);
 /// How long to wait for the guest's disks when the guest is to continue here: until the destination's QEMU is ended.
 const DISKS_TIME: Duration = Duration::from_secs(30);
 /// Pause between two attempts to resume the guest.
@@ -51,7 +50,7 @@ enum StateError {
 }
 
 /// A source QEMU whose memory is read from outside.
-pub(super) struct QemuSource {
+pub(super) struct QemuSource<'a> {
     qmp: Qmp,
     machine_type: String,
     /// Its RAM, and the conditions for complete tracking, which are checked when the guest has stopped.
@@ -59,8 +58,8 @@ pub(super) struct QemuSource {
     watched: Watched,
     /// The media of its drives at the start.
     media: Media,
-    /// The files of its disks at the start, for error texts.
-    disks: String,
+    /// The storage of its disks.
+    storage: Storage<'a>,
     record: MonitorRecord,
     /// This migration has stopped the guest.
     stopped: bool,
@@ -71,17 +70,16 @@ pub(super) struct QemuSource {
     throttle: Option<VcpuThrottle>,
 }
 
-impl QemuSource {
+impl<'a> QemuSource<'a> {
     pub(super) fn new(
         qmp: Qmp,
         machine_type: String,
         guest: GuestRam,
         watched: Watched,
         media: Media,
+        storage: Storage<'a>,
         record: MonitorRecord,
     ) -> Self {
-        // Queried now, because QEMU does not answer any more once its storage hangs.
-        let disks = disk_files(&qmp);
         let longest_settling = Duration::ZERO;
         Self {
             qmp,
@@ -89,7 +87,7 @@ impl QemuSource {
             guest,
             watched,
             media,
-            disks,
+            storage,
             record,
             stopped: false,
             state: None,
@@ -103,15 +101,17 @@ impl QemuSource {
         self.longest_settling
     }
 
-    /// Resumes the guest. Saving its devices released its disks, and another process may have locked an image meanwhile.
+    /// Resumes the guest, as soon as the storage of its disks lets QEMU do that. Saving its devices released its disks, and another process
+    /// may have locked an image meanwhile.
     fn take_back(&self) -> Result<(), VmmError> {
-        let deadline = Instant::now() + DISKS_TIME;
+        let mut deadline = None;
         let mut warned = false;
         loop {
-            match qemu::cont(&self.qmp) {
+            match self.storage.cont(&self.qmp, Patience::Endless) {
                 Ok(()) => return Ok(()),
-                Err(error @ QmpError::Refused { .. }) if is_lock_error(&error.to_string()) => {
-                    if Instant::now() >= deadline {
+                Err(StorageError::Qmp(error @ QmpError::Refused { .. })) if is_lock_error(&error.to_string()) => {
+                    // Slow storage before the refusal does not count.
+                    if Instant::now() >= *deadline.get_or_insert_with(|| Instant::now() + DISKS_TIME) {
                         return Err(format!(
                             "{error}: another process has used a disk of the guest for {} s; end that process, then run `sterna recover`",
                             DISKS_TIME.as_secs()
@@ -135,7 +135,59 @@ impl QemuSource {
         self.media.check(&self.qmp)
     }
 
-    fn save_devices(&self) -> Result<Vec<u8>, VmmError> {
+    /// Stops the guest.
+    ///
+    /// # Errors
+    /// The storage of its disks does not let QEMU stop it in time, or another program, or the guest itself, has changed whether it runs: it is
+    /// left as it is then.
+    fn stop(&mut self, patience: Patience) -> Result<(), VmmError> {
+        self.stopped = true;
+        let asked = microseconds_now();
+        self.storage.execute(&self.qmp, "stop", json!({}), patience)?;
+        let answered = microseconds_now();
+        match who_stopped(&self.qmp.take_events(&["STOP", "RESUME"]), asked..=answered) {
+            StoppedBy::Us => Ok(()),
+            StoppedBy::Others => {
+                self.stopped = false;
+                let state = self.qmp.run_state()?;
+                Err(format!(
+                    "another program stopped the guest just before it was to be paused for its switchover, or it stopped by itself (QEMU: \
+                     {state}): it is left so; only a running guest is moved"
+                )
+                .into())
+            }
+            StoppedBy::NotAnyMore => {
+                self.stopped = false;
+                Err(resumed_by_others(&self.qmp.run_state()?).into())
+            }
+        }
+    }
+
+    /// Checks the guest, which is paused, and saves its devices.
+    fn check_and_save(&self, patience: Patience) -> Result<Vec<u8>, VmmError> {
+        self.watched.check(&self.qmp, &self.guest)?;
+        self.check_neighbours()?;
+        let state = self.save_devices(patience)?;
+        neighbours::check_inactive(&self.qmp)?;
+        if has_nested_guest(&state) {
+            return Err(
+                "the guest runs guests of its own, whose hardware pages are not tracked: use --mode stream".into()
+            );
+        }
+        Ok(state)
+    }
+
+    /// Returns the error for a paused guest that another program has resumed; none if no program has. That program is responsible for the guest
+    /// from then on. What failed meanwhile may only follow from that: disks are in use again, for example.
+    fn resumed_meanwhile(&mut self) -> Option<VmmError> {
+        if !self.stopped || self.qmp.take_events(&["RESUME"]).is_empty() {
+            return None;
+        }
+        self.stopped = false;
+        Some(self.qmp.run_state().map_or_else(VmmError::from, |state| resumed_by_others(&state).into()))
+    }
+
+    fn save_devices(&self, patience: Patience) -> Result<Vec<u8>, VmmError> {
         let file = File::from(rustix::fs::memfd_create("sterna-devices", MemfdFlags::CLOEXEC)?);
         // QEMU uses a descriptor of its set only if the access mode is exactly the requested one.
         let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
@@ -143,8 +195,9 @@ impl QemuSource {
         let added = self.qmp.execute_with_descriptor("add-fd", json!({ "opaque": "sterna" }), for_qemu.as_fd())?;
         let set = added["fdset-id"].as_u64().ok_or("QEMU does not name the set of a descriptor")?;
         let arguments = json!({ "filename": format!("/dev/fdset/{set}"), "live": true });
-        let saved = self.qmp.execute("xen-save-devices-state", arguments);
-        if let Err(error) = self.qmp.execute("remove-fd", json!({ "fdset-id": set })) {
+        let saved = self.storage.execute(&self.qmp, "xen-save-devices-state", arguments, patience);
+        // Not waited for: QEMU may still be saving.
+        if let Err(error) = self.qmp.begin("remove-fd", json!({ "fdset-id": set })) {
             tracing::debug!(%error, "remove-fd");
         }
         saved?;
@@ -154,7 +207,7 @@ impl QemuSource {
     }
 }
 
-impl SourceVmm for QemuSource {
+impl SourceVmm for QemuSource<'_> {
     fn name(&self) -> String {
         format!("QEMU {}", self.qmp.version())
     }
@@ -172,7 +225,7 @@ impl SourceVmm for QemuSource {
             return Ok(());
         }
         let begun = Instant::now();
-        let limit = fault::settling_time(SETTLING_TIME);
+        let limit = fault::settling_time(STORAGE_TIME);
         tracing::debug!("waiting until QEMU's block layer has nothing under way");
         // `transaction` drains all of the block layer before it processes its actions (`qmp_transaction` in blockdev.c).
         let settled = self.qmp.execute_within("transaction", json!({ "actions": [] }), limit);
@@ -187,7 +240,7 @@ impl SourceVmm for QemuSource {
                 "the storage of the guest's disks has not answered within {:.1} s ({}); the guest is not stopped, but it and QEMU's \
                  monitor wait for this storage whenever they use a device; see to the storage and send again, or use --mode stream",
                 limit.as_secs_f64(),
-                self.disks
+                self.storage.disks()
             )
             .into()),
             Err(error) => Err(error.into()),
@@ -209,12 +262,14 @@ impl SourceVmm for QemuSource {
     fn confirm_paused(&mut self) -> Result<(), VmmError> {
         // QEMU sends RESUME before the guest's vCPUs start, and in order with its answers.
         let state = self.qmp.run_state()?;
-        let resumed = self.qmp.wait_event("RESUME", |_| true, Instant::now())?;
+        if let Some(error) = self.resumed_meanwhile() {
+            return Err(error);
+        }
         match state.meaning() {
-            Meaning::Stopped if resumed.is_none() && state.name() == "paused" => Ok(()),
+            Meaning::Stopped if state.name() == "paused" => Ok(()),
             // A reset that the guest requested just before it was stopped is carried out here and would be lost at the destination, where
             // the guest would wait for it for ever. `prelaunch` is the state after it; `cont` lets the guest boot.
-            Meaning::Stopped if resumed.is_none() && !state.has_executed() => Err(format!(
+            Meaning::Stopped if !state.has_executed() => Err(format!(
                 "the guest was reset while it was paused for its switchover (QEMU: {state}): it goes on here; send again"
             )
             .into()),
@@ -230,24 +285,26 @@ impl SourceVmm for QemuSource {
         }
     }
 
+    fn changed_by_others(&mut self) -> Option<VmmError> {
+        self.resumed_meanwhile()
+    }
+
     fn pause(&mut self) -> Result<(), VmmError> {
-        self.may_pause()?;
+        // Before the state is looked at, so that every change after that is seen.
         self.qmp.clear_events();
+        self.may_pause()?;
         // The throttle ends first: in `stop`, QEMU waits for each vCPU thread.
         self.throttle = None;
-        self.stopped = true;
-        self.qmp.execute("stop", json!({}))?;
-        self.watched.check(&self.qmp, &self.guest)?;
-        self.check_neighbours()?;
-        let state = self.save_devices()?;
-        neighbours::check_inactive(&self.qmp)?;
-        if has_nested_guest(&state) {
-            return Err(
-                "the guest runs guests of its own, whose hardware pages are not tracked: use --mode stream".into()
-            );
+        let patience = Patience::of_a_step();
+        fault::reached("direct.before-stop");
+        self.stop(patience)?;
+        match self.check_and_save(patience) {
+            Ok(state) => {
+                self.state = Some(state);
+                self.resumed_meanwhile().map_or(Ok(()), Err)
+            }
+            Err(error) => Err(self.resumed_meanwhile().unwrap_or(error)),
         }
-        self.state = Some(state);
-        Ok(())
     }
 
     fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
@@ -264,6 +321,7 @@ impl SourceVmm for QemuSource {
     }
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        fault::reached("direct.before-state");
         let saved = self.state.as_ref().ok_or("the guest was not stopped")?;
         Ok(state.write_all(saved)?)
     }
@@ -283,7 +341,7 @@ impl SourceVmm for QemuSource {
     }
 
     fn has_ended(&mut self) -> bool {
-        matches!(self.qmp.status(), Err(QmpError::Closed { .. })) && qemu::has_ended(self.record.process)
+        qemu::has_hung_up(&self.qmp) && qemu::has_ended(self.record.process)
     }
 
     fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {
@@ -329,12 +387,44 @@ fn is_lock_error(error: &str) -> bool {
     error.contains("\" lock") || error.contains("Failed to lock byte")
 }
 
-/// Returns the files of QEMU's disks as its monitor names them, for error texts.
-fn disk_files(qmp: &Qmp) -> String {
-    let nodes = qmp.execute("query-block", json!({})).unwrap_or_default();
-    let files = nodes.as_array().into_iter().flatten().filter_map(|disk| disk["inserted"]["file"].as_str());
-    let files: Vec<String> = files.map(cleaned).collect();
-    if files.is_empty() { "QEMU lists no disks".into() } else { files.join(", ") }
+/// Who has stopped the guest, once `stop` was answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StoppedBy {
+    /// This migration, as far as QEMU shows it.
+    Us,
+    /// Another program, or the guest itself, before `stop` was sent.
+    Others,
+    /// Nobody: another program has let the guest run again.
+    NotAnyMore,
+}
+
+/// Returns who has stopped the guest. `events`: STOP and RESUME since it was last seen running. `stop`: when that was sent and answered, in
+/// microseconds since 1970, by the clock of QEMU's host, which is this one.
+///
+/// QEMU sends STOP only when the guest stops (`do_vm_stop` in system/cpus.c), so one `stop` after another leaves no trace. Of two at the same
+/// time only the event's time tells whose it is; one that QEMU has executed between the sending of ours and its execution counts as ours.
+fn who_stopped(events: &[Event], stop: RangeInclusive<u64>) -> StoppedBy {
+    let Some(last) = events.last() else { return StoppedBy::Us };
+    if last.name == "RESUME" {
+        return StoppedBy::NotAnyMore;
+    }
+    match last.time_us {
+        // A range that is empty shows a clock that was set back: its times mean nothing.
+        Some(time) if time < *stop.start() && !stop.is_empty() => StoppedBy::Others,
+        _ => StoppedBy::Us,
+    }
+}
+
+fn microseconds_now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64)
+}
+
+/// Returns the error for a guest that another program has let run while this migration had it paused.
+fn resumed_by_others(state: &RunState) -> String {
+    format!(
+        "another program let the guest run (QMP cont, virsh resume) while it was paused for its switchover: that program is responsible for it \
+         now (QEMU: {state}); send again"
+    )
 }
 
 #[cfg(test)]
@@ -347,6 +437,29 @@ mod tests {
         let file = File::from(rustix::fs::memfd_create("state", MemfdFlags::CLOEXEC).unwrap());
         file.set_len(length).unwrap();
         file
+    }
+
+    #[test]
+    fn a_stop_belongs_to_another_program_only_where_qemu_stopped_the_guest_before_ours_was_sent() {
+        let events = |list: &[(&str, Option<u64>)]| -> Vec<Event> {
+            let event = |(name, time_us): &(&str, Option<u64>)| Event {
+                name: (*name).to_owned(),
+                data: serde_json::Value::Null,
+                time_us: *time_us,
+            };
+            list.iter().map(event).collect()
+        };
+        let who = |list: &[(&str, Option<u64>)]| who_stopped(&events(list), 100..=200);
+        assert_eq!(who(&[("STOP", Some(150))]), StoppedBy::Us);
+        assert_eq!(who(&[("STOP", Some(99))]), StoppedBy::Others);
+        assert_eq!(who(&[("STOP", Some(90)), ("RESUME", Some(95)), ("STOP", Some(120))]), StoppedBy::Us);
+        assert_eq!(who(&[("STOP", Some(120)), ("RESUME", Some(130))]), StoppedBy::NotAnyMore);
+        // Where the time is not known the guest is taken back rather than left paused by mistake.
+        assert_eq!(who(&[("STOP", None)]), StoppedBy::Us);
+        assert_eq!(who(&[]), StoppedBy::Us);
+        #[expect(clippy::reversed_empty_ranges, reason = "the clock was set back meanwhile")]
+        let set_back = who_stopped(&events(&[("STOP", Some(50))]), 100..=60);
+        assert_eq!(set_back, StoppedBy::Us);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! `sterna recover` at the destination: listens for the source, where only the source knows the decision.
 
+use sterna_engine::cancel::Cancel;
 use sterna_engine::process;
 use sterna_engine::recovery::{DestinationRemains, GaveUp, RecoveredDestination, recover_destination};
 use sterna_engine::report::Observer;
@@ -10,14 +11,16 @@ use sterna_wire::switchover::{DestinationEnd, DestinationGuest, DestinationState
 use super::{Recovery, durable, restore_settings};
 use crate::gateway::GatewayError;
 use crate::gateway::qemu::{self, QUIT_TIME};
+use crate::gateway::storage::{Patience, Storage};
 use crate::qmp::{Meaning, Qmp};
 
 /// Settles the migration from a record in `state`.
 pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result<String, GatewayError> {
     let guest = guest_state(&recovery, state)?;
-    let (record, observer, wait) = (recovery.record.record().clone(), recovery.observer, recovery.options.wait);
+    let (record, wait) = (recovery.record.record().clone(), recovery.options.wait);
+    let (cancel, observer) = (recovery.cancel, recovery.observer);
     let (means, qmp) = recovery.means();
-    let mut remains = Remains { record, qmp, observer };
+    let mut remains = Remains { record, qmp, cancel, observer };
     let RecoveredDestination { outcome, gave_up, ledger, .. } =
         recover_destination(means, state, guest, wait, &mut remains);
     match outcome {
@@ -60,16 +63,15 @@ fn guest_state(recovery: &Recovery<'_>, state: DestinationState) -> Result<Desti
 struct Remains<'a> {
     record: Record,
     qmp: Option<Qmp>,
+    cancel: &'a Cancel,
     observer: &'a dyn Observer,
 }
 
 impl DestinationRemains for Remains<'_> {
     fn start_guest(&mut self) -> Result<DestinationGuest, Reason> {
-        match self.qmp.as_ref().map(qemu::cont) {
-            Some(Ok(())) => Ok(DestinationGuest::Running),
-            Some(Err(error)) => Err(qemu::failed("QEMU does not start the guest")(error)),
-            None => Ok(DestinationGuest::Gone),
-        }
+        let Some(qmp) = &self.qmp else { return Ok(DestinationGuest::Gone) };
+        let started = Storage::of(qmp, self.cancel, self.observer).cont(qmp, Patience::UntilCancelled);
+        started.map(|()| DestinationGuest::Running).map_err(qemu::failed("QEMU does not start the guest"))
     }
 
     fn guest_started(&mut self) {

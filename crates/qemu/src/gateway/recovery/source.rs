@@ -1,5 +1,6 @@
 //! `sterna recover` at the source: the side that knows the decision.
 
+use sterna_engine::cancel::Cancel;
 use sterna_engine::process;
 use sterna_engine::recovery::{RecoveredSource, SourceRemains, recover_source};
 use sterna_engine::report::Observer;
@@ -9,15 +10,16 @@ use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{Record, RecordState, SourceAfter, SourceEnd, SourceGuest, SourceState};
 
 use super::{Recovery, durable, restore_settings, unreachable_monitor};
+use crate::gateway::storage::{Patience, Storage};
 use crate::gateway::{GatewayError, qemu};
 use crate::qmp::{Meaning, Qmp, QmpError};
 
 /// Settles the migration from a record in `state`.
 pub(super) fn recover(recovery: Recovery<'_>, state: SourceState) -> Result<String, GatewayError> {
     let guest = guest_state(&recovery, state)?;
-    let (record, observer) = (recovery.record.record().clone(), recovery.observer);
+    let (record, cancel, observer) = (recovery.record.record().clone(), recovery.cancel, recovery.observer);
     let (means, qmp) = recovery.means();
-    let mut remains = Remains { record, qmp, observer };
+    let mut remains = Remains { record, qmp, cancel, observer };
     let recovered = recover_source(means, state, guest, DELIVERY_TIME, &mut remains);
     remains.settled(&recovered)
 }
@@ -54,6 +56,7 @@ fn refuse_if_not_ours(qmp: &Qmp, record: &Record, guest: SourceGuest) -> Result<
 struct Remains<'a> {
     record: Record,
     qmp: Option<Qmp>,
+    cancel: &'a Cancel,
     observer: &'a dyn Observer,
 }
 
@@ -72,7 +75,8 @@ impl SourceRemains for Remains<'_> {
     fn resume(&mut self) -> Result<SourceGuest, Reason> {
         let qmp =
             self.qmp.as_ref().ok_or_else(|| Reason::new(ErrorKind::Monitor, unreachable_monitor(&self.record)))?;
-        qemu::cont(qmp).map_err(qemu::failed("the source QEMU does not resume the guest"))?;
+        let resumed = Storage::of(qmp, self.cancel, self.observer).cont(qmp, Patience::UntilCancelled);
+        resumed.map_err(qemu::failed("the source QEMU does not resume the guest"))?;
         Ok(SourceGuest::Running)
     }
 

@@ -19,6 +19,7 @@ use crate::gateway::SendOptions;
 use crate::gateway::backlog::Backlog;
 use crate::gateway::qemu::{self, QemuEvent};
 use crate::gateway::source_stream::StreamNews;
+use crate::gateway::storage::{Patience, Storage};
 use crate::qmp::Qmp;
 
 /// Minimum time limit of a step while the guest is paused: the destination loads, or QEMU completes.
@@ -96,7 +97,9 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     }
 
     fn resume(&mut self) -> Result<SourceGuest, Reason> {
-        qemu::cont(&self.qmp).map_err(qemu::failed("the source QEMU does not resume the guest"))?;
+        let storage = Storage::of(&self.qmp, self.kernel.cancel, self.kernel.observer);
+        let resumed = storage.cont(&self.qmp, Patience::Endless);
+        resumed.map_err(qemu::failed("the source QEMU does not resume the guest"))?;
         Ok(SourceGuest::Running)
     }
 
