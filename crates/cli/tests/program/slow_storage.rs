@@ -200,11 +200,17 @@ fn recover_waits_for_the_storage_of_a_guest_whose_send_was_killed_while_it_waite
     let id = Side::Source.record(&pair).unwrap().migration.to_string();
     sender.kill();
     drop(sender);
-    let mut command = recover(&id, "source", &pair.source_state());
-    let recovery = Sterna::start("recover", command.env(TOLD_AFTER.0, TOLD_AFTER.1));
-    let line = recovery.wait_for("waiting for QEMU's monitor");
-    assert!(line.contains("storage"), "{line}");
-    assert!(!storage.held().is_empty());
+    let recover = || {
+        let recovery = Sterna::start("recover", &mut recover(&id, "source", &pair.source_state()));
+        let line = recovery.wait_for("waiting for QEMU's monitor");
+        assert!(line.contains("storage"), "{line}");
+        assert!(!storage.held().is_empty());
+        recovery
+    };
+    let interrupted = recover();
+    interrupted.interrupt();
+    assert_eq!(interrupted.finish().0.code(), CANCELLED);
+    let recovery = recover();
     answer(&storage);
     assert!(recovery.finish().0.success());
     assert!(!receiver.finish().0.success());
@@ -364,4 +370,64 @@ fn a_guest_that_another_program_stops_right_after_its_start_at_the_destination_h
     assert_eq!(pair.destination.status().as_deref(), Some("paused"));
     execute(&pair.destination.monitor, "cont", json!({}));
     assert_eq!(Migration { pair, sender: None, receiver: None }.exactly_one(), Ok(Side::Destination));
+}
+
+/// The same in real time: longer than all limits that hold before the decision, and than the silence after which a peer counts as lost.
+mod soak {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::support::pair::eventually;
+
+    fn answer_after_45_s(storage: &NbdServer) {
+        eventually(Duration::from_secs(45), || false);
+        answer(storage);
+    }
+
+    #[test]
+    fn a_decided_move_completes_when_the_destinations_storage_answers_after_45_s() {
+        let Some((pair, storage)) = with_slow_disk(QemuVersion::V10_0) else { return };
+        let mut point = None;
+        let receiver = start_receive(&pair, |command| {
+            point = Some(Hold::at("destination.before-cont", pair.scratch.path(), command));
+        });
+        let sender = start_send(&pair, &receiver, |_| {});
+        let reached = point.unwrap().reached(&receiver);
+        hold(&storage, DESTINATION, |_| true);
+        drop(reached);
+        waits(&receiver, &storage, "cont");
+        answer_after_45_s(&storage);
+        completed(pair, sender, receiver);
+    }
+
+    #[test]
+    fn a_guest_that_is_taken_back_goes_on_when_its_storage_answers_after_45_s() {
+        let Some((pair, storage, sender, receiver)) = taken_back_slowly() else { return };
+        answer_after_45_s(&storage);
+        goes_on_at_the_source(pair, sender, receiver, CANCELLED);
+    }
+
+    #[test]
+    fn a_guest_whose_storage_answers_45_s_after_the_pause_began_goes_on_at_the_source() {
+        let Some((pair, storage)) = with_slow_disk(QemuVersion::V10_0) else { return };
+        hold_flush(&pair, &storage);
+        let receiver = start_receive(&pair, |_| {});
+        let sender = start_send(&pair, &receiver, |_| {});
+        waits(&sender, &storage, "stop");
+        answer_after_45_s(&storage);
+        let reason = goes_on_at_the_source(pair, sender, receiver, FAILED);
+        assert!(reason.contains("has not answered within 30.0 s"), "{reason}");
+    }
+
+    #[test]
+    fn a_guest_whose_destination_has_no_storage_for_45_s_before_the_decision_goes_on_at_the_source() {
+        let Some((pair, storage)) = with_slow_disk(QemuVersion::V10_0) else { return };
+        hold(&storage, DESTINATION, |_| true);
+        let receiver = start_receive(&pair, |_| {});
+        let sender = start_send(&pair, &receiver, |_| {});
+        waits(&receiver, &storage, "blockdev-set-active");
+        answer_after_45_s(&storage);
+        let reason = goes_on_at_the_source(pair, sender, receiver, FAILED);
+        assert!(reason.contains("has not answered within 30.0 s"), "{reason}");
+    }
 }

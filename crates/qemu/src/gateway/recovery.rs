@@ -19,6 +19,7 @@ use sterna_engine::report::Observer;
 use sterna_engine::switchover::Ledger;
 use sterna_engine::transport::{Address, Security};
 use sterna_wire::control::Mode;
+use sterna_wire::reason::ErrorKind;
 use sterna_wire::switchover::{DestinationState, Record, RecordState};
 
 use super::claim::Claim;
@@ -40,7 +41,7 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     record.amend(|record| record.fenced_peer |= options.fenced_peer);
     let state = actual_state(record.record());
     // A settled migration needs no QEMU, which may be in use for something else by now.
-    let qmp = if state.settled() { None } else { qemu_of(record.record(), cancel, observer) };
+    let qmp = if state.settled() { None } else { qemu_of(record.record(), cancel, observer)? };
     let _claim = match &qmp {
         Some(qmp) => Claim::of(qmp).map_err(GatewayError::refused)?,
         // A QEMU that waits for memory need not answer.
@@ -101,19 +102,27 @@ fn lacks_memory(state: RecordState) -> bool {
 
 /// Connects to the QEMU of the record; none if it has ended, or if another process serves its socket. A QEMU that waits for the storage of its
 /// disks is waited for.
-fn qemu_of(record: &Record, cancel: &Cancel, observer: &dyn Observer) -> Option<Qmp> {
+///
+/// # Errors
+/// The wait was cancelled.
+fn qemu_of(record: &Record, cancel: &Cancel, observer: &dyn Observer) -> Result<Option<Qmp>, GatewayError> {
     let mut told = false;
     loop {
         if record.monitor_process.is_some_and(|identity| !process::lives(identity)) {
-            return None;
+            return Ok(None);
         }
         match Qmp::connect(Path::new(&record.monitor_socket)) {
             Ok(qmp) => {
                 let same = record.monitor_process.is_none() || qemu::identity(&qmp) == record.monitor_process;
-                return same.then_some(qmp);
+                return Ok(same.then_some(qmp));
             }
             // The monitor has greeted this process: it serves no other client, and only QEMU's main loop does not answer.
-            Err(QmpError::Timeout { .. }) if !cancel.is_cancelled() => {
+            Err(QmpError::Timeout { .. }) if cancel.is_cancelled() => {
+                let text =
+                    "cancelled while QEMU's monitor did not answer; nothing was touched, and this can be run again";
+                return Err(GatewayError::of_kind(ErrorKind::Cancelled, text));
+            }
+            Err(QmpError::Timeout { .. }) => {
                 if !std::mem::replace(&mut told, true) {
                     observer.note(&format!(
                         "waiting for QEMU's monitor ({}): QEMU does not answer, most likely because the storage of the guest's disks does not \
@@ -124,7 +133,7 @@ fn qemu_of(record: &Record, cancel: &Cancel, observer: &dyn Observer) -> Option<
             }
             Err(error) => {
                 tracing::debug!(%error, "connecting to the QEMU of the record");
-                return None;
+                return Ok(None);
             }
         }
     }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::report::Observer;
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::text::cleaned;
 
 use super::fault;
@@ -49,6 +50,14 @@ pub(super) enum StorageError {
     /// QEMU refused the command, or its monitor has ended.
     #[error(transparent)]
     Qmp(#[from] QmpError),
+}
+
+impl StorageError {
+    /// Returns the reason of a failure, with `what` before its text.
+    pub(super) fn into_reason(self, what: &str) -> Reason {
+        let kind = if matches!(self, Self::Cancelled { .. }) { ErrorKind::Cancelled } else { ErrorKind::Monitor };
+        Reason::new(kind, self).within(what)
+    }
 }
 
 /// How long an answer is awaited.

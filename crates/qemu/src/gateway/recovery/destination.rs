@@ -71,7 +71,8 @@ impl DestinationRemains for Remains<'_> {
     fn start_guest(&mut self) -> Result<DestinationGuest, Reason> {
         let Some(qmp) = &self.qmp else { return Ok(DestinationGuest::Gone) };
         let started = Storage::of(qmp, self.cancel, self.observer).cont(qmp, Patience::UntilCancelled);
-        started.map(|()| DestinationGuest::Running).map_err(qemu::failed("QEMU does not start the guest"))
+        let started = started.map(|()| DestinationGuest::Running);
+        started.map_err(|error| error.into_reason("QEMU does not start the guest"))
     }
 
     fn guest_started(&mut self) {

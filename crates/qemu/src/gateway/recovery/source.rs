@@ -76,7 +76,7 @@ impl SourceRemains for Remains<'_> {
         let qmp =
             self.qmp.as_ref().ok_or_else(|| Reason::new(ErrorKind::Monitor, unreachable_monitor(&self.record)))?;
         let resumed = Storage::of(qmp, self.cancel, self.observer).cont(qmp, Patience::UntilCancelled);
-        resumed.map_err(qemu::failed("the source QEMU does not resume the guest"))?;
+        resumed.map_err(|error| error.into_reason("the source QEMU does not resume the guest"))?;
         Ok(SourceGuest::Running)
     }
 
