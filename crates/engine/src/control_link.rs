@@ -11,7 +11,7 @@
 
 use std::io::{self, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
@@ -484,6 +484,25 @@ pub fn receive_answer(
         messages,
         Some(Deadline { at: now + silence, after_heartbeat: Some((silence, now + longest)) }),
     )
+}
+
+/// Does `work` before a message is answered, and sends heartbeats meanwhile to the peer, which waits for the answer.
+pub fn with_heartbeats<R>(writer: &mut Writer, work: impl FnOnce() -> R) -> R {
+    std::thread::scope(|scope| {
+        let (working, at_work) = channel::<()>();
+        let heartbeats = move || {
+            while at_work.recv_timeout(HEARTBEAT_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                // Fails where the peer is gone, which shows when it gets its answer.
+                let _ = send_message(writer, &ControlMessage::Heartbeat);
+            }
+        };
+        if let Err(error) = Builder::new().name("heartbeat".into()).spawn_scoped(scope, heartbeats) {
+            tracing::warn!(%error, "no thread for heartbeats: the peer may not wait long enough");
+        }
+        let done = work();
+        drop(working);
+        done
+    })
 }
 
 /// By when a message must arrive.

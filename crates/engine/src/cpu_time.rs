@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::io;
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::{Builder, JoinHandle};
+use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 use std::time::Duration;
 
 use rustix::thread::{Pid, gettid};
@@ -137,6 +137,22 @@ pub(crate) fn spawn<T: Send + 'static>(
 ) -> io::Result<JoinHandle<T>> {
     let time = CpuTime::current();
     builder.spawn(move || {
+        let _counted = time.as_ref().map(CpuTime::count);
+        run()
+    })
+}
+
+/// As [`spawn`], for a thread that borrows from its scope.
+///
+/// # Errors
+/// The system cannot start a thread.
+pub(crate) fn spawn_scoped<'scope, T: Send + 'scope>(
+    builder: Builder,
+    scope: &'scope Scope<'scope, '_>,
+    run: impl FnOnce() -> T + Send + 'scope,
+) -> io::Result<ScopedJoinHandle<'scope, T>> {
+    let time = CpuTime::current();
+    builder.spawn_scoped(scope, move || {
         let _counted = time.as_ref().map(CpuTime::count);
         run()
     })

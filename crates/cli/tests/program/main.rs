@@ -18,6 +18,7 @@ mod moved_by_others;
 mod neighbours;
 mod outcomes;
 mod post_copy;
+mod preallocated;
 mod proxy;
 mod security;
 mod slow_storage;

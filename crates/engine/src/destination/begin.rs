@@ -1,12 +1,10 @@
 //! The destination until its migration begins: waits for a source, agrees with it, and makes the driver.
 
 use std::panic::resume_unwind;
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::Builder;
 
 use sterna_wire::control::{Block, ControlMessage, Hello, Machine, Mode};
-use sterna_wire::limits::HEARTBEAT_INTERVAL;
 use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{DestinationState, DestinationSwitchover, RecordState};
 
@@ -17,7 +15,7 @@ use super::target::{RamSink, Target};
 use super::{Destination, Listening, ReadyDestination, ReadyMachine, Settings, post_copy};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
-use crate::control_link::{ControlEvent, ControlLink, send_message};
+use crate::control_link::{ControlEvent, ControlLink, send_message, with_heartbeats};
 use crate::cpu_time::CpuTime;
 use crate::device_state::load::LoadingDevices;
 use crate::device_state::{self, DeviceChannels, DeviceId};
@@ -79,7 +77,7 @@ pub(super) fn run(
             let kind = if cancel.is_cancelled() { ErrorKind::Cancelled } else { ErrorKind::Network };
             return Err(MigrationError::not_accepted(Cause::new(kind, reason)));
         };
-        match prepare(&mut ready, &mut source, &mut vmm, monitor_refuses_post_copy.as_ref()) {
+        match prepare(&mut ready, &mut source, &mut vmm, monitor_refuses_post_copy.as_ref(), cancel) {
             Ok(machine) => break (source, machine),
             Err(reason) => {
                 observer.note(&format!("refused: {}: {reason}", source.peer));
@@ -126,6 +124,7 @@ fn prepare(
     source: &mut AcceptedSource,
     vmm: &mut DestinationMonitor<'_>,
     monitor_refuses_post_copy: Option<&String>,
+    cancel: &Cancel,
 ) -> Result<ReadyMachine, String> {
     let (machine, post_copy, sandboxed) = (&source.machine, source.session.has(POST_COPY), ready.settings.sandboxed);
     let mut opening = Opening::new(&source.peer, machine);
@@ -135,29 +134,10 @@ fn prepare(
     with_heartbeats(&mut source.writer, || match vmm.prepare(&opening).map_err(|error| error.to_string())? {
         Prepared::AsGiven => ready.given.take().ok_or_else(|| "the monitor has made no RAM for the guest".to_owned()),
         Prepared::Made { ram, devices } => {
-            let made = ready.preparation.prepare(ram, devices).map_err(|error| error.reason)?;
+            let made = ready.preparation.prepare(ram, devices, cancel).map_err(|error| error.reason)?;
             let checks = Checks::new(&made, monitor_refuses_post_copy.cloned(), sandboxed);
             checks.refusals(machine, post_copy).into_iter().next().map_or(Ok(made), Err)
         }
-    })
-}
-
-/// Does `work`, and sends heartbeats meanwhile.
-fn with_heartbeats<R>(writer: &mut Writer, work: impl FnOnce() -> R) -> R {
-    std::thread::scope(|scope| {
-        let (working, at_work) = channel::<()>();
-        let heartbeats = move || {
-            while at_work.recv_timeout(HEARTBEAT_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                // Fails where the source is gone, which shows when it gets its answer.
-                let _ = send_message(writer, &ControlMessage::Heartbeat);
-            }
-        };
-        if let Err(error) = Builder::new().name("heartbeat".into()).spawn_scoped(scope, heartbeats) {
-            tracing::warn!(%error, "no thread for heartbeats: the source may not wait long enough");
-        }
-        let done = work();
-        drop(working);
-        done
     })
 }
 
@@ -173,10 +153,11 @@ pub(super) fn run_accepted(
 ) -> Result<ReceiveReport, MigrationError> {
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
-    // Whatever fails from here on, the source receives the reason.
-    let mut ready = destination.prepare().map_err(|error| inform(&mut source.writer, error))?;
-    let cpu = CpuTime::new(ready.settings.sandboxed);
+    let cpu = CpuTime::new(destination.settings.sandboxed);
     let _counted = cpu.count();
+    // Whatever fails from here on, the source receives the reason.
+    let prepared = with_heartbeats(&mut source.writer, || destination.prepare(cancel));
+    let mut ready = prepared.map_err(|error| inform(&mut source.writer, error))?;
     let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted);
     let vmm = vmm.map_err(|error| inform(&mut source.writer, error))?;
     let Some(machine) = ready.given.take() else {

@@ -32,8 +32,7 @@ use crate::cancel::Cancel;
 use crate::device_state::load::share;
 use crate::device_state::{DeviceId, LoadDevice};
 use crate::migration::{
-    Cause, DELTA, DEVICE_STATE, ErrorKind, GUEST_STATE, MigrationError, POST_COPY, PROGRESS, RETRANSMIT,
-    sandbox_refusal,
+    DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, PROGRESS, RETRANSMIT, sandbox_refusal,
 };
 use crate::record_file::StateDir;
 use crate::report::{Observer, ReceiveReport};
@@ -115,19 +114,19 @@ impl Preparation {
     /// Prepares RAM and devices, which takes long where all of the RAM is cleared or populated.
     ///
     /// # Errors
-    /// There is not that much memory, the queue for devices is too small, or two devices are the same.
+    /// There is not that much memory, the queue for devices is too small, two devices are the same, or `cancel` was cancelled.
     fn prepare(
         self,
         ram: GuestRam,
         devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
+        cancel: &Cancel,
     ) -> Result<ReadyMachine, MigrationError> {
         let Self { device_queue, before, prefault } = self;
         let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_accepted)?;
         let ids = devices.iter().map(|(id, _)| id.clone()).collect();
         check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_accepted)?;
         let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_accepted)?);
-        let prepared = target.prepare(before, prefault);
-        prepared.map_err(|reason| MigrationError::not_accepted(Cause::new(ErrorKind::Memory, reason)))?;
+        target.prepare(before, prefault, cancel).map_err(MigrationError::not_accepted)?;
         Ok(ReadyMachine { target, devices, device_share })
     }
 }
@@ -291,21 +290,22 @@ impl Destination {
             return Err(MigrationError::not_accepted(reason));
         }
         // Before a source can connect: it waits for its welcome no longer than a handshake may take.
-        let ready = self.prepare()?;
+        let ready = self.prepare(&Cancel::new())?;
         let listener = Listener::bind(address).map_err(MigrationError::not_accepted)?;
         let address = listener.local_address();
         let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_accepted)?;
         Ok(Listening { ready, address, incoming })
     }
 
-    fn prepare(self) -> Result<ReadyDestination, MigrationError> {
+    fn prepare(self, cancel: &Cancel) -> Result<ReadyDestination, MigrationError> {
         let Self { ram, devices, preparation, settings } = self;
-        let given = ram.map(|ram| preparation.prepare(ram, devices)).transpose()?;
+        let given = ram.map(|ram| preparation.prepare(ram, devices, cancel)).transpose()?;
         Ok(ReadyDestination { given, preparation, settings, fence: Fence::default() })
     }
 
     /// Runs the migration of a source whose hello was accepted already, where the RAM depends on that hello. `address`: where
-    /// `incoming` listens, for a source that reconnects and for the record. As [`Listening::run`] otherwise.
+    /// `incoming` listens, for a source that reconnects and for the record. The source gets heartbeats while the memory is prepared. As
+    /// [`Listening::run`] otherwise.
     ///
     /// The handshake ([`Handshake::first`](crate::session::Handshake::first)) uses [`Destination::FEATURES`].
     ///

@@ -18,7 +18,9 @@ use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 use super::Before;
 use super::post_copy::{HugePage, PostCopy};
-use crate::migration::shapes;
+use crate::cancel::Cancel;
+use crate::cpu_time;
+use crate::migration::{Cause, ErrorKind, shapes};
 use crate::receive::placer::{ChannelPlacer, Closed, PageAgreement, PagePlacer, PlacedBlock, StillWriting};
 use crate::receive::{PageSink, Places, SinkError};
 
@@ -91,23 +93,31 @@ impl Target {
     }
 
     /// Makes all of RAM read as zero, and populates it if `prefault`.
-    pub(super) fn prepare(&self, before: Before, prefault: bool) -> Result<(), String> {
+    ///
+    /// # Errors
+    /// There is not that much memory, a process in which it lies has ended, or `cancel` was cancelled.
+    pub(super) fn prepare(&self, before: Before, prefault: bool, cancel: &Cancel) -> Result<(), Cause> {
         match before {
             Before::Zero => {}
-            Before::Anything => self.for_all_parts(clear)?,
-            Before::Written => {
-                let clear = |block: &RamBlock| block.clear_written(0..block.pages());
-                self.ram.blocks().iter().try_for_each(clear).map_err(|error| error.to_string())?;
-            }
+            Before::Anything => self.for_all_parts(cancel, clear)?,
+            Before::Written => self.for_all_parts(cancel, |block, part| block.clear_written(part))?,
         }
         if prefault {
-            self.for_all_parts(populate)?;
+            self.for_all_parts(cancel, populate)?;
         }
         Ok(())
     }
 
     /// Calls `work` for all of RAM in parts, on a thread per CPU.
-    fn for_all_parts(&self, work: impl Fn(&RamBlock, Range<u64>) -> Result<(), String> + Sync) -> Result<(), String> {
+    fn for_all_parts(
+        &self,
+        cancel: &Cancel,
+        work: impl Fn(&RamBlock, Range<u64>) -> Result<(), RamError> + Sync,
+    ) -> Result<(), Cause> {
+        let work = |block: &RamBlock, part| match cancel.is_cancelled() {
+            true => Err(Cause::new(ErrorKind::Cancelled, "cancelled while guest RAM was being prepared")),
+            false => work(block, part).map_err(|error| Cause::of(ErrorKind::Memory, error)),
+        };
         let parts = |block: &RamBlock| (0..block.pages().div_ceil(STEP)).map(|part| part * STEP).collect::<Vec<_>>();
         let parts: Vec<_> =
             self.ram.blocks().iter().flat_map(|block| parts(block).into_iter().map(move |at| (block, at))).collect();
@@ -122,9 +132,9 @@ impl Target {
                 iter::from_fn(take).try_for_each(|(block, at)| work(block, *at..(at + STEP).min(block.pages())))
             };
             // Where the system has no more threads, fewer do the same work.
-            let helper = |_| Builder::new().name("prepare-ram".into()).spawn_scoped(scope, some).ok();
+            let helper = |_| cpu_time::spawn_scoped(Builder::new().name("prepare-ram".into()), scope, some).ok();
             let helpers: Vec<_> = (1..threads).map_while(helper).collect();
-            let join = |outcome: Result<(), String>, helper: ScopedJoinHandle<'_, Result<(), String>>| {
+            let join = |outcome: Result<(), Cause>, helper: ScopedJoinHandle<'_, Result<(), Cause>>| {
                 outcome.and(helper.join().expect("preparing RAM does not panic"))
             };
             helpers.into_iter().fold(some(), join)
@@ -222,17 +232,11 @@ impl Place for MappedBlock {
     }
 }
 
-/// Makes the pages of `part` read as zero.
-fn zero_by(place: &dyn Place, part: Range<u64>) -> Result<(), PlaceError> {
-    place.zero(part.start * PAGE_SIZE as u64, (part.end - part.start) * PAGE_SIZE as u64)
-}
-
-/// Populates `part` of `block`.
-fn populate(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
-    match block.process_write().map_err(|error| error.to_string())? {
-        // Zeroing keeps the content: the part was never written, or was cleared.
-        Some(place) => zero_by(&place, part).map_err(|error| error.to_string()),
-        None => block.populate(part).map_err(|error| error.to_string()),
+/// Populates `part` of `block`, which was never written, or was cleared.
+fn populate(block: &RamBlock, part: Range<u64>) -> Result<(), RamError> {
+    match block.process() {
+        Some(_) => block.populate_zeros(part),
+        None => block.populate(part),
     }
 }
 
@@ -249,9 +253,9 @@ fn by_file(block: &RamBlock, shared_stays_small: bool) -> Option<FileWrite> {
 }
 
 /// Makes `part` of `block` read as zero: releases it to the system, or where that is not possible clears the pages that are not zero.
-fn clear(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
+fn clear(block: &RamBlock, part: Range<u64>) -> Result<(), RamError> {
     if block.process().is_some() {
-        return block.clear_written(part).map_err(|error| error.to_string());
+        return block.clear_written(part);
     }
     if let Ok(Some(memory)) = block.discardable()
         && memory.discard(part.clone()).is_ok()
@@ -347,6 +351,17 @@ impl PageSink for RamSink {
 mod tests {
     use super::*;
     use crate::accelerator::tests::ram_of;
+
+    #[test]
+    fn a_cancellation_ends_the_preparation_of_ram() {
+        let target = Target::new(ram_of(&[&[1]]), true).unwrap();
+        let cancel = Cancel::new();
+        assert!(target.prepare(Before::Written, true, &cancel).is_ok());
+        cancel.cancel();
+        for (before, prefault) in [(Before::Written, false), (Before::Anything, false), (Before::Zero, true)] {
+            assert_eq!(target.prepare(before, prefault, &cancel).unwrap_err().reason.kind, ErrorKind::Cancelled);
+        }
+    }
 
     #[test]
     fn discards_are_refused_on_the_post_copy_channel_and_before_post_copy() {

@@ -13,9 +13,11 @@ use sterna_engine::destination::{Destination, Listening};
 use sterna_engine::migration::{ErrorKind, GuestState, MigrationError, Phase};
 use sterna_engine::opening::{Opening, Prepared};
 use sterna_engine::report::Report;
+use sterna_engine::session::Handshake;
 use sterna_engine::source::Source;
-use sterna_engine::transport::Security;
+use sterna_engine::transport::{Limits, Listener, Security};
 use sterna_engine::vmm::{DestinationVmm, VmmError};
+use sterna_memory::userfault::{Faults, Userfault};
 use sterna_wire::control::{Block, Capabilities, ControlMessage, Hello, Machine, Mode};
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
@@ -294,5 +296,47 @@ fn a_source_gets_heartbeats_while_the_monitor_prepares_and_no_message_without_th
         });
         let messages: Vec<_> = to.openings.iter().map(|opening| &opening.message[..]).collect();
         assert_eq!(messages, [&b""[..], b"agreed on"]);
+    });
+}
+
+/// Populating the memory waits at its first page, as long as the test decides: far longer than the stall limit, which counts from the
+/// acceptance.
+#[test]
+fn an_accepted_source_gets_heartbeats_however_long_its_memory_is_prepared() {
+    within_a_minute(|| {
+        let missing = match Userfault::open(Faults::All, 0) {
+            Ok(missing) => missing,
+            Err(error) => return println!("skipped: {error}"),
+        };
+        let (memory, running) = (Memory::new(700, 300), Running::default());
+        let (mut to, _) = Monitor::new(&memory, &running, CALM);
+        let first = memory.ram().blocks()[0].addresses();
+        missing.register_missing(first.clone()).unwrap();
+        let listener = Listener::bind("127.0.0.1:0").unwrap();
+        let here = listener.local_address();
+        let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
+        let address = here.to_string();
+        std::thread::scope(|scope| {
+            let receiving = scope.spawn(move || {
+                let takes = [(Mode::Embedded, Destination::FEATURES)];
+                let handshake = Handshake { takes: &takes, refusals: &|_| Vec::new() };
+                let source = handshake.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
+                let destination =
+                    Destination::new(memory.ram()).prefault(true).stall_limit(Some(Duration::from_millis(1)));
+                destination.take(source, incoming, &here, &mut to, &Cancel::new(), &()).unwrap_err()
+            });
+            let mut source = odd_source(&address, Vec::new(), &["guest-state-1"]);
+            for _ in 0..3 {
+                assert_eq!(message(&mut source), r#""heartbeat""#);
+            }
+            missing.unregister(first).unwrap();
+            let mut answer = message(&mut source);
+            while answer == r#""heartbeat""# {
+                answer = message(&mut source);
+            }
+            assert!(answer.contains("welcome"), "{answer}");
+            let ended = receiving.join().unwrap();
+            assert!(ended.reason.contains("stall limit"), "{ended}");
+        });
     });
 }

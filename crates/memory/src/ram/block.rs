@@ -2,6 +2,8 @@
 //!
 //! The guest writes this memory while it is read, so the code here never makes a reference to it.
 
+mod clear;
+
 use std::any::Any;
 use std::fmt::{Debug, Formatter};
 use std::fs::File;
@@ -21,10 +23,10 @@ use crate::guest_process::GuestProcess;
 use crate::holes::{PageMap, file_data};
 use crate::mappings::{Mapping, Mappings};
 use crate::own_files::OwnFiles;
-use crate::place::{Place, PlaceError, ProcessWrite, TargetProcess};
+use crate::place::{PlaceError, ProcessWrite, TargetProcess};
 use crate::process_memory::ProcessMemory;
 use crate::raw::{KernelPart, RawPiece};
-use crate::scan::{is_zero, is_zero_raw};
+use crate::scan::is_zero_raw;
 use crate::snapshot::Snapshot;
 
 /// The backing of a block's mapping. [`GuestRam::new`](super::GuestRam::new) compares it with the actual mapping.
@@ -286,7 +288,17 @@ impl RamBlock {
     /// ever populated. `own` is the page map of this process.
     ///
     /// The result holds for the time of the call: dirty tracking must be on before.
-    pub fn populated(&self, own: &mut PageMap, mut run: impl FnMut(Range<u64>)) -> Result<(), RamError> {
+    pub fn populated(&self, own: &mut PageMap, run: impl FnMut(Range<u64>)) -> Result<(), RamError> {
+        self.populated_of(0..self.pages(), own, run)
+    }
+
+    /// As [`RamBlock::populated`], of `pages` only, which are in the block.
+    fn populated_of(
+        &self,
+        pages: Range<u64>,
+        own: &mut PageMap,
+        mut run: impl FnMut(Range<u64>),
+    ) -> Result<(), RamError> {
         let failed = |source| RamError::Holes { name: self.name.clone(), source };
         let first = self.addresses().start;
         let page = |offset: u64| offset / PAGE_SIZE as u64;
@@ -299,13 +311,15 @@ impl RamBlock {
                 });
                 let mut of_process = of_process.transpose()?;
                 let map = of_process.as_mut().unwrap_or(own);
-                let populated = map.populated(self.addresses(), |part| {
+                let address = |page: u64| first + page as usize * PAGE_SIZE;
+                let populated = map.populated(address(pages.start)..address(pages.end), |part| {
                     run(page((part.start - first) as u64)..page((part.end - first) as u64));
                 });
                 populated.map_err(failed)
             }
             Backing::Shared(file, offset) => {
-                let bytes = *offset..*offset + self.bytes();
+                let position = |page: u64| *offset + page * PAGE_SIZE as u64;
+                let bytes = position(pages.start)..position(pages.end);
                 // A hole may begin within a page only at the end of the file; the rest of that page is zero.
                 file_data(&**file, bytes, |part| {
                     run(page(part.start - offset)..(part.end - offset).div_ceil(PAGE_SIZE as u64));
@@ -313,7 +327,7 @@ impl RamBlock {
                 .map_err(failed)
             }
             Backing::Other => {
-                run(0..self.pages());
+                run(pages);
                 Ok(())
             }
         }
@@ -322,6 +336,10 @@ impl RamBlock {
     /// Returns the error for a process that has ended.
     fn not_read(&self, source: PlaceError) -> RamError {
         RamError::Read { name: self.name.clone(), source: source.into() }
+    }
+
+    fn not_written(&self, source: PlaceError) -> RamError {
+        RamError::Write { name: self.name.clone(), source }
     }
 
     /// Reads the pages of `runs` into `snapshot`, once each, in as few system calls as possible.
@@ -433,32 +451,6 @@ impl RamBlock {
         unsafe { is_zero_raw(at, PAGE_SIZE) }
     }
 
-    /// Fills the pages of `run` with zeros, but writes only those that are populated and not zero.
-    ///
-    /// # Errors
-    /// The populated pages cannot be determined, or they lie in another process that has ended.
-    ///
-    /// # Panics
-    /// If they are not in the block.
-    pub fn clear_written(&self, run: Range<u64>) -> Result<(), RamError> {
-        self.check_run(run.start, run.end - run.start);
-        let place = |source: PlaceError| self.not_read(source);
-        let mut map = PageMap::own().map_err(|source| RamError::Holes { name: self.name.clone(), source })?;
-        let mut written = Vec::new();
-        self.populated(&mut map, |part| written.push(part.start.max(run.start)..part.end.min(run.end)))?;
-        let process = self.process_write().map_err(place)?;
-        let mut content = [0; PAGE_SIZE];
-        for page in written.into_iter().flatten() {
-            self.read_page(page, &mut content)?;
-            match &process {
-                _ if is_zero(&content) => {}
-                Some(process) => process.zero(page * PAGE_SIZE as u64, PAGE_SIZE as u64).map_err(place)?,
-                None => self.zero(page..page + 1),
-            }
-        }
-        Ok(())
-    }
-
     /// Returns the block, as mapped in this process, as memory whose pages can be freed; none where its backing is of
     /// another kind, or where it lies in another process.
     ///
@@ -539,6 +531,18 @@ impl RamBlock {
         }
     }
 
+    /// Maps the pages of `run`, which exist, by one call in place of a page fault for each. Where the kernel does not (before Linux 5.14),
+    /// reading takes the faults.
+    fn map_read(&self, run: Range<u64>) {
+        let pages = run.end - run.start;
+        let at = self.at(run.start, pages);
+        // SAFETY: the range was checked to lie inside the block; the advice changes no content (madvise(2)).
+        let mapped = unsafe { rustix::mm::madvise(at.cast(), pages as usize * PAGE_SIZE, Advice::LinuxPopulateRead) };
+        if let Err(error) = mapped {
+            tracing::debug!(%error, "pages are mapped one by one");
+        }
+    }
+
     /// Returns the address of page `first` in this process.
     #[track_caller]
     fn at(&self, first: u64, pages: u64) -> *mut u8 {
@@ -564,7 +568,7 @@ mod tests {
     use super::*;
     use crate::test_util::Area;
 
-    fn block(area: &Area, bytes: usize) -> RamBlock {
+    pub(super) fn block(area: &Area, bytes: usize) -> RamBlock {
         // SAFETY: the area outlives the block in every test, and is accessed through raw pointers only.
         unsafe { RamBlock::new("ram", NonNull::new(area.ptr()).unwrap(), bytes, Backing::Anonymous) }
     }

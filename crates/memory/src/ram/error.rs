@@ -5,6 +5,7 @@ use std::io;
 use thiserror::Error;
 
 use crate::holes::HoleError;
+use crate::place::PlaceError;
 use crate::process_memory::ProcessReadError;
 
 /// Why a block cannot be used.
@@ -65,6 +66,14 @@ pub enum RamError {
         name: String,
         /// What went wrong.
         source: ProcessReadError,
+    },
+    /// Memory of another process could not be written.
+    #[error("RAM block {name} cannot be written: {source}")]
+    Write {
+        /// The block.
+        name: String,
+        /// What went wrong.
+        source: PlaceError,
     },
     /// Memory for pages could not be allocated.
     #[error(

@@ -11,7 +11,7 @@ use std::thread::Builder;
 use std::time::Duration;
 
 use sterna_engine::cancel::Cancel;
-use sterna_engine::control_link::send_message;
+use sterna_engine::control_link::{send_message, with_heartbeats};
 use sterna_engine::destination::Destination;
 use sterna_engine::report::{Observer, ReceiveReport};
 use sterna_engine::session::{AcceptedSource, DRY_RUN, Declined, Features, Handshake, is_dry_run};
@@ -113,26 +113,28 @@ fn accept_source(
     loop {
         let mut source = handshake.first(incoming, &waiting.cancel, note_declined).ok_or_else(no_source)?;
         // Fails where the source is gone, which needs no answer.
-        let mut refuse =
-            |reason: String| drop(send_message(&mut source.writer, &ControlMessage::Refused(Reason::other(reason))));
+        let refuse = |source: &mut AcceptedSource, reason: String| {
+            drop(send_message(&mut source.writer, &ControlMessage::Refused(Reason::other(reason))));
+        };
         if waiting.cancel.is_cancelled() {
             // The listener has ended with the wait: a source that is lost could not reconnect.
             let error = no_source();
-            refuse(error.text.clone());
+            refuse(&mut source, error.text.clone());
             return Err(error);
         }
         if source.mode != Mode::Direct {
             return Ok((source, None));
         }
-        match direct::prepare_destination(qmp, &source.machine) {
+        // QEMU's monitor and its reading of the stream's beginning may take longer than a source waits without a sign of life.
+        match with_heartbeats(&mut source.writer, || direct::prepare_destination(qmp, &source.machine)) {
             Ok(ready) => return Ok((source, Some(ready))),
             // The source may come again, by QEMU's own stream.
             Err(direct::Refusal::Untouched(reason)) => {
                 observer.note(&format!("refused: {}: {reason}; this QEMU was not touched", source.peer));
-                refuse(reason);
+                refuse(&mut source, reason);
             }
             Err(direct::Refusal::Begun(reason)) => {
-                refuse(reason.clone());
+                refuse(&mut source, reason.clone());
                 let left = match qemu::quit(qmp, identity, QUIT_TIME) {
                     Ok(()) => "its QEMU was ended".to_owned(),
                     Err(error) => format!("its QEMU could not be ended: {error}"),

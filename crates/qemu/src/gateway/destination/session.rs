@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use sterna_engine::abort::Abort;
 use sterna_engine::cancel::Cancel;
-use sterna_engine::control_link::{ControlLink, send_message};
+use sterna_engine::control_link::{ControlLink, send_message, with_heartbeats};
 use sterna_engine::migration::{DELTA, RETRANSMIT};
 use sterna_engine::receive::placer::PageAgreement;
 use sterna_engine::record_file::RecordFile;
 use sterna_engine::report::{Observer, ReceiveReport};
-use sterna_engine::session::{AcceptedSource, ChannelAcceptor, Peer, link_events};
+use sterna_engine::session::{AcceptedSource, ChannelAcceptor, Peer, Session, link_events};
 use sterna_engine::switchover::{DestinationKernel, DestinationSetup, Events, Receiving, run_destination};
 use sterna_engine::transport::Incoming;
 use sterna_wire::control::ControlMessage;
@@ -25,7 +25,37 @@ use crate::gateway::feeder::{Feeder, FeederSinks};
 use crate::gateway::sockets::{SocketDir, SocketPlace};
 use crate::gateway::{GatewayError, ReceiveOptions, qemu};
 use crate::qmp::Qmp;
-use crate::settings::{RequiredSettings, Role, Settings};
+use crate::settings::{RequiredSettings, Restore, Role, Settings};
+
+/// What a migration needs before its source is accepted.
+struct Prepared {
+    restore: Restore,
+    record: RecordFile,
+    sockets: SocketDir,
+}
+
+/// Sets QEMU up, and makes the record and the sockets.
+///
+/// # Errors
+/// The reason, for the source.
+fn prepare(session: &Session, options: &ReceiveOptions, address: &str, qmp: &Qmp) -> Result<Prepared, String> {
+    let wanted = RequiredSettings {
+        role: Role::Destination,
+        channels: session.channels as u8,
+        downtime_limit: None,
+        pause_before_switchover: false,
+    };
+    let plan = Settings::plan(qmp, &wanted).map_err(|error| error.to_string())?;
+    let state = RecordState::Destination(DestinationState::Started);
+    let mut record = qemu::new_record(session, state, address.to_owned(), &options.qmp, qmp);
+    record.settings_before = serde_json::to_value(plan.before()).ok();
+    let restore = plan.carry_out().map_err(|error| error.to_string())?;
+    let record = RecordFile::create(&options.state_dir, record).map_err(|error| error.to_string())?;
+    let sockets = SocketPlace::find(&options.socket_dir, qmp.peer_pid())
+        .and_then(|place| SocketDir::for_qemu(&place, session.id))
+        .map_err(|error| format!("cannot make the private socket directory: {error}"))?;
+    Ok(Prepared { restore, record, sockets })
+}
 
 /// Runs the migration of `source`. `address`: where `incoming` listens.
 pub(super) fn run(
@@ -38,27 +68,12 @@ pub(super) fn run(
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
     let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = source;
-    let refused = |writer: &mut _, error: String| {
+    let prepared = with_heartbeats(&mut writer, || prepare(&session, options, address, &qmp));
+    let Prepared { restore, record, sockets } = prepared.map_err(|reason| {
         // Fails where the peer is gone, which needs no answer.
-        let _ = send_message(writer, &ControlMessage::Refused(Reason::new(ErrorKind::Settings, &error)));
-        GatewayError::refused(error)
-    };
-    let wanted = RequiredSettings {
-        role: Role::Destination,
-        channels: session.channels as u8,
-        downtime_limit: None,
-        pause_before_switchover: false,
-    };
-    let plan = Settings::plan(&qmp, &wanted).map_err(|error| refused(&mut writer, error.to_string()))?;
-    let state = RecordState::Destination(DestinationState::Started);
-    let mut record = qemu::new_record(&session, state, address.to_owned(), &options.qmp, &qmp);
-    record.settings_before = serde_json::to_value(plan.before()).ok();
-    let restore = plan.carry_out().map_err(|error| refused(&mut writer, error.to_string()))?;
-    let record =
-        RecordFile::create(&options.state_dir, record).map_err(|error| refused(&mut writer, error.to_string()))?;
-    let sockets = SocketPlace::find(&options.socket_dir, qmp.peer_pid())
-        .and_then(|place| SocketDir::for_qemu(&place, session.id))
-        .map_err(|error| refused(&mut writer, format!("cannot make the private socket directory: {error}")))?;
+        let _ = send_message(&mut writer, &ControlMessage::Refused(Reason::new(ErrorKind::Settings, &reason)));
+        GatewayError::refused(reason)
+    })?;
 
     let (events, inbox) = Events::channel();
     let on_connection = events.on_connection();
