@@ -22,6 +22,7 @@ use serde_json::json;
 use sterna_memory::place::TargetProcess;
 
 use crate::qmp::{Qmp, QmpError};
+use crate::vcpus;
 
 pub use fresh::Freshness;
 use maps::{Area, Maps};
@@ -268,17 +269,8 @@ impl Process {
     fn behind(qmp: &Qmp) -> Result<Self, String> {
         let pid = qmp.peer_pid().ok_or("the QEMU process cannot be seen from here (another pid namespace)")?;
         let target = TargetProcess::open(pid).map_err(|error| error.to_string())?;
-        // Only a process that runs this guest's vCPU threads is its QEMU.
-        let cpus = qmp.execute("query-cpus-fast", json!({})).map_err(|error| error.to_string())?;
-        let mut threads = cpus.as_array().into_iter().flatten().filter_map(|cpu| cpu["thread-id"].as_i64()).peekable();
-        if threads.peek().is_none() {
-            return Err("QEMU lists no vCPU threads, so its process cannot be identified with certainty".into());
-        }
-        if !threads.all(|thread| fs::exists(format!("/proc/{pid}/task/{thread}")).unwrap_or(false)) {
-            return Err(format!(
-                "process {pid} answers on the QMP socket but does not run this guest's vCPUs (another pid namespace?)"
-            ));
-        }
+        // Only a process that runs this guest's vCPU threads is its QEMU, whose pid namespace may be another one.
+        vcpus::check(qmp, pid).map_err(|error| error.to_string())?;
         let text = fs::read_to_string(format!("/proc/{pid}/maps"))
             .map_err(|error| format!("the mappings of process {pid} cannot be read: {error}"))?;
         let status = fs::read_to_string(format!("/proc/{pid}/status"))

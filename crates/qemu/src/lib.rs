@@ -7,3 +7,4 @@ pub mod placement;
 pub mod qmp;
 pub mod settings;
 pub mod stream;
+mod vcpus;

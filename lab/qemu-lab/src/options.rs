@@ -248,6 +248,8 @@ pub struct QemuOptions {
     pub namespace: Option<String>,
     /// A directory that is replaced by an empty one in a mount namespace of QEMU's own, as `/tmp` is in a container. Needs root.
     pub own_directory: Option<PathBuf>,
+    /// Whether it runs in a pid namespace of its own with a `/proc` of its own, as in a container. Needs root.
+    pub own_processes: bool,
     /// The user number to run as, with the group of the same number and no others. Needs root, and files that this user may read.
     pub user: Option<u32>,
     /// The host CPUs to run on, as `taskset -c` reads them: `0`, `0,2`, `1-3`.
@@ -274,6 +276,7 @@ impl QemuOptions {
             extra: Vec::new(),
             namespace: None,
             own_directory: None,
+            own_processes: false,
             user: None,
             host_cpus: None,
         }

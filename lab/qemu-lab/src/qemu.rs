@@ -23,6 +23,8 @@ const GREETING: Duration = Duration::from_secs(180);
 
 /// QEMU's error if the kernel refuses a ring for [`crate::Aio::IoUring`].
 const NO_IO_URING: &str = "failed to init linux io_uring ring";
+/// The error of `unshare` if namespaces may not be made.
+const NO_PID_NAMESPACE: &str = "unshare: unshare failed";
 /// How long a QEMU that has closed its monitor may take to end.
 const END: Duration = Duration::from_secs(10);
 /// How many lines of its standard error tell how a QEMU ended.
@@ -32,7 +34,9 @@ const END_WITHOUT_READS: Duration = Duration::from_millis(500);
 
 /// A QEMU process with its console. It is killed when this is dropped.
 pub struct Qemu {
+    /// QEMU, or the `unshare` that has started it in a namespace and ends with it.
     child: Child,
+    pid: u32,
     pidfd: OwnedFd,
     console: Console,
     directory: TempDir,
@@ -66,6 +70,9 @@ impl Qemu {
             words.extend(["unshare", "--mount", "sh", "-c", script, "sh"].map(str::to_owned));
             words.push(directory.display().to_string());
         }
+        if options.own_processes {
+            words.extend(["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"].map(str::to_owned));
+        }
         if let Some(cpus) = &options.host_cpus {
             words.extend(["taskset", "-c", cpus].map(str::to_owned));
         }
@@ -95,9 +102,18 @@ impl Qemu {
         let pidfd = pidfd_open(pid_of(&child), PidfdFlags::empty())
             .map_err(|error| Error::Io { action: "watching QEMU".into(), source: error.into() })?;
         let held_disks = options.disks.iter().filter_map(|disk| disk.held.clone()).collect();
-        let qemu = Qemu { child, pidfd, console, directory, qmp_path, accel, memory: options.memory, held_disks };
+        let (memory, pid) = (options.memory, child.id());
+        let mut qemu = Qemu { child, pid, pidfd, console, directory, qmp_path, accel, memory, held_disks };
         match qemu.wait_greeting() {
-            Ok(()) => Ok(qemu),
+            Ok(()) => {
+                if options.own_processes {
+                    qemu.pid = only_child(pid)?;
+                }
+                Ok(qemu)
+            }
+            Err(Error::QemuEnded { output, .. }) if output.contains(NO_PID_NAMESPACE) => {
+                Err(Error::Unavailable { what: "a pid namespace".into(), reason: output })
+            }
             Err(Error::QemuEnded { output, .. }) if output.contains(NO_IO_URING) => {
                 Err(Error::Unavailable { what: "a disk by io_uring".into(), reason: output })
             }
@@ -130,7 +146,7 @@ impl Qemu {
     /// Returns the process's number.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.pid
     }
 
     /// Returns the path of its QMP socket, which accepts one client at a time.
@@ -256,6 +272,16 @@ impl Drop for Qemu {
             let _ = std::fs::remove_file(&self.qmp_path);
         }
     }
+}
+
+/// Returns the only child of a process with one thread (proc_tid_children(5)).
+fn only_child(pid: u32) -> Result<u32, Error> {
+    let path = format!("/proc/{pid}/task/{pid}/children");
+    let children = std::fs::read_to_string(&path).map_err(Error::io(format!("reading {path}")))?;
+    children.trim().parse().map_err(|_| Error::Io {
+        action: format!("looking for the child of process {pid}"),
+        source: std::io::Error::other(format!("its children: {children:?}")),
+    })
 }
 
 fn pid_of(child: &Child) -> Pid {

@@ -149,6 +149,19 @@ fn a_qemu_that_is_traced_already_is_refused_and_auto_uses_the_stream() {
 }
 
 #[test]
+fn qemus_in_pid_namespaces_of_their_own_are_moved_directly() {
+    let machine = QemuOptions { own_processes: true, ..boot_sector() };
+    let Some(pair) = pair(&machine, &machine.incoming()) else { return };
+    // By their own numbers they would be other processes of this host.
+    let status = std::fs::read_to_string(format!("/proc/{}/status", pair.source.qemu.pid())).unwrap();
+    assert!(status.lines().any(|line| line.starts_with("NSpid:") && line.ends_with("\t1")), "{status}");
+    let receiver = receiver(&pair, &[]);
+    let (code, lines) = sent(&pair, "direct", &receiver);
+    assert_eq!(code, Some(0), "{lines:?}");
+    settled(pair, receiver);
+}
+
+#[test]
 fn a_qemu_7_2_is_refused_and_auto_uses_the_stream() {
     let options = QemuOptions::new(QemuVersion::V7_2, Guest::BootSector);
     let Some(pair) = pair(&options, &options.incoming()) else { return };

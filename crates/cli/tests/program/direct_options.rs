@@ -338,6 +338,20 @@ fn qemus_monitor_answers_while_its_guest_is_slowed_down() {
 }
 
 #[test]
+fn the_guest_of_a_qemu_in_a_pid_namespace_of_its_own_is_slowed_down_and_runs_at_full_speed_afterwards() {
+    let machine =
+        QemuOptions { own_processes: true, cpus: 2, ..QemuOptions::new(QemuVersion::V10_0, Guest::BootSector) };
+    let Some(pair) = Pair::start(&machine, &machine.incoming()) else { return };
+    pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
+    let mut migration = TooFast::start(pair, LONG_ROUNDS, NEVER);
+    migration.wait_until_held();
+    migration.sender.terminate();
+    eventually(LONG, || migration.sender.poll().is_some());
+    assert_eq!(migration.sender.poll().and_then(|status| status.code()), CANCELLED);
+    migration.runs_at_source();
+}
+
+#[test]
 fn a_slowed_guest_whose_migration_is_cancelled_runs_at_full_speed() {
     for accel in [Accel::Tcg, Accel::Kvm] {
         let Some(pair) = TooFast::pair(accel, 2) else { continue };

@@ -142,6 +142,13 @@ fn a_guest_in_shared_memory_continues_before_its_memory_has_arrived_and_finds_al
     moved(&pair);
 }
 
+#[test]
+fn a_guest_of_qemus_in_pid_namespaces_of_their_own_continues_before_its_memory_has_arrived() {
+    let machine = QemuOptions { own_processes: true, ..machine(Backend::Anonymous) };
+    let Some(pair) = pair_of(&machine, &machine.incoming()) else { return };
+    moved(&pair);
+}
+
 /// A network whose connections can be cut; new connections work again.
 struct Network {
     address: String,

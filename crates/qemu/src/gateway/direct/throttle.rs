@@ -25,10 +25,10 @@ use std::fs;
 use std::ops::Range;
 
 use libc::c_long;
-use serde_json::json;
 use sterna_attach::{AttachError, Process, Slowdown, StoppedAt};
 
 use crate::qmp::Qmp;
+use crate::vcpus;
 
 /// `KVM_RUN`: `_IO(KVMIO, 0x80)` in `include/uapi/linux/kvm.h`.
 const KVM_RUN: u32 = 0xAE80;
@@ -50,12 +50,12 @@ impl VcpuThrottle {
     /// # Errors
     /// Why the vCPUs cannot be held. The guest runs at full speed.
     pub(super) fn begin(qmp: &Qmp, percent: u8) -> Result<Self, String> {
-        let vcpus = vcpus(qmp)?;
+        let vcpus = vcpus::listed(qmp)?;
         let pid = qmp.peer_pid().ok_or("the QEMU process cannot be seen from here (another pid namespace)")?;
         let process = Process::open(pid).map_err(|error| error.to_string())?;
         let translated = translated_code(&read(pid, "maps")?);
         let may_hold = move |at: &StoppedAt| is_in_guest(at, &translated);
-        let slowdown = process.slow_down(&threads(pid, &vcpus)?, percent, may_hold);
+        let slowdown = process.slow_down(&vcpus::threads(pid, &vcpus)?, percent, may_hold);
         Ok(Self { slowdown: slowdown.map_err(|error| failed(&error))?, vcpus })
     }
 
@@ -64,7 +64,7 @@ impl VcpuThrottle {
     /// # Errors
     /// Why the vCPUs are not held any more. The guest runs at full speed.
     pub(super) fn set(self, qmp: &Qmp, percent: u8) -> Result<Self, String> {
-        if vcpus(qmp)? != self.vcpus {
+        if vcpus::listed(qmp)? != self.vcpus {
             return Err("the guest's vCPUs are not those that it had before: one was plugged in or out".into());
         }
         let slowdown = self.slowdown.set(percent).map_err(|error| failed(&error))?;
@@ -79,39 +79,6 @@ fn failed(error: &AttachError) -> String {
         }
         error => error.to_string(),
     }
-}
-
-/// Returns the threads of the vCPUs by their numbers in QEMU's pid namespace, sorted. One thread may run several vCPUs
-/// (TCG with `thread=single`).
-fn vcpus(qmp: &Qmp) -> Result<Vec<i32>, String> {
-    let answer = qmp.execute("query-cpus-fast", json!({})).map_err(|error| error.to_string())?;
-    let number = |vcpu: &serde_json::Value| i32::try_from(vcpu["thread-id"].as_i64()?).ok();
-    let vcpus = answer.as_array().and_then(|vcpus| vcpus.iter().map(number).collect::<Option<Vec<_>>>());
-    let mut vcpus = vcpus.ok_or("QEMU does not report which threads run its vCPUs")?;
-    vcpus.sort_unstable();
-    vcpus.dedup();
-    Ok(vcpus)
-}
-
-/// Translates thread numbers of QEMU's pid namespace into those of this process's.
-fn threads(pid: i32, vcpus: &[i32]) -> Result<Vec<i32>, String> {
-    let unseen = |error: std::io::Error| format!("the threads of process {pid} cannot be seen: {error}");
-    let mut known = Vec::new();
-    for thread in fs::read_dir(format!("/proc/{pid}/task")).map_err(unseen)?.filter_map(Result::ok) {
-        let Some(tid) = thread.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
-        // A thread that has ended meanwhile is not one that QEMU has just listed.
-        let Ok(status) = fs::read_to_string(thread.path().join("status")) else { continue };
-        known.push((number_inside(&status).unwrap_or(tid), tid));
-    }
-    let here = |vcpu: &i32| known.iter().find(|(inside, _)| inside == vcpu).map(|&(_, tid)| tid);
-    let threads = vcpus.iter().map(|vcpu| here(vcpu).ok_or(vcpu)).collect::<Result<_, _>>();
-    threads.map_err(|vcpu| format!("process {pid} has no thread {vcpu}, which QEMU says runs a vCPU"))
-}
-
-/// Returns the number of a thread in its own pid namespace: the last number of the line `NSpid` (proc_pid_status(5)).
-fn number_inside(status: &str) -> Option<i32> {
-    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
-    numbers.split_whitespace().next_back()?.parse().ok()
 }
 
 /// Returns the address ranges of TCG's translated code, from `/proc/PID/maps`.
@@ -189,19 +156,5 @@ mod tests {
         for (number, request) in [(libc::SYS_ioctl, 0x8090_ae81), (libc::SYS_futex, 0x80), (libc::SYS_read, 0xAE80)] {
             assert!(!is_in_guest(&call(number, request), &translated), "{number} {request:#x}");
         }
-    }
-
-    #[test]
-    fn a_thread_of_another_pid_namespace_is_known_by_the_number_that_it_has_there() {
-        assert_eq!(number_inside("Name:\tqemu\nNSpid:\t4711\t7\nNSpgid:\t4700\t1\n"), Some(7));
-        assert_eq!(number_inside("Name:\tqemu\nNSpid:\t4711\n"), Some(4711));
-        assert_eq!(number_inside("Name:\tqemu\n"), None);
-    }
-
-    #[test]
-    fn threads_of_this_process_are_found_and_others_are_not() {
-        let own = std::process::id() as i32;
-        assert_eq!(threads(own, &[own]).unwrap(), [own]);
-        assert!(threads(own, &[own, 1]).unwrap_err().contains("no thread 1"));
     }
 }
