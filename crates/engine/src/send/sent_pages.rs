@@ -1,8 +1,9 @@
-//! Hashes of the sent 4 KiB pages of RAM blocks with huge pages.
+//! Hashes of the sent 4 KiB pages of RAM blocks whose dirty log reports pages that have not changed.
 //!
-//! Write protection works by entry of the page tables, so a word that is written in a page of 2 MiB makes 512 pages of 4 KiB dirty. For
-//! each of these the hash of the content that was sent last is kept. A page that has the same hash when it is read again is at the
-//! destination, or on its way there, and is not sent. A hash costs 8 bytes for each sent 4 KiB of such blocks: 1/512.
+//! Write protection works by entry of the page tables, so a word that is written in a page of 2 MiB makes 512 pages of 4 KiB dirty. Where
+//! the kernel merges equal pages (KSM), it replaces their entries by unprotected ones (`replace_page` in mm/ksm.c), so that each merged
+//! page counts as written. For each page of such blocks the hash of the content that was sent last is kept. A page that has the same hash
+//! when it is read again is at the destination, or on its way there, and is not sent. A hash costs 8 bytes for each sent 4 KiB: 1/512.
 //!
 //! **When a hash is no proof.** The destination may refuse a page, also after the page was found unchanged and left out. The page is then
 //! retransmitted because of that refusal, with the content that it has by then, and its hash is forgotten. Hashes of pages that are sent in
@@ -66,7 +67,7 @@ type Region = Box<[u64; REGION_PAGES as usize]>;
 /// The hashes of the pages that one channel has sent.
 pub(super) struct SentPages {
     key: HashKey,
-    /// By block and region; none for blocks without huge pages, and for regions that were not sent.
+    /// By block and region; none for blocks whose dirty log reports only changed pages, and for regions that were not sent.
     blocks: Vec<Option<Vec<Option<Region>>>>,
     /// Whether each normal page of the last batch is unchanged.
     same: Vec<bool>,
@@ -75,11 +76,11 @@ pub(super) struct SentPages {
 }
 
 impl SentPages {
-    /// Makes the hashes for `ram`, in packets of at most so many bytes; none where no block has pages larger than 4 KiB.
+    /// Makes the hashes for `ram`, in packets of at most so many bytes; none where the dirty log of no block reports unchanged pages.
     pub(super) fn new(key: HashKey, ram: &GuestRam, packet_size: usize) -> Option<Self> {
         let regions =
             |pages: u64| std::iter::repeat_with(|| None).take(pages.div_ceil(REGION_PAGES) as usize).collect();
-        let blocks = ram.blocks().iter().map(|block| (block.page_size() > PAGE_SIZE).then(|| regions(block.pages())));
+        let blocks = ram.blocks().iter().map(|block| block.reports_unchanged_pages().then(|| regions(block.pages())));
         let blocks: Vec<Option<Vec<Option<Region>>>> = blocks.collect();
         blocks.iter().any(Option::is_some).then(|| Self {
             key,
@@ -160,8 +161,10 @@ mod tests {
     use std::collections::HashMap;
 
     use proptest::prelude::*;
+    use sterna_memory::ram::RamBlock;
 
     use super::*;
+    use crate::accelerator::tests::ram_of;
 
     const PAGES: u64 = 2 * REGION_PAGES;
     const PACKET_PAGES: usize = 8;
@@ -216,6 +219,20 @@ mod tests {
         assert_eq!([0; 2].map(|_| find_same(&mut sent, &page)), [0, 1]);
         sent.forget(0, page.runs());
         assert_eq!([0; 2].map(|_| find_same(&mut sent, &page)), [0, 1]);
+    }
+
+    #[test]
+    fn hashes_are_kept_for_the_blocks_whose_dirty_log_reports_unchanged_pages() {
+        let new = |ram: &[RamBlock]| {
+            let ram = GuestRam::new(ram.to_vec()).unwrap();
+            SentPages::new(HashKey::random().unwrap(), &ram, PACKET_PAGES * PAGE_SIZE)
+        };
+        let blocks = ram_of(&[&[1, 2], &[1, 2]]).blocks().to_vec();
+        assert!(new(&blocks).is_none());
+        let mut sent = new(&[blocks[0].clone(), blocks[1].clone().reporting_unchanged_pages()]).unwrap();
+        for (block, same) in [(0, [0, 0]), (1, [0, 2])] {
+            assert_eq!([0; 2].map(|_| find_same(&mut sent, &batch(block, 0, &[1, 2]))), same);
+        }
     }
 
     #[test]

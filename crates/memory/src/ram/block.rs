@@ -78,6 +78,7 @@ pub struct RamBlock {
     bytes: usize,
     page_size: usize,
     backing: Backing,
+    reports_unchanged: bool,
     /// The block's address in the guest's process, if that is another process and this process has its own mapping.
     elsewhere: Option<ProcessMemory>,
     /// Of this process; none before the block is part of guest RAM, or where they could not be opened.
@@ -113,7 +114,8 @@ impl RamBlock {
     /// it before the guest's state is loaded.
     pub unsafe fn new(name: impl Into<String>, start: NonNull<u8>, bytes: usize, backing: Backing) -> Self {
         let (name, home, page_size) = (name.into(), Location::Here(start), PAGE_SIZE);
-        Self { name, home, bytes, page_size, backing, elsewhere: None, own_files: None, _owner: None }
+        let (reports_unchanged, elsewhere) = (false, None);
+        Self { name, home, bytes, page_size, backing, reports_unchanged, elsewhere, own_files: None, _owner: None }
     }
 
     /// Makes a block of `bytes` bytes of guest RAM at `address` of another process, which the kernel reads and writes
@@ -130,7 +132,8 @@ impl RamBlock {
     ) -> Self {
         let home = Location::Process(ProcessMemory::new(Arc::clone(process), address, bytes));
         let (name, page_size) = (name.into(), PAGE_SIZE);
-        Self { name, home, bytes, page_size, backing, elsewhere: None, own_files: None, _owner: None }
+        let (reports_unchanged, elsewhere) = (false, None);
+        Self { name, home, bytes, page_size, backing, reports_unchanged, elsewhere, own_files: None, _owner: None }
     }
 
     /// Makes a block of `bytes` bytes from `offset` of a file in memory (memfd, tmpfs, hugetlbfs), such as another
@@ -168,6 +171,13 @@ impl RamBlock {
     #[must_use]
     pub fn with_page_size(self, bytes: usize) -> Self {
         Self { page_size: bytes, ..self }
+    }
+
+    /// Returns the block, of which a dirty log also reports pages that have not changed, as where the kernel merges equal pages. A source
+    /// compares such pages with what it has sent, for 8 bytes of memory for each page.
+    #[must_use]
+    pub fn reporting_unchanged_pages(self) -> Self {
+        Self { reports_unchanged: true, ..self }
     }
 
     /// Returns the block, which with its clones keeps `owner` alive. If dropping `owner` unmaps the memory, the first
@@ -230,6 +240,12 @@ impl RamBlock {
     /// Returns the size in bytes of the pages of its backing.
     pub fn page_size(&self) -> usize {
         self.page_size
+    }
+
+    /// Returns whether a dirty log reports pages of it that have not changed: for one written word all of a huge page, or
+    /// [others](Self::reporting_unchanged_pages).
+    pub fn reports_unchanged_pages(&self) -> bool {
+        self.reports_unchanged || self.page_size > PAGE_SIZE
     }
 
     /// Returns its backing.

@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -110,6 +111,8 @@ pub(super) struct Survey {
     watched: Watched,
     /// Whether the guest can give memory back to the host while it runs.
     gives_back: bool,
+    /// Whether the host's kernel merges pages of the guest's RAM.
+    merges: bool,
 }
 
 impl Survey {
@@ -120,7 +123,8 @@ impl Survey {
     pub(super) fn of(qmp: &Qmp) -> Result<Self, String> {
         let listed = list(qmp).map_err(|error| error.to_string())?;
         let mapped = MappedRam::find(qmp, &listed)?;
-        let guest = guest_ram(&mapped)?;
+        let merged = merged(mapped.process().pid());
+        let guest = guest_ram(&mapped, &merged)?;
         let files = files_of(&guest, &mapped);
         let mappers = other_mappers(&files, &guest, mapped.process().pid())?;
         mappers.iter().try_for_each(refuse_unknown)?;
@@ -136,7 +140,8 @@ impl Survey {
                 block.name()
             ));
         }
-        Ok(Self { guest, mapped, watched: Watched { listed, devices, files, mappers }, gives_back })
+        let merges = guest.blocks().iter().any(|block| is_merged(&merged, &block.addresses()));
+        Ok(Self { guest, mapped, watched: Watched { listed, devices, files, mappers }, gives_back, merges })
     }
 
     /// Returns the guest's RAM.
@@ -164,7 +169,7 @@ impl Survey {
     /// # Errors
     /// Why the memory cannot be tracked.
     pub(super) fn track(self) -> Result<DirectRam, String> {
-        let Self { guest, mapped, watched, gives_back } = self;
+        let Self { guest, mapped, watched, gives_back, merges } = self;
         let blocks: Vec<_> = guest
             .blocks()
             .iter()
@@ -199,8 +204,40 @@ impl Survey {
             log = Box::new(PunchedLog::new(log, guest.blocks().iter().map(shared_file).collect()));
             tracking += "; memory that is given back is looked for";
         }
+        if merges {
+            tracking += "; this host merges equal pages (KSM), which then count as written, so pages are compared with what was sent";
+        }
         Ok(DirectRam { guest, log, watched, stopped, tracking })
     }
+}
+
+/// Returns the address ranges of a process in which the kernel merges equal pages; none where it merges no pages at present
+/// (`Documentation/admin-guide/mm/ksm.rst`). QEMU permits that for guest RAM by default (`mem-merge`).
+fn merged(pid: i32) -> Vec<Range<usize>> {
+    let runs = fs::read_to_string("/sys/kernel/mm/ksm/run").is_ok_and(|run| run.trim() == "1");
+    let smaps = if runs { fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default() } else { String::new() };
+    mergeable(&smaps)
+}
+
+/// Returns the mappings in `/proc/PID/smaps` whose pages may be merged: those with the flag `mg` (proc_pid_smaps(5)).
+fn mergeable(smaps: &str) -> Vec<Range<usize>> {
+    let (mut range, mut found) = (0..0, Vec::new());
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let first = words.next().unwrap_or_default();
+        if let Some((start, end)) = first.split_once('-')
+            && let (Ok(start), Ok(end)) = (usize::from_str_radix(start, 16), usize::from_str_radix(end, 16))
+        {
+            range = start..end;
+        } else if first == "VmFlags:" && words.any(|flag| flag == "mg") {
+            found.push(range.clone());
+        }
+    }
+    found
+}
+
+fn is_merged(merged: &[Range<usize>], addresses: &Range<usize>) -> bool {
+    merged.iter().any(|range| range.start < addresses.end && addresses.start < range.end)
 }
 
 /// Bytes of a block in the figures of stat(2).
@@ -424,7 +461,7 @@ pub(super) fn of_destination(qmp: &Qmp, wanted: &[Block]) -> Result<(GuestRam, A
     listed.sort_by_key(|block| place(&block.name));
     let mapped = MappedRam::find(qmp, &listed)?;
     let process = Arc::new(QemuProcess::new(qmp, mapped.process())?);
-    let guest = guest_ram(&mapped)?.run_by(Arc::clone(&process) as Arc<dyn GuestProcess>);
+    let guest = guest_ram(&mapped, &[])?.run_by(Arc::clone(&process) as Arc<dyn GuestProcess>);
     for block in guest.blocks() {
         block.process_write().map_err(|error| error.to_string())?;
     }
@@ -452,7 +489,7 @@ pub(super) fn check_waits(qmp: &Qmp, wanted: &[Block]) -> Result<GuestRam, Strin
                 .into(),
         );
     }
-    let guest = guest_ram(&mapped)?;
+    let guest = guest_ram(&mapped, &[])?;
     let mappers = other_mappers(&files_of(&guest, &mapped), &guest, mapped.process().pid())?;
     match mappers.first() {
         Some(Mapper { pid, program, .. }) => Err(format!(
@@ -465,14 +502,16 @@ pub(super) fn check_waits(qmp: &Qmp, wanted: &[Block]) -> Result<GuestRam, Strin
     }
 }
 
-fn guest_ram(mapped: &MappedRam) -> Result<GuestRam, String> {
+/// Returns the memory as RAM blocks. `merged`: where the kernel merges equal pages.
+fn guest_ram(mapped: &MappedRam, merged: &[Range<usize>]) -> Result<GuestRam, String> {
     let block = |found: &discover::MappedBlock| -> Result<memory::RamBlock, String> {
         let bytes = found.used.next_multiple_of(PAGE_SIZE as u64) as usize;
         let (name, process, address) = (&found.name, mapped.process(), found.address as usize);
         // A private mapping may have huge pages of a pool; its writes are then tracked per huge page.
         let in_process = |backing| {
             let block = memory::RamBlock::in_process(name, process, address, bytes, backing);
-            block.with_page_size(found.page_size as usize)
+            let block = block.with_page_size(found.page_size as usize);
+            if is_merged(merged, &block.addresses()) { block.reporting_unchanged_pages() } else { block }
         };
         Ok(match &found.backing {
             Backing::Anonymous => in_process(memory::Backing::Anonymous),
@@ -513,6 +552,22 @@ mod tests {
         assert_eq!(resident(smaps, 0x7f00_0000_0000, 2 << 20), (512 + 4 + 16) << 10);
         assert_eq!(resident(smaps, 0x7f00_0030_0000, 1 << 20), 999 << 10);
         assert_eq!(resident("", 0, 1), 0);
+    }
+
+    #[test]
+    fn mappings_whose_pages_may_be_merged_are_found() {
+        let smaps = "7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nRss: 4 kB\nVmFlags: rd wr mr mw me ac mg hg\n\
+                     7f0000100000-7f0000200000 rw-p 00000000 00:00 0 \nVmFlags: rd wr mr\n\
+                     7f0000300000-7f0000400000 rw-p 00000000 00:00 0 \nVmFlags: mg\n";
+        let merged = mergeable(smaps);
+        assert_eq!(merged, [0x7f00_0000_0000..0x7f00_0010_0000, 0x7f00_0030_0000..0x7f00_0040_0000]);
+        for (addresses, expected) in [
+            (0x7f00_0010_0000..0x7f00_0020_0000, false),
+            (0x7f00_0000_0000..0x7f00_0010_0000, true),
+            (0x7f00_0020_0000..0x7f00_0030_1000, true),
+        ] {
+            assert_eq!(is_merged(&merged, &addresses), expected, "{addresses:#x?}");
+        }
     }
 
     #[test]
