@@ -19,6 +19,11 @@ pub fn lives(process: ProcessIdentity) -> bool {
     identity(process.pid) == Some(process)
 }
 
+/// Returns whether process `pid` is stopped, as SIGSTOP and a terminal's Ctrl-Z do. A process that a tracer has stopped goes on by itself.
+pub fn is_stopped(pid: u32) -> bool {
+    stat(pid).is_some_and(|stat| field(&stat, 3) == Some("T"))
+}
+
 /// Returns the CPU-seconds of this process so far.
 pub fn own_cpu_seconds() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
@@ -65,6 +70,25 @@ mod tests {
         .unwrap();
         assert_eq!(identity(pid), None);
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn a_process_is_stopped_from_sigstop_to_sigcont() {
+        use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        assert!(!is_stopped(child.id()));
+        for (signal, event, stopped) in
+            [(Signal::STOP, WaitIdOptions::STOPPED, true), (Signal::CONT, WaitIdOptions::CONTINUED, false)]
+        {
+            kill_process(pid, signal).unwrap();
+            waitid(WaitId::Pid(pid), event).unwrap();
+            assert_eq!(is_stopped(child.id()), stopped);
+            assert!(identity(child.id()).is_some(), "it lives");
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!is_stopped(child.id()));
     }
 
     #[test]

@@ -1,21 +1,22 @@
-//! A client of QEMU's machine protocol (QMP): one JSON object per line over a unix socket.
+//! A client of QEMU's machine protocol (QMP): JSON objects over a unix socket.
 //!
 //! This is own code on serde_json rather than generated bindings. The gateway supports every QEMU from 7.2 on, so it reads answers
 //! tolerantly (ignores unknown fields, treats missing ones as absent) instead of by one release's schema.
 //!
-//! A reader thread reads lines from the socket and dispatches them: answers to their command (by `id`), events to a queue. So
+//! A reader thread reads messages from the socket and dispatches them: answers to their command (by `id`), events to a queue. So
 //! [`Qmp`] is a handle that may be cloned and used from several threads, for instance to wait for an event in one thread while
 //! another executes a command.
 //!
 //! Protocol: docs/interop/qmp-spec in QEMU's documentation.
 
 mod answers;
+mod input;
 mod run_state;
 #[cfg(test)]
 mod tests;
 
 use std::collections::{HashMap, VecDeque};
-use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
+use std::io::{self, IoSlice, Write};
 use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::BorrowedFd;
@@ -27,23 +28,22 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
+use sterna_engine::process;
 use sterna_engine::transport::peer_process;
 use sterna_wire::text::cleaned;
 
 pub use answers::{MigrationInfo, RamInfo, Version};
+use input::{Message, Messages};
 pub use run_state::{Meaning, RunState};
 
 /// How long the greeting and each command may take by default.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Longest line accepted. The largest answers QEMU gives (`query-qmp-schema`) are below 1 MiB.
-const MAX_LINE: usize = 16 << 20;
-
 /// Maximum number of unread events in the queue; the oldest are dropped first. `MIGRATION_PASS` comes once a round, so a
 /// migration never reaches this limit.
 const MAX_EVENTS: usize = 4096;
 
-/// Maximum bytes of an event's line; longer events are dropped. Together with [`MAX_EVENTS`] this bounds the queue's memory. The
+/// Maximum bytes of an event; longer events are dropped. Together with [`MAX_EVENTS`] this bounds the queue's memory. The
 /// events that Sterna needs have some hundred bytes.
 const MAX_EVENT_BYTES: usize = 4 << 10;
 
@@ -72,6 +72,17 @@ pub enum QmpError {
         /// How long we waited.
         waited: Duration,
     },
+    /// No greeting came from a process that is stopped.
+    #[error(
+        "the process that serves the QMP socket {path} (process {pid}) is stopped (by SIGSTOP, for instance), so that nothing answers \
+         there; let it go on (kill -CONT {pid})"
+    )]
+    Stopped {
+        /// Path of the socket.
+        path: String,
+        /// The process.
+        pid: u32,
+    },
     /// QEMU refused a command.
     #[error("QEMU refused {command}: {description}")]
     Refused {
@@ -83,16 +94,14 @@ pub enum QmpError {
         description: String,
     },
     /// No answer in time. Whether QEMU executed the command is not known.
-    #[error(
-        "QEMU did not answer {command} within {}: its main loop waits, most likely for the storage of the guest's disks, or the process is \
-         stopped",
-        seconds(*waited)
-    )]
+    #[error("QEMU did not answer {command} within {}: {}", seconds(*waited), silence(*stopped))]
     Timeout {
         /// The command.
         command: String,
         /// How long we waited.
         waited: Duration,
+        /// The process that serves the socket, if it is stopped.
+        stopped: Option<u32>,
     },
     /// The connection has ended or is unusable.
     #[error("the QMP connection is closed: {reason}")]
@@ -198,6 +207,10 @@ impl Qmp {
         let path = path.as_ref();
         let started = Instant::now();
         let busy = || QmpError::Busy { path: path.display().to_string(), waited: timeout };
+        let silent = |peer: Option<u32>| match peer {
+            Some(pid) => QmpError::Stopped { path: path.display().to_string(), pid },
+            None => busy(),
+        };
         let stream = connect_stream(path, timeout).map_err(|error| match error.kind() {
             // The queue of connections that are not accepted yet is full: other clients wait for this monitor, too.
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => busy(),
@@ -216,7 +229,7 @@ impl Qmp {
                 (None, Some(reason)) => Some(Err(QmpError::Closed { reason: reason.clone() })),
                 (None, None) => None,
             })
-            .ok_or_else(busy)??;
+            .ok_or_else(|| silent(connection.stopped()))??;
         connection.version = Version::from_json(&greeting["version"]).ok_or_else(|| QmpError::Connect {
             path: path.display().to_string(),
             kind: io::ErrorKind::InvalidData,
@@ -234,7 +247,7 @@ impl Qmp {
         stream.set_write_timeout(Some(timeout))?;
         let for_reader = Arc::clone(&shared);
         let reader = std::thread::Builder::new().name("qmp-reader".into()).spawn(move || {
-            let reason = read_lines(BufReader::new(input), &for_reader);
+            let reason = read_messages(input, &for_reader);
             for_reader.close(&reason);
         })?;
         Ok(Connection {
@@ -276,7 +289,8 @@ impl Qmp {
     ) -> Result<Value, QmpError> {
         let deadline = Instant::now() + timeout;
         let answer = self.send(command, arguments, descriptor)?.wait(deadline)?;
-        answer.ok_or_else(|| QmpError::Timeout { command: command.to_owned(), waited: timeout })
+        let stopped = || self.connection.stopped();
+        answer.ok_or_else(|| QmpError::Timeout { command: command.to_owned(), waited: timeout, stopped: stopped() })
     }
 
     /// Sends a command and does not wait for its answer.
@@ -375,13 +389,19 @@ impl Qmp {
         Vec::from(taken)
     }
 
+    /// Waits until the connection has ended. Returns false when the deadline passes before that.
+    pub fn wait_closed(&self, deadline: Instant) -> bool {
+        self.connection.shared.wait(deadline, |state| state.closed.is_some().then_some(())).is_some()
+    }
+
     /// Drops all queued events, so that a later wait sees only newer ones.
     pub fn clear_events(&self) {
         self.connection.shared.lock().events.clear();
     }
 
     /// Returns the process id of the peer (SO_PEERCRED): the process that last called `listen` on the socket. QEMU does so itself,
-    /// also on a socket that it got from libvirt. `None` if it lives in a pid namespace that this process cannot see.
+    /// also on a socket that it got from libvirt; a program that forwards QEMU's socket has a process of its own. `None` if it lives in a
+    /// pid namespace that this process cannot see.
     pub fn peer_pid(&self) -> Option<i32> {
         self.connection.peer_pid
     }
@@ -447,6 +467,13 @@ impl Drop for PendingCommand {
     }
 }
 
+impl Connection {
+    /// Returns the process that serves the socket, if it is stopped.
+    fn stopped(&self) -> Option<u32> {
+        self.peer_pid.and_then(|pid| u32::try_from(pid).ok()).filter(|pid| process::is_stopped(*pid))
+    }
+}
+
 impl Drop for Connection {
     fn drop(&mut self) {
         let writer = self.writer.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -489,6 +516,14 @@ fn connect_stream(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     sterna_engine::transport::unix::connect(path, timeout)
 }
 
+/// Returns why QEMU does not answer, `stopped` being the process that serves its socket, if it is stopped.
+fn silence(stopped: Option<u32>) -> String {
+    match stopped {
+        Some(pid) => format!("process {pid} is stopped (by SIGSTOP, for instance); let it go on (kill -CONT {pid})"),
+        None => "its main loop waits, most likely for the storage of the guest's disks".into(),
+    }
+}
+
 /// Formats a time limit for error texts.
 fn seconds(time: Duration) -> String {
     format!("{} s", time.as_secs_f64())
@@ -505,34 +540,19 @@ fn connect_reason(kind: io::ErrorKind, error: &io::Error) -> String {
     }
 }
 
-/// Runs the reader thread: dispatches lines until the connection ends. Returns why it ended.
-fn read_lines(mut input: BufReader<UnixStream>, shared: &Shared) -> String {
-    let mut line = Vec::new();
+/// Runs the reader thread: dispatches messages until the connection ends. Returns why it ended.
+fn read_messages(input: UnixStream, shared: &Shared) -> String {
+    let mut messages = Messages::new(input);
     loop {
-        line.clear();
-        match (&mut input).take(MAX_LINE as u64).read_until(b'\n', &mut line) {
-            Ok(0) => return "QEMU closed it (the process ended, or its monitor was removed)".into(),
-            Ok(_) if line.last() == Some(&b'\n') => {}
-            Ok(MAX_LINE) => return format!("a line of more than {MAX_LINE} bytes came"),
-            Ok(_) => return "QEMU closed it in the middle of a line".into(),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => return format!("cannot read from QEMU: {error}"),
-        }
-        if line.iter().all(u8::is_ascii_whitespace) {
-            continue;
-        }
-        let message: Value = match serde_json::from_slice(&line) {
-            Ok(message @ Value::Object(_)) => message,
-            Ok(_) => return "something other than an object came: this is not a QMP socket".into(),
-            Err(error) => {
-                return format!("what came is not JSON ({error}): this is not a QMP socket");
-            }
+        let Message { object, bytes } = match messages.next() {
+            Ok(message) => message,
+            Err(reason) => return reason,
         };
-        if line.len() > MAX_EVENT_BYTES && message["event"].is_string() {
-            tracing::warn!(bytes = line.len(), "an event of QEMU is too long and was dropped");
+        if bytes > MAX_EVENT_BYTES && object["event"].is_string() {
+            tracing::warn!(bytes, "an event of QEMU is too long and was dropped");
             continue;
         }
-        shared.lock().dispatch(message);
+        shared.lock().dispatch(object);
         shared.changed.notify_all();
     }
 }

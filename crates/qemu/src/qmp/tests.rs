@@ -1,6 +1,7 @@
 //! The client against a server in this process that behaves like QEMU (texts from 7.2 and 10.0), and against servers
 //! that do not.
 
+use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::mpsc;
@@ -245,13 +246,14 @@ fn a_missing_socket_is_an_error_that_says_what_to_do() {
 
 #[test]
 fn a_peer_that_does_not_speak_qmp_is_refused() {
-    let long = "x".repeat(MAX_LINE + 1);
-    let cases: [(&str, &str); 6] = [
+    let long = format!("\"{}", "x".repeat(input::MAX_MESSAGE));
+    let cases: [(&str, &str); 7] = [
         ("SSH-2.0-OpenSSH_9.2", "not JSON"),
         ("[1, 2]", "other than an object"),
-        (&long, "a line of more than 16777216 bytes"),
+        (&long, "a message of more than 16777216 bytes"),
         ("{\"QMP\": {\"version\": 3}}", "no QEMU version"),
-        ("{\"QMP\"", "not JSON"),
+        ("{\"QMP\"", "in the middle of a message"),
+        ("{\"QMP\"}", "not JSON"),
         ("", "QEMU closed it"),
     ];
     for (text, expected) in cases {
@@ -277,7 +279,7 @@ fn a_qemu_that_ends_fails_commands_and_waits_but_its_events_stay() {
     });
     let qmp = Qmp::connect(&path).unwrap();
     let error = qmp.execute("stop", json!({})).unwrap_err().to_string();
-    assert!(error.contains("in the middle of a line"), "{error}");
+    assert!(error.contains("in the middle of a message"), "{error}");
     assert_eq!(qmp.next_event(soon()).unwrap().unwrap().name, "SHUTDOWN");
     assert!(matches!(qmp.next_event(soon()), Err(QmpError::Closed { .. })));
     assert!(matches!(qmp.execute("cont", json!({})), Err(QmpError::Closed { .. })));
