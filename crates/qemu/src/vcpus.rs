@@ -12,6 +12,9 @@ use crate::qmp::Qmp;
 /// Why a process is not known to be the QEMU behind a monitor.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NotQemu {
+    /// SO_PEERCRED names no process.
+    #[error("the process that serves its monitor cannot be seen from here (another pid namespace)")]
+    Unseen,
     /// QEMU does not report threads.
     #[error("{0}")]
     NoThreads(String),
@@ -25,6 +28,15 @@ pub(crate) enum NotQemu {
         /// What is missing.
         why: String,
     },
+}
+
+/// Returns the process behind the monitor's socket.
+///
+/// # Errors
+/// It is not known to be QEMU's.
+pub(crate) fn process_of(qmp: &Qmp) -> Result<i32, NotQemu> {
+    let pid = qmp.peer_pid().ok_or(NotQemu::Unseen)?;
+    check(qmp, pid).map(|()| pid)
 }
 
 /// Checks that the process `pid` runs the vCPUs of the QEMU behind `qmp`.

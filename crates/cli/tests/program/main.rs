@@ -13,6 +13,7 @@ mod direct_options;
 mod disks;
 mod dry_run;
 mod exit_codes;
+mod forwarded_monitor;
 mod move_guest;
 mod moved_by_others;
 mod neighbours;

@@ -46,12 +46,13 @@ pub fn receive(
     if !refusals.is_empty() {
         return Err(GatewayError::refused(format_args!("this QEMU cannot take a guest: {}", refusals.join("; "))));
     }
-    earlier::refuse_if_claimed(&options.state_dir, &qmp)?;
+    earlier::refuse_if_claimed(&options.state_dir, &qmp, &options.qmp)?;
     qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Qemu, &qmp)
         .map_err(GatewayError::refused)?;
     let listener = Listener::bind(&options.listen).map_err(GatewayError::refused)?;
     let address = listener.local_address();
     let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::refused)?;
+    qemu::unknown_process_note(&qmp).iter().for_each(|note| observer.note(note));
     observer.listening(&address.to_string());
 
     match accept_source(&qmp, options, &incoming, cancel, observer)? {

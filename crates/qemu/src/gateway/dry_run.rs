@@ -94,7 +94,7 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     let _claim = Claim::of(&qmp).map_err(|error| found.source(&error));
     let of_settings = settings.refusals(Role::Source);
     of_settings.iter().for_each(|reason| found.source(reason));
-    found.check(earlier::refuse_source(&options.state_dir, &qmp, &settings.status));
+    found.check(earlier::refuse_source(&options.state_dir, &qmp, &options.qmp, &settings.status));
     found.check(qemu::check_state_directory(&options.state_dir));
     found.check(neighbours::check_jobs(&qmp));
 

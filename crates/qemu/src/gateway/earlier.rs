@@ -6,32 +6,37 @@
 
 use std::path::Path;
 
-use sterna_engine::record_file;
+use sterna_engine::{process, record_file};
 use sterna_wire::switchover::{ProcessIdentity, Record, RecordState, SourceState};
 
 use super::GatewayError;
-use super::qemu::identity;
+use super::qemu::{identity, socket_name};
 use crate::qmp::Qmp;
 
 /// Fails if an earlier migration of this QEMU is not settled: its `recover` would act on the guest of the new migration.
-pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), GatewayError> {
-    refuse_if_unsettled(&records_of(state_dir, identity(qmp))?)
+pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp, socket: &Path) -> Result<(), GatewayError> {
+    refuse_if_unsettled(&records_of(state_dir, identity(qmp), socket)?)
 }
 
 /// As [`refuse_if_claimed`], for a source: fails as well if the guest does not run, `status` being its run state. The reason follows from the
 /// records.
-pub(super) fn refuse_source(state_dir: &Path, qmp: &Qmp, status: &str) -> Result<(), GatewayError> {
-    let records = records_of(state_dir, identity(qmp))?;
+pub(super) fn refuse_source(state_dir: &Path, qmp: &Qmp, socket: &Path, status: &str) -> Result<(), GatewayError> {
+    let records = records_of(state_dir, identity(qmp), socket)?;
     refuse_if_unsettled(&records)?;
     // The destination starts every guest that it receives: a guest that an operator paused must not run because it moved.
     if status == "running" { Ok(()) } else { Err(not_running(&records, state_dir, status)) }
 }
 
-/// Returns the records of a QEMU, the newest first; none where its process is not known.
-fn records_of(state_dir: &Path, qemu: Option<ProcessIdentity>) -> Result<Vec<Record>, GatewayError> {
-    let Some(qemu) = qemu else { return Ok(Vec::new()) };
+/// Returns the records of the QEMU that is this process, the newest first. Where this process or the record's is not known, the socket of its
+/// monitor counts.
+fn records_of(state_dir: &Path, qemu: Option<ProcessIdentity>, socket: &Path) -> Result<Vec<Record>, GatewayError> {
+    let socket = socket_name(socket);
     let mut records = record_file::all(state_dir).map_err(GatewayError::untouched)?;
-    records.retain(|record| record.monitor_process == Some(qemu));
+    records.retain(|record| match (record.monitor_process, qemu) {
+        (Some(recorded), Some(qemu)) => recorded == qemu,
+        (Some(recorded), None) => record.monitor_socket == socket && process::lives(recorded),
+        (None, _) => record.monitor_socket == socket,
+    });
     records.sort_by_key(|record| std::cmp::Reverse(record.updated_ms));
     Ok(records)
 }
@@ -53,6 +58,11 @@ fn not_running(records: &[Record], state_dir: &Path, status: &str) -> GatewayErr
     let paused = format!("the guest does not run (its state is {status})");
     let moved = records.first().filter(|record| record.state == RecordState::Source(SourceState::Finished));
     GatewayError::untouched(match moved {
+        // Another QEMU may have had this socket then, and this one may hold the only copy of a guest.
+        Some(Record { migration, peer, monitor_process: None, .. }) => format!(
+            "{paused}: only running guests are moved. Migration {migration} has moved a guest behind the same monitor to {peer}, and it is not \
+             known which process its QEMU was. If this is that guest, never resume it: it would run on both hosts, and its disks are lost"
+        ),
         Some(Record { migration, peer, .. }) => format!(
             "{paused}: migration {migration} has moved it to {peer}, and this QEMU holds a stopped copy. Never resume that (`virsh resume`, \
              QMP `cont`), or the guest runs on both hosts and its disks are lost; end this QEMU (QMP `quit`, `virsh destroy`)"
@@ -78,8 +88,11 @@ mod tests {
     /// Another process with the same number.
     const LATER: ProcessIdentity = ProcessIdentity { start_ticks: 100, ..QEMU };
 
+    /// The monitor's socket, of all these QEMUs.
+    const SOCKET: &str = "/run/qmp";
+
     /// Writes the record of migration `number`, which was last written at that time.
-    fn write(directory: &Path, number: u8, state: RecordState, qemu: ProcessIdentity) {
+    fn write(directory: &Path, number: u8, state: RecordState, qemu: impl Into<Option<ProcessIdentity>>) {
         let record = Record {
             version: RECORD_VERSION,
             migration: MigrationId::from_bytes([number; 16]),
@@ -87,8 +100,8 @@ mod tests {
             fenced_peer: false,
             peer: "host-b:4920".into(),
             mode: Mode::Direct,
-            monitor_socket: "/run/qmp".into(),
-            monitor_process: Some(qemu),
+            monitor_socket: SOCKET.into(),
+            monitor_process: qemu.into(),
             settings_before: None,
             completion_permitted: false,
             pausing: true,
@@ -108,7 +121,11 @@ mod tests {
     }
 
     fn refusal(directory: &Path, status: &str) -> Option<String> {
-        let records = records_of(directory, Some(QEMU)).unwrap();
+        refusal_of(directory, Some(QEMU), status)
+    }
+
+    fn refusal_of(directory: &Path, qemu: Option<ProcessIdentity>, status: &str) -> Option<String> {
+        let records = records_of(directory, qemu, Path::new(SOCKET)).unwrap();
         let refused = refuse_if_unsettled(&records);
         let error = refused.err().or_else(|| (status != "running").then(|| not_running(&records, directory, status)));
         error.map(|error| error.to_string())
@@ -171,9 +188,29 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_whose_process_is_not_known_has_no_records() {
+    fn where_a_process_is_not_known_the_records_of_the_same_monitor_count() {
+        let started = RecordState::Source(SourceState::Started);
+        let own = process::identity(std::process::id()).unwrap();
+        // The record's process, and that of the QEMU now; does the record count?
+        let cases = [(None, None, true), (None, Some(QEMU), true), (Some(own), None, true), (Some(QEMU), None, false)];
+        for (recorded, now, counts) in cases {
+            let directory = tempfile::tempdir().unwrap();
+            write(directory.path(), 1, started, recorded);
+            let refused = refusal_of(directory.path(), now, "running");
+            assert_eq!(refused.is_some_and(|text| text.contains("is not settled")), counts, "{recorded:?} {now:?}");
+            let elsewhere = records_of(directory.path(), now, Path::new("/run/another")).unwrap();
+            assert!(elsewhere.is_empty(), "{recorded:?} {now:?}");
+        }
+    }
+
+    #[test]
+    fn a_paused_guest_behind_a_monitor_that_another_may_have_had_is_neither_to_run_nor_to_be_ended() {
         let directory = tempfile::tempdir().unwrap();
-        write(directory.path(), 1, RecordState::Source(SourceState::Started), QEMU);
-        assert!(records_of(directory.path(), None).unwrap().is_empty());
+        write(directory.path(), 1, RecordState::Source(SourceState::Finished), None);
+        let text = refusal_of(directory.path(), None, "paused").unwrap();
+        assert!(text.contains("behind the same monitor to host-b:4920"), "{text}");
+        assert!(text.contains("If this is that guest, never resume it") && !text.contains("quit"), "{text}");
+        advises_nothing(&text);
+        assert_eq!(refusal_of(directory.path(), None, "running"), None);
     }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use sterna_engine::process;
 use sterna_engine::record_file::{now_ms, prepare};
 use sterna_engine::session::Session;
@@ -20,6 +20,7 @@ use super::sockets::{Listens, SocketPlace, accept_until};
 use super::{GatewayError, SocketDirectory};
 use crate::qmp::{Meaning, Qmp, QmpError, RunState};
 use crate::stream::MultifdInit;
+use crate::vcpus;
 
 /// Guest page size in bytes: x86, the only architecture that this version moves.
 pub(super) const PAGE_SIZE: usize = 4096;
@@ -158,9 +159,26 @@ pub(super) fn check_sockets(socket_dir: &SocketDirectory, listens: Listens, qmp:
     place.try_with(qmp, listens).map_err(failed)
 }
 
-/// Returns the identity of the process that serves the QMP socket; none if it cannot be seen.
+/// Returns the identity of QEMU's process; none if the process that serves the QMP socket cannot be seen, or is not known to be QEMU's.
 pub(super) fn identity(qmp: &Qmp) -> Option<ProcessIdentity> {
-    process::identity(u32::try_from(qmp.peer_pid()?).ok()?)
+    let process = vcpus::process_of(qmp).map_err(|error| tracing::debug!(%error, "QEMU's process is not known"));
+    process::identity(u32::try_from(process.ok()?).ok()?)
+}
+
+/// Returns the note for a QEMU whose process is not known; none if it is.
+pub(super) fn unknown_process_note(qmp: &Qmp) -> Option<String> {
+    let why = vcpus::process_of(qmp).err()?;
+    Some(format!(
+        "it is not known which process QEMU is: {why}. So nobody here can see whether QEMU has ended: after a failure, `sterna recover` \
+         needs its monitor"
+    ))
+}
+
+/// Returns whether the process of a record is the QEMU behind `qmp`, also where another program forwards the monitor.
+pub(super) fn is_behind(qmp: &Qmp, recorded: ProcessIdentity) -> bool {
+    let same = i32::try_from(recorded.pid).is_ok_and(|pid| vcpus::check(qmp, pid).is_ok());
+    // After the check, so that it was about this process and not about an earlier one with its number.
+    same && process::lives(recorded)
 }
 
 /// Returns whether the QMP connection has ended. A QEMU that waits for its storage does not answer, and has not hung up.
@@ -169,7 +187,7 @@ pub(in crate::gateway) fn has_hung_up(qmp: &Qmp) -> bool {
 }
 
 /// Waits briefly and returns whether the process has ended after its QMP connection has: the connection can fail alone, and an
-/// exit takes a moment.
+/// exit takes a moment. A process that is not known has never ended.
 pub(in crate::gateway) fn has_ended(identity: Option<ProcessIdentity>) -> bool {
     let Some(identity) = identity else { return false };
     let deadline = Instant::now() + EXIT_TIME;
@@ -182,10 +200,13 @@ pub(in crate::gateway) fn has_ended(identity: Option<ProcessIdentity>) -> bool {
     true
 }
 
+/// Returns the name of a monitor's socket for the record: `recover` may be started in another directory.
+pub(super) fn socket_name(socket: &Path) -> String {
+    std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned()).display().to_string()
+}
+
 /// Returns the first record of a migration.
 pub(super) fn new_record(session: &Session, state: RecordState, peer: String, socket: &Path, qmp: &Qmp) -> Record {
-    // `recover` may be started in another directory.
-    let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
     Record {
         version: RECORD_VERSION,
         migration: session.id,
@@ -193,7 +214,7 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
         fenced_peer: false,
         peer,
         mode: Mode::Owner,
-        monitor_socket: socket.display().to_string(),
+        monitor_socket: socket_name(socket),
         monitor_process: identity(qmp),
         settings_before: None,
         completion_permitted: false,
@@ -207,18 +228,50 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
     }
 }
 
-/// Ends the QEMU process of a record by QMP `quit`, and waits until it has exited.
+/// Ends the QEMU process of a record by QMP `quit`, and waits until it has exited. If the process is not known, waits until a QEMU that has
+/// accepted the command has closed its monitor.
 ///
 /// # Errors
-/// The process is not known, or still lives after `time`.
+/// The process still lives after `time`, or that is not known.
 pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration) -> Result<(), String> {
-    let identity = identity.ok_or("it is not known which process QEMU is")?;
-    // The answer is of no use: the loop checks whether QEMU lives. It may have exited by itself, or carry this out only when its storage answers.
-    let quitting = qmp.begin("quit", json!({}));
-    if let Err(error) = &quitting {
-        tracing::debug!(%error, "quit");
+    end(qmp, identity, None, time)
+}
+
+/// As [`quit`], for a QEMU whose main loop may hang: gives up after `patience` without an answer.
+pub(super) fn quit_if_it_answers(
+    qmp: &Qmp,
+    identity: Option<ProcessIdentity>,
+    patience: Duration,
+    time: Duration,
+) -> Result<(), String> {
+    end(qmp, identity, Some(patience), time)
+}
+
+fn end(qmp: &Qmp, identity: Option<ProcessIdentity>, patience: Option<Duration>, time: Duration) -> Result<(), String> {
+    let Some(identity) = identity else {
+        let accepted = qmp.execute("quit", json!({}));
+        return closed_after_quit(qmp, accepted, Instant::now() + time);
+    };
+    // A stopped process answers nothing.
+    if process::is_stopped(identity.pid) && process::lives(identity) {
+        return Err(must_be_ended(identity, "it is stopped, by SIGSTOP, for instance"));
     }
-    let deadline = Instant::now() + time;
+    let begun = Instant::now();
+    // The answer shows no more than that QEMU does not hang: the loop checks whether it lives. It may have exited by itself, or carry this out only
+    // when its storage answers.
+    let mut quitting = qmp.begin("quit", json!({}));
+    match &mut quitting {
+        Ok(quitting) => {
+            if let Some(patience) = patience
+                && matches!(quitting.wait(begun + patience), Ok(None))
+                && process::lives(identity)
+            {
+                return Err(must_be_ended(identity, format_args!("no answer within {} s", patience.as_secs())));
+            }
+        }
+        Err(error) => tracing::debug!(%error, "quit"),
+    }
+    let deadline = begun + time;
     while process::lives(identity) {
         if Instant::now() >= deadline {
             return Err(format!("QEMU (process {}) does not exit", identity.pid));
@@ -226,6 +279,23 @@ pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration)
         std::thread::sleep(POLL_PAUSE);
     }
     Ok(())
+}
+
+/// Returns the error for a QEMU that is not ended by its monitor.
+pub(super) fn must_be_ended(qemu: ProcessIdentity, why: impl Display) -> String {
+    let pid = qemu.pid;
+    format!("QEMU (process {pid}) does not answer, and must be ended: kill -KILL {pid} ({why})")
+}
+
+/// Waits until a QEMU of unknown process, which gave this answer to `quit`, has closed its monitor. Its guest never runs again once it has
+/// accepted the command: `main_loop` returns (system/runstate.c), and `qemu_cleanup` stops the vCPUs first.
+fn closed_after_quit(qmp: &Qmp, accepted: Result<Value, QmpError>, deadline: Instant) -> Result<(), String> {
+    const UNKNOWN: &str = "it is not known which process QEMU is, so look for it on this host";
+    accepted.map_err(|error| format!("QEMU has not accepted the command to end ({error}); {UNKNOWN}"))?;
+    if qmp.wait_closed(deadline) {
+        return Ok(());
+    }
+    Err(format!("QEMU has accepted the command to end and keeps its monitor open; {UNKNOWN}"))
 }
 
 /// Ends the source QEMU after the destination has confirmed that the guest runs there, unless the record keeps it. Returns the state of

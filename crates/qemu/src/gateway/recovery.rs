@@ -6,7 +6,6 @@
 mod destination;
 mod source;
 
-use std::io;
 use std::path::Path;
 use std::time::Duration;
 
@@ -20,7 +19,7 @@ use sterna_engine::switchover::Ledger;
 use sterna_engine::transport::{Address, Security};
 use sterna_wire::control::Mode;
 use sterna_wire::reason::ErrorKind;
-use sterna_wire::switchover::{DestinationState, Record, RecordState};
+use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordState};
 
 use super::claim::Claim;
 use super::fault::WithFaultPoints;
@@ -42,14 +41,12 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     let state = actual_state(record.record());
     // A settled migration needs no QEMU, which may be in use for something else by now.
     let qmp = if state.settled() { None } else { qemu_of(record.record(), cancel, observer)? };
-    let _claim = match &qmp {
-        Some(qmp) => Claim::of(qmp).map_err(GatewayError::refused)?,
+    let _claim = match (&qmp, record.record().monitor_process) {
         // A QEMU that waits for memory need not answer.
-        None if lacks_memory(state) => {
-            let claimed = record.record().monitor_process.map(Claim::of_process).transpose();
-            claimed.map_err(GatewayError::refused)?
-        }
-        None => None,
+        (None, _) if !lacks_memory(state) => None,
+        (_, Some(process)) => Some(Claim::of_process(process).map_err(GatewayError::refused)?),
+        (Some(qmp), None) => Claim::of(qmp).map_err(GatewayError::refused)?,
+        (None, None) => None,
     };
     // Remove the sockets that the dead process left. Those in another --socket-dir are removed by the next migration.
     if let Ok(place) = SocketPlace::find(&SocketDirectory::Temporary, qmp.as_ref().and_then(Qmp::peer_pid)) {
@@ -100,8 +97,8 @@ fn lacks_memory(state: RecordState) -> bool {
     matches!(state, RecordState::Destination(state) if state.lacks_memory())
 }
 
-/// Connects to the QEMU of the record; none if it has ended, or if another process serves its socket. A QEMU that waits for the storage of its
-/// disks is waited for.
+/// Connects to the QEMU of the record; none if it has ended, or if its socket leads to another QEMU. If the record does not know the process,
+/// that is not seen. A QEMU that waits for the storage of its disks is waited for.
 ///
 /// # Errors
 /// The wait was cancelled.
@@ -113,7 +110,7 @@ fn qemu_of(record: &Record, cancel: &Cancel, observer: &dyn Observer) -> Result<
         }
         match Qmp::connect(Path::new(&record.monitor_socket)) {
             Ok(qmp) => {
-                let same = record.monitor_process.is_none() || qemu::identity(&qmp) == record.monitor_process;
+                let same = record.monitor_process.is_none_or(|recorded| qemu::is_behind(&qmp, recorded));
                 return Ok(same.then_some(qmp));
             }
             // The monitor has greeted this process: it serves no other client, and only QEMU's main loop does not answer.
@@ -162,20 +159,15 @@ impl<'a> Recovery<'a> {
     /// Returns whether the record's QEMU has ended.
     ///
     /// # Errors
-    /// QEMU lives but cannot be reached.
+    /// QEMU lives but cannot be reached, or that is not known.
     fn qemu_gone(&self) -> Result<bool, GatewayError> {
         let record = self.record.record();
         match (&self.qmp, record.monitor_process) {
             (Some(_), _) => Ok(false),
             (None, Some(identity)) if process::lives(identity) => Err(unreachable_monitor(record)),
             (None, Some(_)) => Ok(true),
-            // The process is not known: QEMU has ended only if no process serves its socket.
-            (None, None) => match std::os::unix::net::UnixStream::connect(&record.monitor_socket) {
-                Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
-                    Ok(true)
-                }
-                _ => Err(unreachable_monitor(record)),
-            },
+            // A socket that no process serves shows nothing: the process that served it need not have been QEMU.
+            (None, None) => Err(unknown_monitor(record)),
         }
     }
 }
@@ -189,9 +181,38 @@ fn unreachable_monitor(record: &Record) -> GatewayError {
             record.pid
         ));
     }
+    let (socket, process) = (&record.monitor_socket, record.monitor_process);
+    GatewayError::new(match process.filter(|qemu| process::is_stopped(qemu.pid)) {
+        Some(ProcessIdentity { pid, .. }) => format!(
+            "QEMU (process {pid}) is stopped (by SIGSTOP, for instance), so that its QMP socket {socket} does not answer: let it go on \
+             (kill -CONT {pid}), then run this again"
+        ),
+        None => format!(
+            "QEMU's QMP socket {socket} does not answer although QEMU{} lives: is another program connected to it, or does it lead to another \
+             QEMU?",
+            process.map_or_else(String::new, |qemu| format!(" (process {})", qemu.pid))
+        ),
+    })
+}
+
+/// Returns the error for a monitor that does not answer and whose process was never known.
+fn unknown_monitor(record: &Record) -> GatewayError {
+    let (socket, id, peer) = (&record.monitor_socket, record.migration, &record.peer);
+    let ended = match record.state {
+        RecordState::Source(_) => format!(
+            "Only if that shows that QEMU has ended, nothing of the guest is left here, and `sterna recover {id} --fenced-peer` at the \
+             destination ({peer}) starts a guest that is prepared there"
+        ),
+        RecordState::Destination(_) => format!(
+            "Only if that shows that QEMU has ended, the guest is lost here, and `sterna recover {id} --fenced-peer` at the source lets it go \
+             on there"
+        ),
+    };
     GatewayError::new(format!(
-        "QEMU's QMP socket {} does not answer although QEMU lives: is another program connected to it?",
-        record.monitor_socket
+        "it cannot be known whether QEMU lives, and its guest with it: its monitor {socket} does not answer, and it is not known which \
+         process QEMU is (another program forwarded its monitor, or its process could not be seen). Let {socket} lead to QEMU's monitor \
+         again, and run this again: nothing is settled yet. If it cannot, look for QEMU's process on this host (`ps`, `virsh list`). {ended}; \
+         if QEMU lives, the guest would then run twice"
     ))
 }
 

@@ -61,12 +61,12 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let _claim = Claim::of(&qmp).map_err(GatewayError::untouched)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::untouched)?;
     // First: the records know more about a guest that does not run than QEMU does.
-    earlier::refuse_if_claimed(&options.state_dir, &qmp)?;
+    earlier::refuse_if_claimed(&options.state_dir, &qmp, &options.qmp)?;
     let refusals = settings.refusals(Role::Source);
     if !refusals.is_empty() {
         return Err(GatewayError::untouched(format_args!("this guest cannot be moved: {}", refusals.join("; "))));
     }
-    earlier::refuse_source(&options.state_dir, &qmp, &settings.status)?;
+    earlier::refuse_source(&options.state_dir, &qmp, &options.qmp, &settings.status)?;
     qemu::check_state_directory(&options.state_dir).map_err(GatewayError::untouched)?;
     neighbours::check_jobs(&qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
@@ -82,6 +82,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         Steering::begin(&options.control, cancel).map_err(|error| GatewayError::untouched(error.to_string()))?;
     let (control, cancel) = (steering.control(), steering.cancel());
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
+    qemu::unknown_process_note(&qmp).iter().for_each(|note| observer.note(note));
     let engines = options.qatzip.engines(options.method, options.channels);
     let (engines, line) = engines.map_err(GatewayError::untouched)?;
     line.iter().for_each(|line| observer.note(line));

@@ -1,6 +1,7 @@
 //! Migrations between two real QEMUs by the real program, for the end-to-end tests.
 #![allow(dead_code, reason = "each test file uses its own part of this")]
 
+pub(crate) mod forwarder;
 pub(crate) mod moving;
 pub(crate) mod pair;
 pub(crate) mod relay;

@@ -15,6 +15,8 @@ use super::LONG;
 pub(crate) struct Watched {
     pub(crate) qemu: Qemu,
     pub(crate) monitor: Qmp,
+    /// The socket by which sterna reaches its other monitor.
+    pub(crate) qmp_path: PathBuf,
     /// When it was killed, in microseconds since 1970.
     killed: Option<u64>,
     /// Whether its guest ran from the start.
@@ -37,7 +39,8 @@ impl Watched {
         let source = options.role == sterna_qemu_lab::Role::Source;
         let qemu = Qemu::start(&options)?;
         let monitor = Qmp::connect(&socket).expect("the second monitor answers");
-        Ok(Self { qemu, monitor, killed: None, source, turns: RefCell::default() })
+        let qmp_path = qemu.qmp_path().to_owned();
+        Ok(Self { qemu, monitor, qmp_path, killed: None, source, turns: RefCell::default() })
     }
 
     /// Returns its run state; none if the process has ended.

@@ -116,14 +116,14 @@ impl Migration {
         source: Option<&str>,
         destination: Option<&str>,
     ) -> Self {
-        let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+        let mut command = receive(&pair.destination.qmp_path, &pair.destination_state());
         command.arg("--insecure");
         if let Some(fault) = destination {
             command.env("STERNA_FAULT", fault).args(["--log", "warn"]);
         }
         let receiver = Sterna::start("receive", &mut command);
         let address = receiver.address();
-        let mut command = send_by(mode, pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
+        let mut command = send_by(mode, &pair.source.qmp_path, &address, &pair.source_state(), &pair.report());
         command.arg("--insecure").args(words);
         if !words.contains(&"--downtime") {
             command.args(["--downtime", DOWNTIME]);

@@ -12,7 +12,7 @@ use sterna_engine::report::ReceiveReport;
 use sterna_engine::switchover::{DestinationDriver, DestinationKernel, DestinationOutcome, Receiving};
 use sterna_wire::control::{ControlMessage, DestinationFigures, Totals};
 use sterna_wire::reason::{ErrorKind, Reason};
-use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest};
+use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest, ProcessIdentity};
 
 use super::return_path::read_return_path;
 use crate::gateway::backlog::Backlog;
@@ -154,7 +154,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
 
     fn count_figures(&mut self, figures: &mut DestinationFigures) {
         figures.cpu_seconds = process::own_cpu_seconds();
-        figures.faults = faults(&self.qmp).saturating_sub(self.faults_before);
+        figures.faults = faults(self.kernel.ledger.record().monitor_process).saturating_sub(self.faults_before);
     }
 }
 
@@ -258,7 +258,7 @@ impl Driver<'_> {
     }
 }
 
-/// Returns QEMU's page faults so far.
-pub(super) fn faults(qmp: &Qmp) -> u64 {
-    qmp.peer_pid().and_then(|pid| u32::try_from(pid).ok()).map_or(0, process::faults)
+/// Returns QEMU's page faults so far; 0 if its process is not known.
+pub(super) fn faults(qemu: Option<ProcessIdentity>) -> u64 {
+    qemu.map_or(0, |qemu| process::faults(qemu.pid))
 }

@@ -109,7 +109,7 @@ pub(super) fn run(
         cancel,
         observer,
     });
-    let faults_before = faults(&qmp);
+    let faults_before = faults(kernel.ledger.record().monitor_process);
     let mut driver = Driver {
         kernel,
         receiving: receiving.map_err(GatewayError::new)?,

@@ -168,11 +168,9 @@ pub(super) fn send(
     let Ready { ram, media, machine_type } = ready;
     let tracking = ram.tracking();
     let stopped = ram.stopped();
-    // `recover` may be started in another directory.
-    let socket = std::path::absolute(&options.qmp).unwrap_or_else(|_| options.qmp.clone());
     let record = MonitorRecord {
         mode: Mode::Direct,
-        qmp: socket.display().to_string(),
+        qmp: qemu::socket_name(&options.qmp),
         process: qemu::identity(qmp),
         source_after: options.source_after,
         settings_before: None,

@@ -84,12 +84,13 @@ impl DestinationRemains for Remains<'_> {
     }
 
     fn discard(&mut self) -> Result<(), Reason> {
-        let process = self.record.monitor_process;
-        match (&self.qmp, process) {
-            (Some(qmp), _) => qemu::quit(qmp, process, QUIT_TIME).map_err(|text| Reason::new(ErrorKind::Monitor, text)),
-            (None, Some(qemu)) if process::lives(qemu) => {
-                let pid = qemu.pid;
-                let text = format_args!("QEMU (process {pid}) does not answer, and must be ended: kill -KILL {pid}");
+        let recorded = self.record.monitor_process;
+        match (&self.qmp, recorded) {
+            (Some(qmp), _) => {
+                qemu::quit(qmp, recorded, QUIT_TIME).map_err(|text| Reason::new(ErrorKind::Monitor, text))
+            }
+            (None, Some(qemu_process)) if process::lives(qemu_process) => {
+                let text = qemu::must_be_ended(qemu_process, "its monitor cannot be reached");
                 Err(Reason::new(ErrorKind::Monitor, text))
             }
             (None, _) => Ok(()),
