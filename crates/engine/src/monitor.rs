@@ -197,6 +197,10 @@ impl<'a> DestinationMonitor<'a> {
         self.monitor.call("prepare", |vmm| vmm.prepare(opening))?
     }
 
+    pub(crate) fn load_canceller(&mut self) -> Result<Option<Box<dyn Fn() + Send>>, VmmError> {
+        self.monitor.call("load_canceller", |vmm| vmm.load_canceller())
+    }
+
     pub(crate) fn guest_started(&mut self) -> Result<(), VmmError> {
         self.monitor.call("guest_started", |vmm| vmm.guest_started())
     }

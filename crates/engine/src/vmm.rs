@@ -201,6 +201,13 @@ pub trait DestinationVmm {
     /// The migration fails; the guest runs on at the source. This monitor's guest is of no use any more.
     fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError>;
 
+    /// Returns a closure that makes [`load`](Self::load) return soon, with an error. It is called, on another thread, if the migration ends
+    /// while the monitor loads: a monitor that has read all of `state` and waits for something else would otherwise delay that. It may be
+    /// called later, too, and does nothing then. It must not block. By default there is none.
+    fn load_canceller(&self) -> Option<Box<dyn Fn() + Send>> {
+        None
+    }
+
     /// Lets the guest run: it belongs to this side now. In post-copy this method may touch guest RAM, and waits for a missing page until
     /// the source has sent it, also over a later connection. If the source is gone for good it waits for ever, and so does `run`, although
     /// the loss was recorded and reported: the monitor must be ended.

@@ -26,5 +26,6 @@ mod slow_storage;
 mod soak;
 mod support;
 mod table;
+mod unresponsive;
 mod usage;
 mod virtiofs;

@@ -1,5 +1,6 @@
 //! The driver's part for the monitor's own state: what of it has arrived, and loading it once all of RAM is here.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use sterna_wire::control::{ControlMessage, Totals};
@@ -106,7 +107,10 @@ impl Driver<'_> {
         };
         let since = Instant::now();
         let inside = self.occupied.enter(&self.kernel.abort);
+        let abort = Arc::clone(&self.kernel.abort);
         let (mut last, loaded) = self.vmm.call(move |vmm| {
+            let canceller = vmm.load_canceller().unwrap_or_default();
+            let _cancelling = canceller.map(|cancel| abort.on_end_while_held(cancel));
             let loaded = vmm.load(&mut last);
             (last, loaded)
         });

@@ -1,9 +1,11 @@
 //! The destination's QEMU as the library drives it.
 
 use std::io::{Read, Write};
+use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -35,6 +37,8 @@ use crate::stream::{ReturnMessage, ReturnPathReader, StreamError};
 const OPENING_TIME: Duration = Duration::from_secs(10);
 /// How long QEMU may take to load the devices.
 const LOADING_TIME: Duration = Duration::from_secs(60);
+/// How long a QEMU whose load was ended may take to answer. It may hang: then an operator ends it.
+const ENDED_LOAD_TIME: Duration = Duration::from_secs(2);
 /// QEMU's name for its end of the stream.
 const DESCRIPTOR: &str = "sterna-incoming";
 
@@ -82,10 +86,9 @@ pub(in crate::gateway) fn receive(
     let Ready { vmm, guest, process } = ready;
     let mut vmm: QemuDestination<'_> = vmm;
     vmm.storage = Storage::of(&vmm.qmp, cancel, observer);
-    let socket = std::path::absolute(&options.qmp).unwrap_or_else(|_| options.qmp.clone());
     let record = MonitorRecord {
         mode: Mode::Direct,
-        qmp: socket.display().to_string(),
+        qmp: qemu::socket_name(&options.qmp),
         process: vmm.identity,
         source_after: SourceAfter::Keep,
         settings_before: vmm.settings_before.take(),
@@ -132,6 +135,8 @@ pub(super) struct QemuDestination<'a> {
     restore: Option<Restore>,
     stream: UnixStream,
     answers: ReturnPathReader<UnixStream>,
+    /// Whether loading the devices was ended from outside.
+    load_ended: Arc<AtomicBool>,
 }
 
 impl QemuDestination<'_> {
@@ -190,6 +195,7 @@ impl QemuDestination<'_> {
             restore: Some(restore),
             stream: ours,
             answers: ReturnPathReader::new(answers),
+            load_ended: Arc::default(),
         };
         let written = this.stream.write_all(&opening);
         match this.answers.next_message() {
@@ -254,6 +260,15 @@ impl QemuDestination<'_> {
     }
 }
 
+/// Returns a closure that ends the load of a QEMU that reads from the other end of `stream`, and sets `ended`.
+fn load_canceller(stream: UnixStream, ended: Arc<AtomicBool>) -> Box<dyn Fn() + Send> {
+    Box::new(move || {
+        ended.store(true, Ordering::Release);
+        // Wakes the thread that writes to QEMU, or waits for its answer. It fails only where QEMU has closed its end.
+        let _ = stream.shutdown(Shutdown::Both);
+    })
+}
+
 /// Returns what QEMU answered where another answer was expected, for people.
 fn seen(answer: &Result<Option<ReturnMessage>, StreamError>) -> String {
     match answer {
@@ -279,11 +294,20 @@ impl DestinationVmm for QemuDestination<'_> {
                 qemu::wait_paused(&self.qmp)?;
                 self.try_disks()
             }
+            // QEMU may hang, and not answer to its monitor either.
+            _ if self.load_ended.load(Ordering::Acquire) => {
+                Err("it was ended before QEMU had loaded the devices".into())
+            }
             (sent, answer) => {
                 let seen = sent.err().map_or_else(|| seen(&answer), |error| error.to_string());
                 Err(self.failure(&seen).into())
             }
         }
+    }
+
+    fn load_canceller(&self) -> Option<Box<dyn Fn() + Send>> {
+        let stream = self.stream.try_clone().ok()?;
+        Some(load_canceller(stream, Arc::clone(&self.load_ended)))
     }
 
     fn resume(&mut self) -> Result<(), VmmError> {
@@ -304,13 +328,30 @@ impl DestinationVmm for QemuDestination<'_> {
     fn discard(&mut self) -> Result<(), VmmError> {
         // The settings of a QEMU that has exited, or has a part of a guest, need not be restored.
         self.restore.take().into_iter().for_each(Restore::keep);
-        Ok(qemu::quit(&self.qmp, self.identity, QUIT_TIME)?)
+        let hangs = self.load_ended.load(Ordering::Acquire);
+        let ended = match hangs {
+            true => qemu::quit_if_it_answers(&self.qmp, self.identity, ENDED_LOAD_TIME, QUIT_TIME),
+            false => qemu::quit(&self.qmp, self.identity, QUIT_TIME),
+        };
+        Ok(ended?)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_load_whose_answer_does_not_come_is_ended_from_another_thread() {
+        let (ours, _qemu) = UnixStream::pair().unwrap();
+        let ended = Arc::new(AtomicBool::new(false));
+        let cancel = load_canceller(ours.try_clone().unwrap(), Arc::clone(&ended));
+        let mut answers = ReturnPathReader::new(ours);
+        let waits = std::thread::spawn(move || answers.next_message().map(|message| message.is_none()));
+        cancel();
+        // Without the canceller this would wait for ever.
+        assert!(waits.join().unwrap().unwrap() && ended.load(Ordering::Acquire));
+    }
 
     #[test]
     fn what_qemu_answered_is_told_in_words() {
