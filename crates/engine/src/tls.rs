@@ -90,6 +90,12 @@ pub enum TlsError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The name for the receiver's certificate can be in none.
+    #[error("{name:?} is neither a host name nor an IP address, so that no certificate has it")]
+    ServerName {
+        /// The name.
+        name: String,
+    },
     /// This build has no TLS.
     #[error("this build has no TLS: it needs the feature `tls`")]
     LeftOut,

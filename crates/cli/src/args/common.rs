@@ -31,6 +31,9 @@ pub(crate) struct TlsArgs {
     /// Mutual TLS 1.3 with ca-cert.pem, client-cert.pem and client-key.pem of this directory
     #[arg(long, value_name = "DIR", conflicts_with = "insecure")]
     pub(crate) tls: Option<PathBuf>,
+    /// Name that the destination's certificate must carry [default: the host in --to]
+    #[arg(long, value_name = "NAME", requires = "tls", conflicts_with = "insecure")]
+    pub(crate) tls_server_name: Option<String>,
     /// No TLS: everyone on the network path can read and change the guest's memory
     #[arg(long)]
     pub(crate) insecure: bool,

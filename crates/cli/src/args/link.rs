@@ -1,6 +1,7 @@
 //! Options of the connection to the destination and of the pages on it.
 
 use std::ffi::OsStr;
+use std::net::Ipv6Addr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -137,10 +138,16 @@ pub(super) fn listen_address(text: &str) -> Result<String, String> {
 fn address(text: &str, example: &str, min_port: u16) -> Result<String, String> {
     let (host, port) = text.rsplit_once(':').ok_or_else(|| format!("the port is missing; write it as {example}"))?;
     let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-    match bracketed {
-        // The resolver checks a zone (`fe80::1%eth0`).
-        Some(inner) if inner.split('%').next().is_some_and(|ip| ip.parse::<std::net::Ipv6Addr>().is_ok()) => {}
-        Some(_) => return Err(format!("what stands in brackets is no IPv6 address; write it as {example}")),
+    let ip = |inner: &str| inner.split('%').next().and_then(|ip| ip.parse::<Ipv6Addr>().ok());
+    match bracketed.map(|inner| (inner, ip(inner))) {
+        Some((inner, Some(ip))) if ip.is_unicast_link_local() && !inner.contains('%') => {
+            return Err(format!(
+                "a link-local address needs the network interface of this host by which it is reached, such as [{ip}%eth0]:{port}"
+            ));
+        }
+        // Whether the interface exists is found out where the address is used.
+        Some((_, Some(_))) => {}
+        Some((_, None)) => return Err(format!("what stands in brackets is no IPv6 address; write it as {example}")),
         None if host.is_empty() => return Err(format!("the host is missing; write it as {example}")),
         None if host.contains(':') => {
             return Err(format!("an IPv6 address must be in brackets; write it as {example}"));

@@ -30,6 +30,9 @@ pub(crate) struct RecoverArgs {
     /// Name in the certificate of a host that may connect here; on the host that received, as with `sterna receive`
     #[arg(long, value_name = "NAME", requires = "tls")]
     pub(crate) allow: Vec<String>,
+    /// On the host that sent: name that the destination's certificate must carry, as with `sterna send`
+    #[arg(long, value_name = "NAME", requires = "tls", conflicts_with = "allow")]
+    pub(crate) tls_server_name: Option<String>,
     /// Ask the other host without TLS
     #[arg(long)]
     pub(crate) insecure: bool,

@@ -258,6 +258,11 @@ fn addresses_are_a_host_and_a_port() {
         assert!(error.contains(reason) && error.contains("dst-host:4920"), "{bad}: {error}");
     }
     assert_eq!(listen_address("0.0.0.0:0").as_deref(), Ok("0.0.0.0:0"));
+    assert_eq!(listen_address("[fe80::1%eth0]:0").as_deref(), Ok("[fe80::1%eth0]:0"));
+    for parse in [peer_address, listen_address] {
+        let error = parse("[fe80::1]:4920").unwrap_err();
+        assert!(error.contains("network interface") && error.contains("[fe80::1%eth0]:4920"), "{error}");
+    }
     assert!(listen_address(":4920").unwrap_err().contains("0.0.0.0:4920"));
 }
 

@@ -12,7 +12,7 @@ use crate::args::{RecoverArgs, TlsAllowArgs, TlsArgs};
 const HOW_TO_MAKE_CERTIFICATES: &str = "sterna cert --dir certs --host dst-host";
 
 pub(super) fn source(args: &TlsArgs) -> Result<Security, Failure> {
-    choose(args.tls.as_deref(), args.insecure, "--tls DIR", TlsSettings::client)
+    choose(args.tls.as_deref(), args.insecure, "--tls DIR", |dir| client(dir, args.tls_server_name.as_deref()))
 }
 
 pub(super) fn destination(args: &TlsAllowArgs) -> Result<Security, Failure> {
@@ -24,10 +24,20 @@ pub(super) fn recovery(args: &RecoverArgs) -> Result<Option<Security>, Failure> 
     if args.tls.is_none() && !args.insecure {
         return Ok(None);
     }
-    let security = choose(args.tls.as_deref(), args.insecure, "--tls DIR", |dir| {
-        if args.allow.is_empty() { TlsSettings::client(dir) } else { TlsSettings::server(dir, &args.allow) }
+    let security = choose(args.tls.as_deref(), args.insecure, "--tls DIR", |dir| match args.allow.as_slice() {
+        [] => client(dir, args.tls_server_name.as_deref()),
+        allow => TlsSettings::server(dir, allow),
     });
     security.map(Some)
+}
+
+/// Returns the settings of a side that connects, and looks for `server_name` in the other's certificate if that is given.
+fn client(dir: &Path, server_name: Option<&str>) -> Result<TlsSettings, TlsError> {
+    let settings = TlsSettings::client(dir)?;
+    match server_name {
+        Some(name) => settings.with_server_name(name),
+        None => Ok(settings),
+    }
 }
 
 fn choose(
@@ -38,6 +48,7 @@ fn choose(
 ) -> Result<Security, Failure> {
     match (tls, insecure) {
         (Some(dir), _) => read(dir).map(Security::Tls).map_err(|error| match error {
+            TlsError::ServerName { .. } => Failure::usage(&format!("--tls-server-name: {error}")),
             TlsError::NobodyAllowed => Failure::usage(&format!("{error}: give it with --allow NAME")),
             TlsError::File { .. } => {
                 let advice = "`sterna cert` makes a set of certificates for a trial or a small site";
@@ -69,7 +80,7 @@ mod tests {
 
     #[test]
     fn without_a_choice_the_error_shows_both_and_a_command_that_works() {
-        let failure = source(&TlsArgs { tls: None, insecure: false }).unwrap_err();
+        let failure = source(&TlsArgs { tls: None, tls_server_name: None, insecure: false }).unwrap_err();
         assert_eq!(failure.exit, Exit::Usage);
         for part in ["--tls DIR", "--insecure", HOW_TO_MAKE_CERTIFICATES, "nothing was done"] {
             assert!(failure.text.contains(part), "{}", failure.text);
@@ -95,7 +106,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let tls = Some(dir.path().to_owned());
         let failures = [
-            source(&TlsArgs { tls: tls.clone(), insecure: false }).unwrap_err(),
+            source(&TlsArgs { tls: tls.clone(), tls_server_name: None, insecure: false }).unwrap_err(),
             destination(&TlsAllowArgs { tls, allow: vec!["a".to_owned()], insecure: false }).unwrap_err(),
         ];
         for failure in failures {
@@ -106,6 +117,9 @@ mod tests {
 
     #[test]
     fn insecure_is_insecure() {
-        assert!(matches!(source(&TlsArgs { tls: None, insecure: true }), Ok(Security::Insecure)));
+        assert!(matches!(
+            source(&TlsArgs { tls: None, tls_server_name: None, insecure: true }),
+            Ok(Security::Insecure)
+        ));
     }
 }

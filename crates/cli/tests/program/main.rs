@@ -6,6 +6,7 @@
 mod accel;
 mod accel_config;
 mod bad_input;
+mod connections;
 mod crash;
 mod deltas;
 mod direct;

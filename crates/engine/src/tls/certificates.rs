@@ -13,6 +13,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore, ServerConfig};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
+use sterna_wire::text::cleaned;
 use webpki::EndEntityCert;
 
 use super::{TlsError, TlsPem};
@@ -21,6 +22,8 @@ use super::{TlsError, TlsPem};
 #[derive(Clone, Debug)]
 pub struct TlsSettings {
     pub(crate) side: Side,
+    /// The sending side: the name that the peer's certificate must carry, if that is not the host's in its address.
+    pub(crate) server_name: Option<ServerName<'static>>,
 }
 
 #[derive(Clone, Debug)]
@@ -45,6 +48,17 @@ impl TlsSettings {
     /// [`TlsError::Pem`]: the part that is unusable.
     pub fn client_from_pem(pem: &TlsPem<'_>) -> Result<Self, TlsError> {
         Ok(client(pem)?)
+    }
+
+    /// Makes the sending side look for `name`, a DNS name or an IP address, in the receiver's certificate, in place of the host in the
+    /// address that it connects to: an address that the certificate does not carry can then be used. The receiving side ignores it.
+    ///
+    /// # Errors
+    /// [`TlsError::ServerName`].
+    pub fn with_server_name(self, name: &str) -> Result<Self, TlsError> {
+        let parsed = ServerName::try_from(name.to_owned());
+        let server_name = parsed.map_err(|_| TlsError::ServerName { name: cleaned(name) })?;
+        Ok(Self { server_name: Some(server_name), ..self })
     }
 
     /// The receiving side: reads `ca-cert.pem`, `server-cert.pem`, `server-key.pem` and, if present, `ca-crl.pem`.
@@ -91,7 +105,7 @@ fn client(pem: &TlsPem<'_>) -> Result<TlsSettings, Problem> {
         .map_err(Problem::Pair)?;
     // Every channel proves itself anew; a resumed session would skip the look at the certificate.
     config.resumption = Resumption::disabled();
-    Ok(TlsSettings { side: Side::Client(Arc::new(config)) })
+    Ok(TlsSettings { side: Side::Client(Arc::new(config)), server_name: None })
 }
 
 fn server(pem: &TlsPem<'_>, allow: Arc<[String]>) -> Result<TlsSettings, Problem> {
@@ -110,7 +124,7 @@ fn server(pem: &TlsPem<'_>, allow: Arc<[String]>) -> Result<TlsSettings, Problem
         .map_err(Problem::Pair)?;
     config.send_tls13_tickets = 0;
     config.ignore_client_order = true;
-    Ok(TlsSettings { side: Side::Server { config: Arc::new(config), allow } })
+    Ok(TlsSettings { side: Side::Server { config: Arc::new(config), allow }, server_name: None })
 }
 
 /// The cryptography in use, fastest suite first.
@@ -303,7 +317,7 @@ pub(crate) fn certificate_name(certificate: &CertificateDer<'_>) -> String {
         }
         .to_owned();
     }
-    sterna_wire::text::cleaned(&names)
+    cleaned(&names)
 }
 
 /// Whether the (already verified) client certificate carries one of the allowed names.
@@ -446,7 +460,10 @@ fn certificate_failure(problem: &CertificateError) -> String {
             "ca-crl.pem does not cover the authority that signed the peer's certificate".to_owned()
         }
         E::NotValidForName | E::NotValidForNameContext { .. } => {
-            format!("the host name given is not in the peer's certificate ({problem}); use a name that is")
+            format!(
+                "the host name given is not in the peer's certificate ({problem}); use a name that is, or give it with \
+                 --tls-server-name (TlsSettings::with_server_name)"
+            )
         }
         E::InvalidPurpose | E::InvalidPurposeContext { .. } => {
             format!("the peer's certificate is not made for this use ({problem}): client and server exchanged?")

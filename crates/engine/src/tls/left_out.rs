@@ -43,6 +43,14 @@ impl TlsSettings {
     }
 
     /// Never returns, for no settings can be made.
+    ///
+    /// # Errors
+    /// None.
+    pub fn with_server_name(self, _: &str) -> Result<Self, TlsError> {
+        match self.0 {}
+    }
+
+    /// Never returns, for no settings can be made.
     pub(crate) fn cannot_exist(&self) -> ! {
         match self.0 {}
     }

@@ -14,7 +14,7 @@ use sterna_wire::header::{ChannelHeader, ChannelReply};
 
 use super::socket::{Host, Sending};
 use super::unix::SocketFile;
-use super::{Address, Connection, Limits, Security, Socket, TransportError, channel, given, simulated, unix};
+use super::{Address, Connection, Limits, Security, Socket, TransportError, channel, dial, given, simulated, unix};
 use crate::hand_over::NO_THREAD;
 
 /// Stack of a handshake's thread, in bytes: handshakes are not deep, and there may be many at once.
@@ -44,7 +44,7 @@ pub(super) enum Bound {
 impl Bound {
     pub(super) fn bind(address: &Address) -> io::Result<Self> {
         match address {
-            Address::Tcp(address) => TcpListener::bind(address).map(Self::Tcp),
+            Address::Tcp(address) => TcpListener::bind(&*dial::resolve(address)?).map(Self::Tcp),
             Address::Unix(path) => unix::listen(path).map(|(listener, file)| Self::Unix(listener, file)),
             Address::Simulated(port) => port.listen().map(Self::Simulated),
             Address::Given(given) => given.bind().map(Self::Given),

@@ -105,7 +105,8 @@ impl Session {
         let Side::Client(config) = &settings.side else {
             return Err(TransportError::WrongSide("receiving"));
         };
-        Self::client(config, server_name(to)?).map_err(|error| refused(to.to_string(), &error))
+        let name = settings.server_name.clone().map_or_else(|| server_name(to), Ok)?;
+        Self::client(config, name).map_err(|error| refused(to.to_string(), &error))
     }
 
     /// Returns the session of a side that has accepted `peer`.

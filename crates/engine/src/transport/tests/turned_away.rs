@@ -59,6 +59,21 @@ fn a_host_name_that_is_not_in_the_certificate_is_refused() {
 
     let said = text(opened);
     assert!(said.contains("host name") && said.contains("elsewhere.example"), "{said}");
+    assert!(said.contains("--tls-server-name"), "{said}");
+}
+
+#[test]
+fn a_name_that_is_given_apart_is_looked_for_in_the_certificate_and_no_other() {
+    let site = Site::new();
+    site.authority.sign(site.path(), "server", &["elsewhere.example"], |_| {});
+    let Security::Tls(settings) = site.client() else { unreachable!() };
+    for (name, good) in [("elsewhere.example", true), ("localhost", false), ("127.0.0.1", false)] {
+        let named = Security::Tls(settings.clone().with_server_name(name).unwrap());
+        let (opened, _) = meet_by_name(&named, &site.server("source.example"), "localhost", |received| received);
+        assert_eq!(opened.is_ok(), good, "{name}");
+    }
+    let refused = settings.with_server_name("not a name").unwrap_err().to_string();
+    assert!(refused.contains("\"not a name\" is neither a host name nor an IP address"), "{refused}");
 }
 
 #[test]
@@ -159,10 +174,10 @@ fn a_key_of_another_certificate_is_named() {
 #[test]
 fn a_client_without_a_certificate_receives_that_one_is_required() {
     let site = Site::new();
-    let Security::Tls(TlsSettings { side: Side::Client(config) }) = site.client() else { unreachable!() };
+    let Security::Tls(TlsSettings { side: Side::Client(config), .. }) = site.client() else { unreachable!() };
     let mut config = Arc::unwrap_or_clone(config);
     config.client_auth_cert_resolver = Arc::new(NoCertificate);
-    let nameless = Security::Tls(TlsSettings { side: Side::Client(Arc::new(config)) });
+    let nameless = Security::Tls(TlsSettings { side: Side::Client(Arc::new(config)), server_name: None });
     let (opened, received) = meet_by_name(&nameless, &site.server("source.example"), "localhost", text);
 
     let said = text(opened);
