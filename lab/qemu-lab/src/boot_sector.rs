@@ -3,6 +3,8 @@
 //!
 //! It runs within milliseconds of the firmware, also under a KVM that runs no Linux. At any instant its counters are all
 //! equal, or the first ones are ahead by one: a page that a migration lost or set back breaks that, and [`check`] finds it.
+//!
+//! Before each page it looks at a word that is otherwise zero: an [`End`] that is written there from outside makes it end by itself.
 
 use std::fs::File;
 use std::io::Write;
@@ -18,9 +20,43 @@ pub const END: u64 = 100 << 20;
 
 const PAGE: u64 = 4096;
 
+/// The address of the word that makes the guest end.
+const REQUEST: u64 = 0x7df8;
+
+/// How the guest can end by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// It switches the machine off, by ACPI: SLP_EN of the register PM1a_CNT, which firmware puts at port 0x604 (PMBASE 0x600).
+    PowerOff,
+    /// It resets the machine, by port 0xcf9 of the ICH9.
+    Reset,
+    /// It tells the machine that it has panicked, by the port of the device `pvpanic`, which the machine must have.
+    Panic,
+}
+
+impl End {
+    /// Returns the word: the port, and the value that is written to it.
+    fn request(self) -> u32 {
+        let (port, value): (u16, u16) = match self {
+            Self::PowerOff => (0x604, 1 << 13),
+            Self::Reset => (0xcf9, 6),
+            Self::Panic => (0x505, 1),
+        };
+        u32::from(value) << 16 | u32::from(port)
+    }
+}
+
+/// Makes the guest in this RAM, which runs or will, end by itself before it writes another page.
+///
+/// # Errors
+/// As [`Ram::write`].
+pub fn end(ram: &Ram, end: End) -> Result<(), Error> {
+    ram.write(REQUEST, &end.request().to_le_bytes())
+}
+
 /// The machine code, loaded and started at 0x7c00 in 16-bit mode.
 #[rustfmt::skip]
-const CODE: [u8; 0x7e] = [
+const CODE: [u8; 0x9e] = [
     // 7c00, 16-bit. Interrupts stay off for good.
     0xfa,                               // cli
     0x31, 0xc0,                         // xor ax, ax
@@ -30,7 +66,7 @@ const CODE: [u8; 0x7e] = [
     0x0c, 0x02,                         // or al, 2
     0x24, 0xfe,                         // and al, 0xfe
     0xe6, 0x92,                         // out 0x92, al
-    0x0f, 0x01, 0x16, 0x78, 0x7c,       // lgdt [0x7c78]
+    0x0f, 0x01, 0x16, 0x98, 0x7c,       // lgdt [0x7c98]
     0x0f, 0x20, 0xc0,                   // mov eax, cr0
     0x66, 0x83, 0xc8, 0x01,             // or eax, 1
     0x0f, 0x22, 0xc0,                   // mov cr0, eax
@@ -51,18 +87,28 @@ const CODE: [u8; 0x7e] = [
     0xee,                               // out dx, al
     0xb3, b'B',                         // mov bl, 'B'
     0xb8, 0x00, 0x00, 0x10, 0x00,       // mov eax, 0x100000
-    0xff, 0x00,                         // 7c4e: inc dword [eax]
+    // 7c4e: has the guest to end?
+    0x83, 0x3d, 0xf8, 0x7d, 0x00, 0x00, 0x00, // cmp dword [0x7df8], 0
+    0x75, 0x10,                         // jne 0x7c67
+    0xff, 0x00,                         // inc dword [eax]
     0x05, 0x00, 0x10, 0x00, 0x00,       // add eax, 0x1000
     0x3d, 0x00, 0x00, 0x40, 0x06,       // cmp eax, 0x6400000
-    0x72, 0xf2,                         // jb 0x7c4e
-    0xeb, 0xe2,                         // jmp 0x7c40
-    0x90, 0x90,                         // up to 7c60
-    // 7c60, the segments: none, 4 GiB of code, 4 GiB of data.
+    0x72, 0xe9,                         // jb 0x7c4e
+    0xeb, 0xd9,                         // jmp 0x7c40
+    // 7c67: the port and the value.
+    0xa1, 0xf8, 0x7d, 0x00, 0x00,       // mov eax, [0x7df8]
+    0x89, 0xc2,                         // mov edx, eax
+    0xc1, 0xe8, 0x10,                   // shr eax, 16
+    0x66, 0xef,                         // out dx, ax
+    0xeb, 0xfe,                         // jmp 0x7c73
+    0x90, 0x90, 0x90, 0x90, 0x90, 0x90, // up to 7c80
+    0x90, 0x90, 0x90, 0x90, 0x90,
+    // 7c80, the segments: none, 4 GiB of code, 4 GiB of data.
     0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,
     0xff, 0xff, 0x00, 0x00, 0x00, 0x9a, 0xcf, 0x00,
     0xff, 0xff, 0x00, 0x00, 0x00, 0x92, 0xcf, 0x00,
-    // 7c78: their size less one and their place.
-    0x17, 0x00, 0x60, 0x7c, 0x00, 0x00,
+    // 7c98: their size less one and their place.
+    0x17, 0x00, 0x80, 0x7c, 0x00, 0x00,
 ];
 
 /// The 512 bytes, with the signature that firmware requires.
@@ -122,8 +168,10 @@ mod tests {
     fn jumps_and_addresses_meet_their_targets() {
         let at = |address: usize| &CODE[address - 0x7c00..];
         assert_eq!(at(0x7c21)[..4], [0x66, 0xb8, 0x10, 0x00]);
-        assert_eq!(at(0x7c78)[..4], [0x17, 0x00, 0x60, 0x7c]);
-        for (jump, target) in [(0x7c3c, 0x7c2c), (0x7c5a, 0x7c4e), (0x7c5c, 0x7c40)] {
+        assert_eq!(at(0x7c67)[..5], [0xa1, 0xf8, 0x7d, 0x00, 0x00]);
+        assert_eq!(at(0x7c98)[..4], [0x17, 0x00, 0x80, 0x7c]);
+        let jumps = [(0x7c3c, 0x7c2c), (0x7c55, 0x7c67), (0x7c63, 0x7c4e), (0x7c65, 0x7c40), (0x7c73, 0x7c73)];
+        for (jump, target) in jumps {
             let distance = at(jump)[1] as i8;
             assert_eq!(jump as isize + 2 + isize::from(distance), target, "jump at {jump:#x}");
         }

@@ -1,4 +1,4 @@
-//! Reads a QEMU's guest RAM from outside, through `/proc/PID/mem`, and compares the RAM of two QEMUs.
+//! Reads and writes a QEMU's guest RAM from outside, through `/proc/PID/mem`, and compares the RAM of two QEMUs.
 //!
 //! For stopped machines: a page that a running guest is writing may be read half old and half new. Reading a page that was
 //! never populated populates shared backings, so nothing that depends on holes may be measured afterwards.
@@ -22,6 +22,7 @@ pub const CHANGED_BY_LOADING: [u64; 1] = [0xe_8000];
 /// The guest RAM of one process.
 #[derive(Debug)]
 pub struct Ram {
+    path: String,
     memory: File,
     start: u64,
     bytes: u64,
@@ -42,7 +43,7 @@ impl Ram {
         };
         let path = format!("/proc/{pid}/mem");
         let memory = File::open(&path).map_err(Error::io(format!("opening {path}")))?;
-        Ok(Ram { memory, start, bytes })
+        Ok(Ram { path, memory, start, bytes })
     }
 
     /// Returns the block's size in bytes.
@@ -75,6 +76,21 @@ impl Ram {
             Err(std::io::ErrorKind::InvalidInput.into())
         };
         answer.map_err(Error::io(format!("reading guest RAM at {offset:#x}")))
+    }
+
+    /// Writes the bytes at `offset` in the block.
+    ///
+    /// # Errors
+    /// As [`Ram::read`], and without the right to write.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        let inside = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= self.bytes);
+        let answer = if inside {
+            let memory = File::options().write(true).open(&self.path);
+            memory.and_then(|memory| memory.write_all_at(bytes, self.start + offset))
+        } else {
+            Err(std::io::ErrorKind::InvalidInput.into())
+        };
+        answer.map_err(Error::io(format!("writing guest RAM at {offset:#x}")))
     }
 }
 
