@@ -31,6 +31,8 @@ pub(crate) enum Exit {
     PeerRefused = 8,
     /// The system does not permit what is needed; nothing was touched.
     NotPermitted = 9,
+    /// The guest has ended by itself at the source.
+    GuestEnded = 10,
 }
 
 /// All exit codes with their meaning, in the order of their numbers.
@@ -48,6 +50,10 @@ pub(crate) const EXITS: &[(Exit, &str)] = &[
     (Exit::Unreachable, "no connection with the other host in time, or without proof who it is, nothing was touched"),
     (Exit::PeerRefused, "the other host refuses, nothing was touched"),
     (Exit::NotPermitted, "this process may not do on this host what it needs, nothing was touched"),
+    (
+        Exit::GuestEnded,
+        "the guest has ended by itself at the source (it has shut down, or has panicked) before it was moved; nothing is to be recovered",
+    ),
 ];
 
 /// The end of the help of commands that migrate.
@@ -72,6 +78,7 @@ impl From<Outcome> for Exit {
             Outcome::Failed => Self::Failed,
             Outcome::Unconfirmed | Outcome::Stuck => Self::Unconfirmed,
             Outcome::Lost => Self::Lost,
+            Outcome::GuestEnded => Self::GuestEnded,
         }
     }
 }
@@ -106,7 +113,7 @@ mod tests {
     #[test]
     fn the_table_has_every_code_once_in_order() {
         let codes: Vec<u8> = EXITS.iter().map(|(exit, _)| *exit as u8).collect();
-        assert_eq!(codes, (0..=9).collect::<Vec<u8>>());
+        assert_eq!(codes, (0..=10).collect::<Vec<u8>>());
     }
 
     #[test]

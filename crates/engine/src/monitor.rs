@@ -17,7 +17,7 @@ use crate::cpu_time::CpuTime;
 use crate::opening::{Opening, Prepared};
 use crate::panics::caught;
 use crate::report::{Observer, Progress, ReceiveProgress};
-use crate::vmm::{AfterMove, DestinationVmm, ResumeReason, SourceVmm, VmmError};
+use crate::vmm::{AfterMove, DestinationVmm, GuestEnd, ResumeReason, SourceVmm, VmmError};
 
 /// The most errors of the monitor that are kept.
 const MAX_FAILURES: usize = 16;
@@ -116,6 +116,11 @@ impl<'a> SourceMonitor<'a> {
         self.monitor.call("has_ended", |vmm| vmm.has_ended()).unwrap_or(false)
     }
 
+    pub(crate) fn guest_end(&mut self) -> Option<GuestEnd> {
+        // A monitor that panics here does not know.
+        self.monitor.call("guest_end", |vmm| vmm.guest_end()).unwrap_or(None)
+    }
+
     pub(crate) fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {
         self.monitor.attempt("guest_moved", |vmm| vmm.guest_moved())
     }
@@ -190,6 +195,11 @@ impl<'a> DestinationMonitor<'a> {
     pub(crate) fn has_ended(&mut self) -> bool {
         // A monitor that panics here counts as not ended.
         self.monitor.call("has_ended", |vmm| vmm.has_ended()).unwrap_or(false)
+    }
+
+    pub(crate) fn guest_end(&mut self) -> Option<GuestEnd> {
+        // A monitor that panics here does not know.
+        self.monitor.call("guest_end", |vmm| vmm.guest_end()).unwrap_or(None)
     }
 
     /// Returns what the monitor has prepared for the guest of `opening`. An error refuses one source and is no failure of a migration.

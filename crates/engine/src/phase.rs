@@ -64,6 +64,8 @@ pub enum GuestState {
     RunsAtSource,
     /// The guest belongs to the source and is paused: the source could not resume it.
     PausedAtSource,
+    /// The guest has ended at the source before it was moved: by itself, or with its monitor. The destination has no copy that could run.
+    EndedAtSource,
     /// The guest belongs to the destination; whether it runs there was not confirmed. It must never run at the source again.
     BelongsToDestination,
     /// The guest belongs to the destination and is paused: the destination could not resume it.
@@ -83,6 +85,7 @@ impl fmt::Display for GuestState {
             Self::Untouched => "the guest was not touched",
             Self::RunsAtSource => "the guest runs on at the source",
             Self::PausedAtSource => "the guest is paused at the source: let the monitor resume it",
+            Self::EndedAtSource => "the guest has ended at the source, and is nowhere else",
             Self::BelongsToDestination => {
                 "the guest belongs to the destination and must not run at the source; look whether it runs there"
             }

@@ -33,6 +33,16 @@ pub enum AfterMove {
     RunsHere,
 }
 
+/// How a guest has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GuestEnd {
+    /// Whether the guest has ended by itself: it has shut down, for example, or panicked. Else its monitor was ended, by something else, while
+    /// the guest ran.
+    pub by_itself: bool,
+    /// What happened, for people: a clause, such as `the guest has shut itself down`.
+    pub what: String,
+}
+
 /// The monitor at the source.
 pub trait SourceVmm {
     /// Returns name and version, for logs and reports, for instance `microvm 1.0`.
@@ -158,6 +168,15 @@ pub trait SourceVmm {
         false
     }
 
+    /// Returns how the guest has ended, if it has. Called several times a second until the decision, and after another method has failed. A
+    /// guest that has ended by itself is not moved, and not resumed: the migration ends as [`ErrorKind::GuestEnded`]. Returns none by default,
+    /// which is right where the monitor returns an error from its methods once its guest has ended.
+    ///
+    /// [`ErrorKind::GuestEnded`]: crate::migration::ErrorKind::GuestEnded
+    fn guest_end(&mut self) -> Option<GuestEnd> {
+        None
+    }
+
     /// Called when the destination has confirmed that the guest runs there: ends the monitor, or keeps it with a copy of the guest that
     /// must never run again. Keeps it by default.
     ///
@@ -224,6 +243,12 @@ pub trait DestinationVmm {
     /// Returns whether the monitor has ended, and the guest with it. Called when another method has failed.
     fn has_ended(&mut self) -> bool {
         false
+    }
+
+    /// Returns how the guest, which was resumed here, has ended by itself, if it has: its first instructions may shut it down. Its migration has
+    /// completed all the same, and the reports of both sides name the end. Called once the guest was resumed. Returns none by default.
+    fn guest_end(&mut self) -> Option<GuestEnd> {
+        None
     }
 
     /// Called when the guest runs here: the monitor announces the guest's network addresses, for instance. Does nothing by default.

@@ -10,6 +10,7 @@
 //! Protocol: docs/interop/qmp-spec in QEMU's documentation.
 
 mod answers;
+mod guest_end;
 mod input;
 mod run_state;
 #[cfg(test)]
@@ -33,11 +34,15 @@ use sterna_engine::transport::peer_process;
 use sterna_wire::text::cleaned;
 
 pub use answers::{MigrationInfo, RamInfo, Version};
+pub use guest_end::GuestEnd;
 use input::{Message, Messages};
 pub use run_state::{Meaning, RunState};
 
 /// How long the greeting and each command may take by default.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long the reader may take to read what QEMU sent before it closed the connection.
+const READING_TIME: Duration = Duration::from_secs(5);
 
 /// Maximum number of unread events in the queue; the oldest are dropped first. `MIGRATION_PASS` comes once a round, so a
 /// migration never reaches this limit.
@@ -162,6 +167,10 @@ struct State {
     events: VecDeque<Event>,
     /// Why the connection has ended.
     closed: Option<String>,
+    /// All that QEMU sent was read.
+    read: bool,
+    /// How the guest has ended, by the events so far: kept for every caller, however many events follow.
+    guest_end: Option<GuestEnd>,
 }
 
 #[derive(Debug)]
@@ -248,6 +257,7 @@ impl Qmp {
         let for_reader = Arc::clone(&shared);
         let reader = std::thread::Builder::new().name("qmp-reader".into()).spawn(move || {
             let reason = read_messages(input, &for_reader);
+            for_reader.lock().read = true;
             for_reader.close(&reason);
         })?;
         Ok(Connection {
@@ -397,6 +407,15 @@ impl Qmp {
     /// Drops all queued events, so that a later wait sees only newer ones.
     pub fn clear_events(&self) {
         self.connection.shared.lock().events.clear();
+    }
+
+    /// Returns how the guest has ended since this connection was made, if it has, and was neither reset nor resumed since. Of a connection that
+    /// QEMU has closed, everything is read first.
+    pub fn guest_end(&self) -> Option<GuestEnd> {
+        let shared = &self.connection.shared;
+        // A command that could not be written may have closed the connection.
+        shared.wait(Instant::now() + READING_TIME, |state| (state.closed.is_none() || state.read).then_some(()));
+        shared.lock().guest_end.clone()
     }
 
     /// Returns the process id of the peer (SO_PEERCRED): the process that last called `listen` on the socket. QEMU does so itself,
@@ -565,6 +584,11 @@ impl State {
                 time_us: event_time(&message["timestamp"]),
                 data: message["data"].take(),
             };
+            if let Some(end) = GuestEnd::of_event(&event.name, &event.data) {
+                self.guest_end = Some(end);
+            } else if GuestEnd::is_over_at(&event.name) {
+                self.guest_end = None;
+            }
             if self.events.len() == MAX_EVENTS {
                 self.events.pop_front();
             }

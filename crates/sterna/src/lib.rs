@@ -151,7 +151,7 @@ pub use sterna_engine::opening::{Block, Opening, Prepared};
 pub use sterna_engine::record_file::{RecordFileError as RecordError, StateDir};
 pub use sterna_engine::recovery::{Recovery, Remains, Settled};
 pub use sterna_engine::source::{NotConverging, Source, Throttle, TimeLimits};
-pub use sterna_engine::vmm::{AfterMove, DestinationVmm, ResumeReason, SourceVmm, VmmError};
+pub use sterna_engine::vmm::{AfterMove, DestinationVmm, GuestEnd, ResumeReason, SourceVmm, VmmError};
 pub use sterna_engine::wakers::Registration;
 
 // What a migration reports.

@@ -201,6 +201,9 @@ pub struct DestinationFigures {
     pub load_ms: f64,
     /// Milliseconds from the decision to the guest running.
     pub start_ms: f64,
+    /// How the guest, which was started here, has ended by itself, if it has: for people.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_ended: Option<String>,
 }
 
 /// The source's progress, for what the destination shows.

@@ -37,6 +37,8 @@ pub enum ErrorKind {
     TimeLimit,
     /// The rounds did not converge, and the settings end the migration then.
     NotConverging,
+    /// The guest has ended at its source before it was moved: it has shut down, or has panicked.
+    GuestEnded,
     /// The other side has failed, and has sent the reason.
     OtherSide,
     /// None of these.
@@ -45,7 +47,7 @@ pub enum ErrorKind {
 
 impl ErrorKind {
     /// All kinds.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Cancelled,
         Self::Settings,
         Self::NotPermitted,
@@ -57,6 +59,7 @@ impl ErrorKind {
         Self::ConnectionLost,
         Self::TimeLimit,
         Self::NotConverging,
+        Self::GuestEnded,
         Self::OtherSide,
         Self::Other,
     ];
@@ -80,6 +83,7 @@ impl ErrorKind {
             Self::ConnectionLost => "connection_lost",
             Self::TimeLimit => "time_limit",
             Self::NotConverging => "not_converging",
+            Self::GuestEnded => "guest_ended",
             Self::OtherSide => "other_side",
             Self::Other => "other",
         }

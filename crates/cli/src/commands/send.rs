@@ -19,7 +19,7 @@ impl Summary for Report {
 
     fn advice(&self) -> Option<String> {
         // In post-copy the destination lacks memory: nothing brings that guest back.
-        let may_be_prepared = self.outcome == Outcome::Lost && self.post_copy.is_none();
+        let may_be_prepared = self.outcome == Outcome::Lost && self.post_copy.is_none() && !self.nothing_left;
         may_be_prepared.then(|| format!("On the destination's host: sterna recover {} --fenced-peer", self.id))
     }
 }

@@ -15,6 +15,7 @@ mod disks;
 mod dry_run;
 mod exit_codes;
 mod forwarded_monitor;
+mod guest_ends;
 mod move_guest;
 mod moved_by_others;
 mod neighbours;

@@ -38,6 +38,8 @@ pub enum Outcome {
     Stuck,
     /// The source's monitor died during the migration, and the guest with it.
     Lost,
+    /// The guest has ended at the source by itself before it was moved: it has shut down, or has panicked. Nothing is left to recover.
+    GuestEnded,
 }
 
 /// What happened after the guest went on at the destination.
@@ -162,6 +164,12 @@ pub struct Report {
     /// In direct mode: the longest wait for QEMU's block layer to have nothing under way, ms. The guest's devices wait meanwhile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub longest_settling_ms: Option<f64>,
+    /// How the guest has ended by itself right after it was started at the destination, where it has. The migration has completed all the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_ended: Option<String>,
+    /// Where the guest has ended at the source: whether it is certain that the destination has no copy of it that could run.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub nothing_left: bool,
 }
 
 impl Report {
@@ -172,11 +180,22 @@ impl Report {
     pub fn text(&self) -> String {
         let headline = match (self.outcome, &self.reason) {
             (Outcome::Completed, _) => {
-                format!("migration {} completed: the guest runs at {}", self.id, self.destination)
+                let now = match &self.guest_ended {
+                    None => format!("the guest runs at {}", self.destination),
+                    Some(how) => {
+                        format!("the guest went on at {}, and has ended there by itself: {how}", self.destination)
+                    }
+                };
+                format!("migration {} completed: {now}", self.id)
             }
+            (Outcome::GuestEnded, reason) => format!(
+                "migration {}: {}; that was at the source, before it was moved: there is nothing to recover",
+                self.id,
+                reason.as_deref().unwrap_or("the guest has ended by itself")
+            ),
             (Outcome::Cancelled, _) => format!("migration {} cancelled: the guest runs on at the source", self.id),
             (Outcome::Failed, reason) => format!(
-                "migration {} failed: {}; the guest runs on at the source",
+                "migration {} failed: {}; the guest stays at the source",
                 self.id,
                 reason.as_deref().unwrap_or("no reason given")
             ),
@@ -193,6 +212,11 @@ impl Report {
                 self.id,
                 reason.as_deref().unwrap_or("its memory is gone"),
                 self.destination
+            ),
+            (Outcome::Lost, reason) if self.nothing_left => format!(
+                "migration {}: the guest is lost: {}; the destination had not received all of it, so nothing is left to recover",
+                self.id,
+                reason.as_deref().unwrap_or("its monitor died")
             ),
             (Outcome::Lost, reason) => format!(
                 "migration {}: the guest is lost: {}; if the destination is prepared, an operator there who declares the \
@@ -346,6 +370,9 @@ pub struct ReceiveReport {
     pub load_ms: f64,
     /// Milliseconds from the decision to the guest running.
     pub start_ms: f64,
+    /// How the guest has ended by itself right after it was started here, where it has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_ended: Option<String>,
 }
 
 impl ReceiveReport {
@@ -353,12 +380,18 @@ impl ReceiveReport {
     pub fn text(&self) -> String {
         let reason = self.reason.as_deref().unwrap_or("no reason given");
         let headline = match self.outcome {
-            Outcome::Completed => format!("migration {} from {} completed: the guest runs here", self.id, self.source),
+            Outcome::Completed => {
+                let now = match &self.guest_ended {
+                    None => "the guest runs here".to_owned(),
+                    Some(how) => format!("the guest went on here, and has ended by itself: {how}"),
+                };
+                format!("migration {} from {} completed: {now}", self.id, self.source)
+            }
             Outcome::Unconfirmed | Outcome::Stuck | Outcome::Lost => format!(
                 "migration {} from {}: {reason}; run `sterna recover {}` on both hosts",
                 self.id, self.source, self.id
             ),
-            Outcome::Failed | Outcome::Cancelled => {
+            Outcome::Failed | Outcome::Cancelled | Outcome::GuestEnded => {
                 format!("migration {} from {} ended: {reason}; nothing runs here", self.id, self.source)
             }
         };
@@ -555,6 +588,8 @@ mod tests {
             tracking: None,
             injection_ms: None,
             longest_settling_ms: None,
+            guest_ended: None,
+            nothing_left: false,
         }
     }
 
@@ -610,7 +645,15 @@ mod tests {
             placement: vec![evil.into(), evil.into()],
             ..report(Outcome::Failed)
         };
-        for outcome in [Outcome::Completed, Outcome::Failed, Outcome::Unconfirmed, Outcome::Stuck, Outcome::Lost] {
+        let outcomes = [
+            Outcome::Completed,
+            Outcome::Failed,
+            Outcome::Unconfirmed,
+            Outcome::Stuck,
+            Outcome::Lost,
+            Outcome::GuestEnded,
+        ];
+        for outcome in outcomes {
             let text = Report { outcome, ..forged.clone() }.text();
             assert!(text.chars().all(|character| character == '\n' || !character.is_control()), "{text:?}");
             assert!(!text.lines().any(|line| line.starts_with("migration completed")), "{text}");
@@ -624,6 +667,19 @@ mod tests {
         assert!(lost.text().contains("brings it back"), "{}", lost.text());
         let text = Report { post_copy: Some(PostCopyReport::default()), ..lost }.text();
         assert!(text.contains("without the memory that was not sent") && !text.contains("brings it back"), "{text}");
+    }
+
+    #[test]
+    fn of_a_guest_that_has_ended_no_copy_is_said_to_be_brought_back() {
+        let ended =
+            Report { reason: Some("the guest has shut itself down".into()), ..report(Outcome::GuestEnded) }.text();
+        assert!(ended.contains("has shut itself down") && ended.contains("nothing to recover"), "{ended}");
+        let lost = Report { nothing_left: true, ..report(Outcome::Lost) }.text();
+        for text in [ended, lost] {
+            assert!(!text.contains("brings it back") && !text.contains("runs on"), "{text}");
+        }
+        let moved = Report { guest_ended: Some("the guest has panicked".into()), ..report(Outcome::Completed) }.text();
+        assert!(moved.contains("the guest has panicked") && !moved.contains("the guest runs"), "{moved}");
     }
 
     #[test]

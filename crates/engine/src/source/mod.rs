@@ -486,7 +486,13 @@ impl Source {
             self.control = Control::new();
         }
         self.moved = result.as_ref().err().is_none_or(|error| {
-            !matches!(error.guest, GuestState::Untouched | GuestState::RunsAtSource | GuestState::PausedAtSource)
+            !matches!(
+                error.guest,
+                GuestState::Untouched
+                    | GuestState::RunsAtSource
+                    | GuestState::PausedAtSource
+                    | GuestState::EndedAtSource
+            )
         });
         result
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use sterna_wire::control::ControlMessage;
-use sterna_wire::reason::Reason;
+use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationSwitchover};
 
 pub use self::driver::DestinationDriver;
@@ -80,6 +80,8 @@ pub struct DestinationKernel<'a, E> {
     settled: bool,
     lingering: Option<Lingering>,
     given_up: Option<Reason>,
+    /// How the guest has ended by itself at the source, if the source has sent that.
+    pub(super) ended_at_source: Option<Reason>,
 }
 
 /// A migration that has ended here, whose source may still need answers.
@@ -117,6 +119,7 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
             settled: false,
             lingering: None,
             given_up: None,
+            ended_at_source: None,
         }
     }
 
@@ -143,6 +146,13 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
     /// Ends the loop: nothing is settled, for `reason`.
     pub fn give_up(&mut self, reason: Reason) {
         self.given_up.get_or_insert(reason);
+    }
+
+    /// Keeps the source's reason for its abort if that is the end of the guest. A failure here may be a consequence that was noticed before.
+    fn note_end_at_source(&mut self, reason: &Reason) {
+        if reason.kind == ErrorKind::GuestEnded {
+            self.ended_at_source.get_or_insert_with(|| reason.clone().from_peer().within("at the source"));
+        }
     }
 
     /// Sends the source the reason of a failure.

@@ -46,6 +46,7 @@ impl Ending {
             placement: receiving.placement.clone(),
             load_ms: receiving.figures.load_ms,
             start_ms: receiving.figures.start_ms,
+            guest_ended: receiving.figures.guest_ended.clone(),
         }
     }
 
@@ -71,7 +72,13 @@ impl<E: Send + 'static> SourceKernel<'_, E> {
             SourceEnd::Finished => {
                 Ending::completed(self.ledger.unsettled(), "the destination has confirmed that the guest runs there")
             }
-            SourceEnd::Aborted { reason } => Ending::failed(not_moved, GuestState::RunsAtSource, reason),
+            SourceEnd::Aborted { reason } => match &self.guest_end {
+                Some(end) => {
+                    let reason = Reason::new(ErrorKind::GuestEnded, &end.what);
+                    Ending::failed(Outcome::GuestEnded, GuestState::EndedAtSource, reason)
+                }
+                None => Ending::failed(not_moved, GuestState::RunsAtSource, reason),
+            },
             SourceEnd::NotStarted => {
                 let why = self.ledger.unwritten().unwrap_or_default();
                 let text = format_args!("the migration's record could not be written: {why}");
@@ -82,8 +89,12 @@ impl<E: Send + 'static> SourceKernel<'_, E> {
                 Ending::failed(Outcome::Lost, GuestState::LacksMemory, Reason::new(ErrorKind::Monitor, text))
             }
             SourceEnd::GuestGone => {
-                let reason = Reason::new(ErrorKind::Monitor, "the source's monitor has ended");
-                Ending::failed(Outcome::Lost, GuestState::PausedAtSource, reason)
+                let how = self.guest_end.as_ref().map(|end| format!(": {}", end.what)).unwrap_or_default();
+                let reason = Reason::new(ErrorKind::Monitor, format_args!("the source's monitor has ended{how}"));
+                // Before its last round, the destination cannot have all of the guest.
+                let copied = self.moments.pausing.is_some() || self.moments.paused.is_some();
+                let guest = if copied { GuestState::PausedAtSource } else { GuestState::EndedAtSource };
+                Ending::failed(Outcome::Lost, guest, reason)
             }
             SourceEnd::MemoryLost { reason } | SourceEnd::Unserved { reason } => {
                 Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason)
@@ -108,7 +119,7 @@ impl<E: Send + 'static> SourceKernel<'_, E> {
 
     /// Returns the warning about a record that does not hold the end of a migration that was not completed.
     pub fn record_warning(&self, ending: &Ending) -> Option<String> {
-        if !matches!(ending.outcome, Outcome::Failed | Outcome::Cancelled) {
+        if !matches!(ending.outcome, Outcome::Failed | Outcome::Cancelled | Outcome::GuestEnded) {
             return None;
         }
         let (why, state) = self.ledger.unsettled().zip(self.ledger.on_disk())?;
@@ -135,7 +146,10 @@ impl<E: Send + 'static> DestinationKernel<'_, E> {
             DestinationEnd::Discarded { reason } if self.cancelled() && reason.kind == ErrorKind::Cancelled => {
                 Ending::failed(Outcome::Cancelled, GuestState::NotHere, reason)
             }
-            DestinationEnd::Discarded { reason } => Ending::failed(Outcome::Failed, GuestState::NotHere, reason),
+            DestinationEnd::Discarded { reason } => match &self.ended_at_source {
+                Some(end) => Ending::failed(Outcome::GuestEnded, GuestState::NotHere, end.clone()),
+                None => Ending::failed(Outcome::Failed, GuestState::NotHere, reason),
+            },
             DestinationEnd::Lost { reason } => Ending::failed(Outcome::Lost, GuestState::NotHere, reason),
             DestinationEnd::MemoryLost { reason } => Ending::failed(Outcome::Lost, GuestState::LacksMemory, reason),
             // No thread handles the guest's page faults any more.

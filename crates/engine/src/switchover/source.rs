@@ -22,6 +22,7 @@ use crate::pacer::Pacer;
 use crate::report::{Moments, Observer};
 use crate::session::{OnConnectionEvent, Peer, Redial, Session};
 use crate::transport::{Address, Security};
+use crate::vmm::GuestEnd;
 
 /// How long a source tries to reach a destination that was lost.
 #[derive(Clone, Copy, Debug)]
@@ -109,6 +110,8 @@ pub struct SourceKernel<'a, E> {
     undelivered: Option<Reason>,
     /// Why the monitor could not be ended after its guest was moved.
     left: Option<String>,
+    /// How the guest has ended, where that has ended the migration.
+    pub(super) guest_end: Option<GuestEnd>,
 }
 
 impl<'a, E: Send + 'static> SourceKernel<'a, E> {
@@ -136,6 +139,7 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
             last_words: None,
             undelivered: None,
             left: None,
+            guest_end: None,
         };
         kernel.events.watch(&kernel.abort, kernel.data_incarnation);
         kernel

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use sterna_engine::process;
 use sterna_engine::record_file::{now_ms, prepare};
 use sterna_engine::session::Session;
+use sterna_engine::vmm::GuestEnd;
 use sterna_wire::control::{Machine, Mode};
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter, SourceGuest};
@@ -52,6 +53,8 @@ pub(super) enum QemuEvent {
     Stopped,
     /// The guest runs again.
     Resumed,
+    /// The guest has ended, or QEMU is about to ([`guest_end`]).
+    Ends,
     /// The migration's status changed to this.
     Migration(String),
     /// The QMP connection ended, most likely because QEMU ended.
@@ -75,6 +78,7 @@ pub(super) fn watch(
                 Ok(Some(event)) => match event.name.as_str() {
                     "STOP" => QemuEvent::Stopped,
                     "RESUME" => QemuEvent::Resumed,
+                    "SHUTDOWN" | "GUEST_PANICKED" => QemuEvent::Ends,
                     "MIGRATION" => QemuEvent::Migration(event.data["status"].as_str().unwrap_or("").to_owned()),
                     _ => continue,
                 },
@@ -228,6 +232,16 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
     }
 }
 
+/// Returns how the guest has ended by itself, if it has.
+pub(super) fn ended_by_itself(qmp: &Qmp) -> Option<String> {
+    qmp.guest_end().filter(crate::qmp::GuestEnd::by_itself).map(|end| end.to_string())
+}
+
+/// Returns how the guest has ended, for the engine.
+pub(super) fn guest_end(qmp: &Qmp) -> Option<GuestEnd> {
+    qmp.guest_end().map(|end| GuestEnd { by_itself: end.by_itself(), what: end.to_string() })
+}
+
 /// Ends the QEMU process of a record by QMP `quit`, and waits until it has exited. If the process is not known, waits until a QEMU that has
 /// accepted the command has closed its monitor.
 ///
@@ -345,6 +359,9 @@ pub(super) fn unconfirmed_warning() -> String {
 
 /// Makes QEMU announce the guest's network addresses, so that switches learn where it is. The timing is QEMU's default.
 pub(super) fn announce(qmp: &Qmp) {
+    if ended_by_itself(qmp).is_some() {
+        return;
+    }
     let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
     if let Err(error) = qmp.execute("announce-self", timing) {
         tracing::warn!(%error, "the guest's addresses were not announced");

@@ -227,6 +227,20 @@ fn security(options: &RecoverOptions) -> Result<Security, String> {
     })
 }
 
+/// Returns the sentence about a guest that is at this side. Only of a guest that executes it says that it runs. Without a QEMU the migration was
+/// settled before.
+fn guest_here(side: &str, qmp: Option<&Qmp>) -> String {
+    let Some(qmp) = qmp else { return format!("the guest is here, at the {side}, as was settled before") };
+    if let Some(end) = qemu::ended_by_itself(qmp) {
+        return format!("the guest is here, at the {side}, and has ended by itself: {end}");
+    }
+    match qmp.run_state().map(|state| (state.why_stopped(), state)) {
+        Ok((Some(why), state)) => format!("the guest is here, at the {side}, and does not run (QEMU: {state}): {why}"),
+        Ok((None, _)) => format!("the guest runs here, at the {side}"),
+        Err(error) => format!("the guest is here, at the {side}; its QEMU does not say whether it runs: {error}"),
+    }
+}
+
 /// Returns `text` if the record on the disk is settled; else an error.
 fn durable(ledger: &Ledger, text: String) -> Result<String, GatewayError> {
     let state = ledger.record().state;

@@ -14,6 +14,7 @@ use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::text::cleaned;
 
 use super::fault;
+use super::qemu::ended_by_itself;
 use crate::qmp::{Qmp, QmpError, RunState};
 
 /// How long the storage may take where a guest that is paused, or that has its main loop held, could go on elsewhere: enough for a slow
@@ -171,6 +172,14 @@ impl<'a> Storage<'a> {
     /// # Errors
     /// The guest does not run, as far as is known.
     pub(super) fn cont(&self, qmp: &Qmp, patience: Patience) -> Result<(), StorageError> {
+        match self.cont_and_look(qmp, patience) {
+            // QEMU exits with its guest, unless it was started with `-no-shutdown`.
+            Err(_) if ended_by_itself(qmp).is_some() => Ok(()),
+            looked => looked,
+        }
+    }
+
+    fn cont_and_look(&self, qmp: &Qmp, patience: Patience) -> Result<(), StorageError> {
         qmp.take_events(&["RESUME"]);
         self.execute(qmp, "cont", json!({}), patience)?;
         // QEMU sends RESUME before the answer, if the guest did not run already.

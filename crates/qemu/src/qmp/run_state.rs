@@ -66,6 +66,16 @@ impl RunState {
         STATES.iter().find(|(name, _)| *name == self.0).map_or(Meaning::Unknown, |(_, meaning)| *meaning)
     }
 
+    /// Returns why a guest in this state does not execute: a clause that is true whoever has stopped it. None if it executes.
+    pub fn why_stopped(&self) -> Option<&'static str> {
+        Some(match (self.name(), self.meaning()) {
+            (_, Meaning::Executes) => return None,
+            ("shutdown", _) => "it has shut down, or was reset where its QEMU does not go on after a reset",
+            ("guest-panicked", _) => "it has panicked",
+            _ => "another program has stopped it, or it has stopped by itself",
+        })
+    }
+
     /// Returns whether a guest that was resumed executes, or did until it stopped by itself.
     pub fn has_executed(&self) -> bool {
         self.meaning() == Meaning::Executes || ENDS_OF_EXECUTION.contains(&self.name())
@@ -96,6 +106,8 @@ mod tests {
             assert!(!RunState::named(name).has_executed(), "{name}");
         }
         assert_eq!(RunState::named("quantum").meaning(), Meaning::Unknown);
+        assert_eq!(RunState::named("suspended").why_stopped(), None);
+        assert!(RunState::named("shutdown").why_stopped().is_some_and(|why| why.contains("it has shut down")));
         assert_eq!(RunState::named("pau\x1b[31msed").name().find('\x1b'), None);
     }
 }

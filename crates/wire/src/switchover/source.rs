@@ -138,6 +138,11 @@ impl SourceSwitchover {
         matches!(self.phase, Committed | Serving | ReportingLoss | EndingGuest | WritingFinished | Finished)
     }
 
+    /// Returns whether nothing is decided and nothing has failed yet.
+    pub fn undecided(&self) -> bool {
+        self.phase.undecided()
+    }
+
     /// Returns whether `event` makes the decision: the source then records that the guest belongs to the destination.
     pub fn decides_at(&self, event: &SourceEvent) -> bool {
         self.phase == Phase::Relaying && *event == SourceEvent::Guest(SourceGuest::Completed)

@@ -169,6 +169,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         if !self.cpu.is_sandboxed() {
             figures.faults = process::faults(std::process::id()).saturating_sub(self.faults_before);
         }
+        // The guest was resumed, so no call of the monitor is under way.
+        figures.guest_ended = self.vmm.call(|vmm| vmm.guest_end()).map(|end| end.what);
     }
 
     fn post_copy_figures(&mut self) -> Option<PostCopyFigures> {

@@ -47,7 +47,7 @@ use crate::switchover::{
     run_source,
 };
 use crate::transport::{Address, Security};
-use crate::vmm::{AfterMove, ResumeReason, SourceVmm, VmmError};
+use crate::vmm::{AfterMove, GuestEnd, ResumeReason, SourceVmm, VmmError};
 use crate::window::Window;
 
 /// The events of the driver's own threads.
@@ -376,6 +376,10 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         self.kernel.moments.paused?;
         let error = self.vmm.changed_by_others()?;
         Some(Reason::new(ErrorKind::Monitor, error))
+    }
+
+    fn guest_end(&mut self) -> Option<GuestEnd> {
+        self.vmm.guest_end()
     }
 
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {

@@ -5,10 +5,11 @@ use std::time::Instant;
 use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::{ControlMessage, SourceProgress};
 use sterna_wire::switchover::{SourceAfter, SourceEnd};
+use sterna_wire::text::cleaned;
 
 use super::Driver;
 use crate::accelerator::Accelerator;
-use crate::migration::{MigrationError, PROGRESS, Phase, Side};
+use crate::migration::{GuestState, MigrationError, PROGRESS, Phase, Side};
 use crate::report::{Moments, PostCopyReport, Progress, Report, between, milliseconds};
 use crate::send::Sent;
 use crate::switchover::Ending;
@@ -179,6 +180,8 @@ impl Driver<'_> {
             tracking: None,
             injection_ms: None,
             longest_settling_ms: None,
+            guest_ended: self.figures.guest_ended.as_deref().map(cleaned),
+            nothing_left: ending.guest == GuestState::EndedAtSource,
         }
     }
 }

@@ -253,6 +253,9 @@ fn send_figures<'a, D: DestinationDriver<'a>>(driver: &mut D, message: &Switchov
     }
     let Some(mut figures) = driver.receiving().map(|receiving| receiving.figures.clone()) else { return };
     driver.count_figures(&mut figures);
+    if let Some(receiving) = driver.receiving() {
+        receiving.figures.guest_ended.clone_from(&figures.guest_ended);
+    }
     driver.kernel().peer.send(&ControlMessage::Figures(figures));
 }
 
@@ -296,9 +299,13 @@ fn handle_peer<'a, D: DestinationDriver<'a>>(driver: &mut D, news: ConnectionEve
             ControlMessage::Switchover(message) => {
                 kernel.independent |=
                     matches!(message, SwitchoverMessage::Abort(_) | SwitchoverMessage::Outcome(Outcome::Aborted));
+                if let SwitchoverMessage::Abort(reason) = &message {
+                    kernel.note_end_at_source(reason);
+                }
                 Some(DestinationEvent::Message(message))
             }
             ControlMessage::Failed(reason) | ControlMessage::Refused(reason) => {
+                kernel.note_end_at_source(&reason);
                 Some(DestinationEvent::Failed { reason: reason.from_peer().within("the source failed") })
             }
             ControlMessage::Progress(progress) => {

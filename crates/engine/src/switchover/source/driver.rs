@@ -5,6 +5,7 @@ use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{SourceEvent, SourceGuest};
 
 use super::SourceKernel;
+use crate::vmm::GuestEnd;
 
 /// Why a source does not send the pages that the destination lacks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,6 +87,11 @@ pub trait SourceDriver<'a> {
     /// Returns why the guest, which was paused, is not in this migration's hands any more, if that is so. Asked when the destination has failed:
     /// what failed there may follow from this. Waits for nothing.
     fn changed_by_others(&mut self) -> Option<Reason> {
+        None
+    }
+
+    /// Returns how the guest has ended, as far as that was noticed. Waits for nothing.
+    fn guest_end(&mut self) -> Option<GuestEnd> {
         None
     }
 

@@ -12,6 +12,7 @@ use sterna_wire::switchover::{
 use super::{SourceDriver, Unserved};
 use crate::session::{ConnectionEvent, LAST_WORDS, PeerEvent};
 use crate::switchover::{Event, QUEUED_EVENTS, TICK, after, cancelled, passed, time_left};
+use crate::vmm::GuestEnd;
 
 /// Returns the reason of a step that was not done in time.
 pub(crate) fn too_long(step: &str, waiting_for: Option<String>) -> Reason {
@@ -66,6 +67,10 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
             Err(RecvTimeoutError::Timeout) => {
                 next_tick = Instant::now() + TICK;
                 driver.tick();
+                let undecided = driver.kernel().machine.undecided();
+                if let Some(end) = driver.guest_end().filter(|end| undecided && end.by_itself) {
+                    actions = feed(driver, SourceEvent::Failed { reason: reason_of(&end) });
+                }
             }
             Err(RecvTimeoutError::Disconnected) => unreachable!("the kernel holds a sender"),
         }
@@ -75,12 +80,61 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
 /// Passes an event to the machine and returns the machine's actions. A cancellation that was accepted is in time, although its event may
 /// still be queued: instead of the decision the machine gets the cancellation.
 fn feed<'a, D: SourceDriver<'a>>(driver: &mut D, event: SourceEvent) -> Vec<SourceAction> {
+    let event = explained(driver, event);
     let kernel = driver.kernel();
     if kernel.machine.decides_at(&event) && kernel.control.decide().is_err() {
         kernel.cancelled = true;
         return kernel.machine.on(SourceEvent::Failed { reason: cancelled() });
     }
     kernel.machine.on(event)
+}
+
+/// Returns `event`; where it is a failure before the decision that follows from the end of the guest, the failure that names this end. A guest
+/// that has ended by itself stays here, even if its monitor has ended with it: no copy of it may run.
+fn explained<'a, D: SourceDriver<'a>>(driver: &mut D, event: SourceEvent) -> SourceEvent {
+    use SourceEvent as E;
+    if !driver.kernel().machine.undecided() {
+        return event;
+    }
+    let failed = match &event {
+        E::Guest(SourceGuest::Gone) => None,
+        E::Failed { reason } | E::ActionFailed { reason } | E::ChannelsLost { reason } => Some(reason.kind),
+        _ => return event,
+    };
+    let mut end = driver.guest_end().filter(|end| end.by_itself);
+    // A failure may be noticed before its cause is. Whatever else stops the guest is the end of it only with its monitor.
+    let follows = !matches!(failed, Some(ErrorKind::Cancelled | ErrorKind::OtherSide | ErrorKind::TimeLimit));
+    if end.is_none() && follows && (failed.is_none() || driver.monitor_has_ended()) {
+        end = driver.guest_end();
+    }
+    driver.kernel().guest_end.clone_from(&end);
+    match end {
+        // The destination may have the only copy of a guest whose monitor something else has ended.
+        Some(end) if end.by_itself || failed.is_some() => E::Failed { reason: reason_of(&end) },
+        _ => event,
+    }
+}
+
+fn reason_of(end: &GuestEnd) -> Reason {
+    match end.by_itself {
+        true => Reason::new(ErrorKind::GuestEnded, &end.what),
+        false => Reason::new(ErrorKind::Monitor, &end.what).within("the source's monitor has ended"),
+    }
+}
+
+/// Returns the guest's state after an abort, unless the guest has ended by itself: that guest stays here and is not resumed.
+fn after_abort<'a, D: SourceDriver<'a>>(driver: &mut D, state: Result<SourceGuest, Reason>) -> SourceEvent {
+    let gone = state == Ok(SourceGuest::Gone);
+    match (driver.guest_end(), state) {
+        (Some(end), _) if end.by_itself => {
+            driver.kernel().guest_end = Some(end);
+            SourceEvent::Guest(SourceGuest::Running)
+        }
+        (end, state) => {
+            driver.kernel().guest_end = end.filter(|_| gone);
+            state.map_or_else(|reason| SourceEvent::ActionFailed { reason }, SourceEvent::Guest)
+        }
+    }
 }
 
 /// Returns the failure, where a step took too long or the destination sent no reason for a broken channel in time.
@@ -135,8 +189,14 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
             Ok(state) => state.map(SourceEvent::Guest),
             Err(reason) => Some(failed(reason)),
         },
-        SourceAction::EndMigration => Some(state_of(driver.end_migration())),
-        SourceAction::Cont => Some(state_of(driver.resume())),
+        SourceAction::EndMigration => {
+            let ended = driver.end_migration();
+            Some(after_abort(driver, ended))
+        }
+        SourceAction::Cont => {
+            let resumed = driver.resume();
+            Some(after_abort(driver, resumed))
+        }
         SourceAction::AnnounceSelf => {
             driver.guest_stays();
             None

@@ -19,8 +19,8 @@ use crate::gateway::backlog::Backlog;
 use crate::gateway::feeder::{Feeder, FeederEvent};
 use crate::gateway::qemu::{self, QUIT_TIME, QemuEvent};
 use crate::gateway::sockets::SocketDir;
-use crate::gateway::storage::{Patience, Storage};
-use crate::qmp::Qmp;
+use crate::gateway::storage::{Patience, Storage, StorageError};
+use crate::qmp::{Qmp, QmpError};
 use crate::settings::Restore;
 use crate::stream::ReturnMessage;
 
@@ -92,8 +92,15 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
 
     fn start_guest(&mut self) -> Result<Option<DestinationGuest>, Reason> {
         let storage = Storage::of(&self.qmp, self.cancel, self.kernel.observer);
-        storage.cont(&self.qmp, Patience::Endless).map_err(qemu::failed("QEMU does not start the guest"))?;
-        Ok(Some(DestinationGuest::Running))
+        match storage.cont(&self.qmp, Patience::Endless) {
+            Ok(()) => Ok(Some(DestinationGuest::Running)),
+            Err(StorageError::Qmp(QmpError::Closed { .. }))
+                if qemu::has_ended(self.kernel.ledger.record().monitor_process) =>
+            {
+                Ok(Some(DestinationGuest::Gone))
+            }
+            Err(error) => Err(qemu::failed("QEMU does not start the guest")(error)),
+        }
     }
 
     fn guest_started(&mut self) {
@@ -108,7 +115,8 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     fn ended(&mut self, end: &DestinationEnd) {
         match end {
             // QEMU is left as it was found, as the source's is where the guest stays there.
-            DestinationEnd::Running => self.restore_settings(),
+            DestinationEnd::Running if self.receiving.figures.guest_ended.is_none() => self.restore_settings(),
+            DestinationEnd::Running => self.restore.take().into_iter().for_each(Restore::keep),
             // The source waits for nothing that could still come.
             DestinationEnd::Stuck { .. } | DestinationEnd::Conflict => self.kernel.stop_lingering(),
             DestinationEnd::Discarded { .. } | DestinationEnd::Lost { .. } | DestinationEnd::MemoryLost { .. } => {}
@@ -155,6 +163,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     fn count_figures(&mut self, figures: &mut DestinationFigures) {
         figures.cpu_seconds = process::own_cpu_seconds();
         figures.faults = faults(self.kernel.ledger.record().monitor_process).saturating_sub(self.faults_before);
+        figures.guest_ended = qemu::ended_by_itself(&self.qmp);
     }
 }
 
@@ -175,7 +184,7 @@ impl Driver<'_> {
                 let text = format_args!("QEMU could not load the guest: {why}");
                 Some(self.kernel.fail(Reason::new(ErrorKind::Monitor, text)))
             }
-            QemuEvent::Stopped | QemuEvent::Migration(_) => None,
+            QemuEvent::Stopped | QemuEvent::Ends | QemuEvent::Migration(_) => None,
         }
     }
 

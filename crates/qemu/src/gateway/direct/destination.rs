@@ -16,7 +16,7 @@ use sterna_engine::report::{Observer, ReceiveReport};
 use sterna_engine::session::AcceptedSource;
 use sterna_engine::source::MonitorRecord;
 use sterna_engine::transport::{Address, Incoming};
-use sterna_engine::vmm::{DestinationVmm, VmmError};
+use sterna_engine::vmm::{DestinationVmm, GuestEnd, VmmError};
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{Machine, Mode};
 use sterna_wire::switchover::{ProcessIdentity, SourceAfter};
@@ -318,7 +318,15 @@ impl DestinationVmm for QemuDestination<'_> {
         qemu::has_hung_up(&self.qmp) && qemu::has_ended(self.identity)
     }
 
+    fn guest_end(&mut self) -> Option<GuestEnd> {
+        qemu::guest_end(&self.qmp).filter(|end| end.by_itself)
+    }
+
     fn guest_started(&mut self) {
+        if qemu::ended_by_itself(&self.qmp).is_some() {
+            self.restore.take().into_iter().for_each(Restore::keep);
+            return;
+        }
         qemu::announce(&self.qmp);
         if let Some(Err(error)) = self.restore.take().map(Restore::restore) {
             tracing::warn!(%error, "QEMU's migration settings could not be put back");

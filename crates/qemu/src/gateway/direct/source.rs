@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use serde_json::json;
 use sterna_engine::source::MonitorRecord;
-use sterna_engine::vmm::{AfterMove, ResumeReason, SourceVmm, VmmError};
+use sterna_engine::vmm::{AfterMove, GuestEnd, ResumeReason, SourceVmm, VmmError};
 use sterna_memory::ram::GuestRam;
 use sterna_wire::switchover::SourceAfter;
 
@@ -265,6 +265,10 @@ impl SourceVmm for QemuSource<'_> {
         if let Some(error) = self.resumed_meanwhile() {
             return Err(error);
         }
+        // QEMU carries out here what the guest requested just before it was stopped; with `-no-shutdown` the state stays `paused`.
+        if let Some(end) = qemu::ended_by_itself(&self.qmp) {
+            return Err(end.into());
+        }
         match state.meaning() {
             Meaning::Stopped if state.name() == "paused" => Ok(()),
             // A reset that the guest requested just before it was stopped is carried out here and would be lost at the destination, where
@@ -309,6 +313,9 @@ impl SourceVmm for QemuSource<'_> {
 
     fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
         (self.state, self.throttle) = (None, None);
+        if let Some(end) = qemu::ended_by_itself(&self.qmp) {
+            return Err(end.into());
+        }
         if self.stopped {
             self.take_back()?;
             self.stopped = false;
@@ -342,6 +349,10 @@ impl SourceVmm for QemuSource<'_> {
 
     fn has_ended(&mut self) -> bool {
         qemu::has_hung_up(&self.qmp) && qemu::has_ended(self.record.process)
+    }
+
+    fn guest_end(&mut self) -> Option<GuestEnd> {
+        qemu::guest_end(&self.qmp)
     }
 
     fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {

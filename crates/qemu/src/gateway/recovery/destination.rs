@@ -8,11 +8,11 @@ use sterna_engine::switchover::DestinationOutcome;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, DestinationGuest, DestinationState, Record, RecordState};
 
-use super::{Recovery, durable, restore_settings};
+use super::{Recovery, durable, guest_here, restore_settings};
 use crate::gateway::GatewayError;
 use crate::gateway::qemu::{self, QUIT_TIME};
-use crate::gateway::storage::{Patience, Storage};
-use crate::qmp::{Meaning, Qmp};
+use crate::gateway::storage::{Patience, Storage, StorageError};
+use crate::qmp::{Meaning, Qmp, QmpError};
 
 /// Settles the migration from a record in `state`.
 pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result<String, GatewayError> {
@@ -24,7 +24,9 @@ pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result
     let RecoveredDestination { outcome, gave_up, ledger, .. } =
         recover_destination(means, state, guest, wait, &mut remains);
     match outcome {
-        DestinationOutcome::Machine(end) => sentence(&end, ledger.record()).and_then(|text| durable(&ledger, text)),
+        DestinationOutcome::Machine(end) => {
+            sentence(&end, ledger.record(), remains.qmp.as_ref()).and_then(|text| durable(&ledger, text))
+        }
         DestinationOutcome::GivenUp(reason) if gave_up == Some(GaveUp::NoListener) => {
             Err(GatewayError::new(&reason).of(reason.kind))
         }
@@ -70,9 +72,13 @@ struct Remains<'a> {
 impl DestinationRemains for Remains<'_> {
     fn start_guest(&mut self) -> Result<DestinationGuest, Reason> {
         let Some(qmp) = &self.qmp else { return Ok(DestinationGuest::Gone) };
-        let started = Storage::of(qmp, self.cancel, self.observer).cont(qmp, Patience::UntilCancelled);
-        let started = started.map(|()| DestinationGuest::Running);
-        started.map_err(|error| error.into_reason("QEMU does not start the guest"))
+        match Storage::of(qmp, self.cancel, self.observer).cont(qmp, Patience::UntilCancelled) {
+            Ok(()) => Ok(DestinationGuest::Running),
+            Err(StorageError::Qmp(QmpError::Closed { .. })) if qemu::has_ended(self.record.monitor_process) => {
+                Ok(DestinationGuest::Gone)
+            }
+            Err(error) => Err(error.into_reason("QEMU does not start the guest")),
+        }
     }
 
     fn guest_started(&mut self) {
@@ -102,13 +108,14 @@ impl DestinationRemains for Remains<'_> {
 ///
 /// # Errors
 /// Why the migration is not settled, or the guest is lost.
-fn sentence(end: &DestinationEnd, record: &Record) -> Result<String, GatewayError> {
+fn sentence(end: &DestinationEnd, record: &Record, qmp: Option<&Qmp>) -> Result<String, GatewayError> {
     match end {
-        DestinationEnd::Running => Ok("the guest runs here, at the destination".into()),
+        DestinationEnd::Running => Ok(guest_here("destination", qmp)),
         DestinationEnd::Discarded { reason } => Ok(format!("the copy here was discarded ({reason})")),
         DestinationEnd::Lost { reason } => Err(GatewayError::lost(format_args!(
-            "the guest was given to this host, but its QEMU is gone ({reason}): `sterna recover --fenced-peer` at the source lets it \
-                 go on from where it stopped there"
+            "the guest was given to this host, but its QEMU is gone ({reason}); whether it has run here, or has shut itself down, is not known. \
+                 If it has not, `sterna recover --fenced-peer` at the source lets it go on from where it stopped there; if it has, that copy \
+                 is older than its disks: start it anew from these"
         ))),
         DestinationEnd::MemoryLost { .. } => Err(GatewayError::lost(memory_lost(record))),
         DestinationEnd::Stuck { reason } => {

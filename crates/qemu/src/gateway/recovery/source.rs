@@ -9,10 +9,10 @@ use sterna_wire::control::Mode;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{Record, RecordState, SourceAfter, SourceEnd, SourceGuest, SourceState};
 
-use super::{Recovery, durable, restore_settings, unreachable_monitor};
+use super::{Recovery, durable, guest_here, restore_settings, unreachable_monitor};
 use crate::gateway::storage::{Patience, Storage};
 use crate::gateway::{GatewayError, qemu};
-use crate::qmp::{Meaning, Qmp, QmpError};
+use crate::qmp::{Qmp, QmpError};
 
 /// Settles the migration from a record in `state`.
 pub(super) fn recover(recovery: Recovery<'_>, state: SourceState) -> Result<String, GatewayError> {
@@ -135,12 +135,7 @@ impl Remains<'_> {
 
     /// Returns the sentence about a guest that stays here. It may have been stopped by another program, or by itself.
     fn guest_that_stays(&self) -> String {
-        match self.qmp.as_ref().map(Qmp::run_state) {
-            Some(Ok(state)) if state.meaning() != Meaning::Executes => format!(
-                "the guest is here, at the source, and does not run (QEMU: {state}): another program has stopped it, or it has stopped by itself"
-            ),
-            _ => "the guest runs here, at the source".into(),
-        }
+        guest_here("source", self.qmp.as_ref())
     }
 
     /// Returns the sentence about `end`.
@@ -153,6 +148,12 @@ impl Remains<'_> {
             SourceEnd::Finished => Ok("the guest runs at the destination".into()),
             SourceEnd::Aborted { .. } => Ok(self.guest_that_stays()),
             SourceEnd::NotStarted => Ok("nothing was begun; the guest was not touched".into()),
+            // The guest was never paused for its last round.
+            SourceEnd::GuestGone if self.record.mode == Mode::Direct && !self.record.pausing => Ok(
+                "the source's QEMU has ended while its guest ran here (it may have shut itself down), and nothing is to be recovered: the \
+                    destination had not received all of it"
+                    .into(),
+            ),
             SourceEnd::GuestGone => Ok(
                 "the source's QEMU has ended, and nothing of the guest is left here: if the destination is prepared, \
                     `sterna recover --fenced-peer` there starts the guest from its copy"

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use sterna_engine::report::Progress;
 use sterna_engine::send::{Compression, DeltaBlocks, Refusals, Sent};
 use sterna_engine::switchover::{SourceDriver, SourceKernel, Unserved};
+use sterna_engine::vmm::GuestEnd;
 use sterna_engine::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::limits::MAX_BLOCKS;
@@ -123,6 +124,15 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
         Err(Unserved::NoPages(Reason::other("all of the guest's memory was sent")))
     }
 
+    fn monitor_has_ended(&mut self) -> bool {
+        matches!(self.qmp.status(), Err(QmpError::Closed { .. }))
+            && qemu::has_ended(self.kernel.ledger.record().monitor_process)
+    }
+
+    fn guest_end(&mut self) -> Option<GuestEnd> {
+        qemu::guest_end(&self.qmp)
+    }
+
     fn receive(&mut self, message: ControlMessage) -> Option<SourceEvent> {
         match message {
             ControlMessage::Ready { placement, deltas } if !std::mem::replace(&mut self.ready, true) => {
@@ -232,6 +242,10 @@ impl Driver<'_> {
                 self.await_progress();
                 // An operator has resumed a guest that already belongs to the destination.
                 self.kernel.decided().then_some(SourceEvent::Guest(SourceGuest::Running))
+            }
+            QemuEvent::Ends => {
+                let how = qemu::ended_by_itself(&self.qmp)?;
+                Some(SourceEvent::Failed { reason: Reason::new(ErrorKind::GuestEnded, how) })
             }
             QemuEvent::Gone if qemu::has_ended(self.kernel.ledger.record().monitor_process) => {
                 Some(SourceEvent::Guest(SourceGuest::Gone))

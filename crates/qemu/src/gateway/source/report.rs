@@ -2,13 +2,14 @@
 
 use std::time::Instant;
 
-use sterna_engine::migration::Phase;
+use sterna_engine::migration::{GuestState, Phase};
 use sterna_engine::process::own_cpu_seconds;
 use sterna_engine::report::{Outcome, Progress, Report};
 use sterna_engine::send::Sent;
 use sterna_engine::switchover::Ending;
 use sterna_engine::transport::Security;
 use sterna_wire::switchover::{SourceAfter, SourceEnd};
+use sterna_wire::text::cleaned;
 
 use super::COMMIT_ESTIMATE;
 use super::driver::Driver;
@@ -92,9 +93,9 @@ impl Driver<'_> {
                 warnings.push(qemu::kept_warning(record.monitor_process, record.source_after, self.kernel.left()));
             }
             Outcome::Unconfirmed if lives => warnings.push(qemu::unconfirmed_warning()),
-            Outcome::Failed | Outcome::Cancelled => {
+            Outcome::Failed | Outcome::Cancelled | Outcome::GuestEnded => {
                 warnings.extend(self.kernel.record_warning(ending));
-                if self.stage.accepted() {
+                if self.stage.accepted() && lives {
                     warnings.extend(qemu::clean_up(&self.qmp).err());
                 }
             }
@@ -169,6 +170,8 @@ impl Driver<'_> {
             tracking: None,
             injection_ms: None,
             longest_settling_ms: None,
+            guest_ended: self.figures.guest_ended.as_deref().map(cleaned),
+            nothing_left: ending.guest == GuestState::EndedAtSource,
         }
     }
 }

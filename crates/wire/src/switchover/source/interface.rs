@@ -8,7 +8,8 @@ use crate::switchover::{SourceState, SwitchoverMessage};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceGuest {
     /// No migration is in progress and the monitor controls the guest again: the guest runs, or is paused for a reason
-    /// unrelated to Sterna.
+    /// unrelated to Sterna. Also if the guest has ended here by itself, with or without its monitor, before it was moved: it stays here, and
+    /// the destination discards its copy, which must never run.
     Running,
     /// The monitor runs a migration of its own, the guest running or paused for its last part. If that migration ends
     /// before [`SourceAction::RelayShut`] (connection closed, cancelled, failed), the monitor resumes the guest by itself.
