@@ -44,8 +44,8 @@ pub(super) struct DirectRam {
 pub(super) struct Watched {
     /// QEMU's list of its blocks.
     listed: Vec<ListedBlock>,
-    /// QEMU's devices. A new device may come with a process that writes guest RAM.
-    devices: Vec<String>,
+    /// The devices that were plugged in. A new one may come with a process that writes guest RAM.
+    plugged: Vec<Value>,
     /// The files of guest RAM, and the other processes that map them.
     files: Vec<FileOfBlock>,
     mappers: Vec<Mapper>,
@@ -140,8 +140,9 @@ impl Survey {
                 block.name()
             ));
         }
+        let plugged = plugged(qmp)?;
         let merges = guest.blocks().iter().any(|block| is_merged(&merged, &block.addresses()));
-        Ok(Self { guest, mapped, watched: Watched { listed, devices, files, mappers }, gives_back, merges })
+        Ok(Self { guest, mapped, watched: Watched { listed, plugged, files, mappers }, gives_back, merges })
     }
 
     /// Returns the guest's RAM.
@@ -273,7 +274,7 @@ impl Watched {
                     .into(),
             );
         }
-        if devices(qmp)? != self.devices {
+        if plugged(qmp)? != self.plugged {
             return Err(
                 "the guest's devices are not those that the migration began with: a device was plugged in or out"
                     .into(),
@@ -319,6 +320,16 @@ fn shared_file(block: &memory::RamBlock) -> Option<SharedFile> {
 fn devices(qmp: &Qmp) -> Result<Vec<String>, String> {
     let tree = qmp.human("info qtree").map_err(|error| error.to_string())?;
     Ok(tree.lines().filter_map(|line| line.trim_start().strip_prefix("dev: ")).map(str::to_owned).collect())
+}
+
+/// Where QEMU has the devices that options or `device_add` have made, with and without an id. No other device is plugged in or out.
+const PLUGGED: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+
+/// Returns the devices that were plugged in. For a paused guest: [`devices`] takes 5 to 16 ms of a machine with 60 devices, because QEMU prints
+/// all properties of each.
+fn plugged(qmp: &Qmp) -> Result<Vec<Value>, String> {
+    let list = |path: &str| qmp.execute("qom-list", json!({ "path": path })).map_err(|error| error.to_string());
+    PLUGGED.into_iter().map(list).collect()
 }
 
 /// Returns whether the guest can give memory back to the host by this device while it runs.
