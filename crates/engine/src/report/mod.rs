@@ -69,6 +69,10 @@ pub struct Report {
     /// The kind of the reason.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kind: Option<ErrorKind>,
+    /// The run state of a guest that stayed at the source and does not run there, by its monitor's name: another program has stopped it or moved
+    /// it elsewhere, or it has stopped by itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stopped: Option<String>,
     /// What was moved: monitor, machine type.
     pub machine: String,
     /// Where to.
@@ -173,6 +177,14 @@ pub struct Report {
 }
 
 impl Report {
+    /// Returns the words about a guest that was not moved.
+    fn guest_that_stays(&self) -> String {
+        match &self.stopped {
+            None => "the guest runs on at the source".into(),
+            Some(state) => format!("the guest stays at the source, and does not run ({state})"),
+        }
+    }
+
     /// Text for a terminal: what a person wants to know first, first.
     ///
     /// Part of it is the destination's word, so each line is printed without control characters: no escape sequence
@@ -193,11 +205,12 @@ impl Report {
                 self.id,
                 reason.as_deref().unwrap_or("the guest has ended by itself")
             ),
-            (Outcome::Cancelled, _) => format!("migration {} cancelled: the guest runs on at the source", self.id),
+            (Outcome::Cancelled, _) => format!("migration {} cancelled: {}", self.id, self.guest_that_stays()),
             (Outcome::Failed, reason) => format!(
-                "migration {} failed: {}; the guest stays at the source",
+                "migration {} failed: {}; {}",
                 self.id,
-                reason.as_deref().unwrap_or("no reason given")
+                reason.as_deref().unwrap_or("no reason given"),
+                self.guest_that_stays()
             ),
             (Outcome::Stuck, reason) => format!(
                 "migration {} did not come to an end: {}; look whether the guest runs here, then `sterna recover {}`",
@@ -551,6 +564,7 @@ mod tests {
             outcome,
             reason: None,
             kind: None,
+            stopped: None,
             machine: "pc-q35-10.0".into(),
             destination: "dst-host:4920".into(),
             total_ms: 1000.0,
@@ -590,6 +604,16 @@ mod tests {
             longest_settling_ms: None,
             guest_ended: None,
             nothing_left: false,
+        }
+    }
+
+    #[test]
+    fn a_guest_that_stays_and_does_not_run_is_not_called_running() {
+        for outcome in [Outcome::Failed, Outcome::Cancelled] {
+            assert!(report(outcome).text().contains("the guest runs on at the source"));
+            let text = Report { stopped: Some("paused".into()), ..report(outcome) }.text();
+            assert!(text.contains("the guest stays at the source, and does not run (paused)"), "{text}");
+            assert!(!text.contains("runs on"), "{text}");
         }
     }
 

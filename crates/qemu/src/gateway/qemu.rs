@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use sterna_engine::process;
 use sterna_engine::record_file::{now_ms, prepare};
+use sterna_engine::report::Outcome;
 use sterna_engine::session::Session;
 use sterna_engine::vmm::GuestEnd;
 use sterna_wire::control::{Machine, Mode};
@@ -348,6 +349,13 @@ pub(super) fn kept_warning(qemu: Option<ProcessIdentity>, source_after: SourceAf
         "the source's QEMU{process} still holds a stopped copy of the guest, {why}: never resume it (`virsh resume`, QMP \
          `cont`), or the guest runs on both hosts and its disks are lost; end it (QMP `quit`, `virsh destroy`)"
     )
+}
+
+/// Returns the run state of a guest that was not moved and does not run.
+pub(super) fn stopped_guest(qmp: &Qmp, outcome: Outcome) -> Option<String> {
+    let stays = matches!(outcome, Outcome::Failed | Outcome::Cancelled);
+    let state = qmp.run_state().ok().filter(|state| stays && state.meaning() != Meaning::Executes)?;
+    Some(format!("QEMU: {state}"))
 }
 
 /// Returns the warning for a guest of which it is not confirmed that it runs at the destination.

@@ -130,6 +130,7 @@ impl Driver<'_> {
             outcome: ending.outcome,
             reason,
             kind,
+            stopped: None,
             machine: self.vmm.name(),
             destination: self.kernel.to().to_string(),
             total_ms,

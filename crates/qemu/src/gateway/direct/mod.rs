@@ -209,6 +209,7 @@ pub(super) fn send(
         Err(error) => return Err(error),
     };
     settle_source(&mut report, &record);
+    report.stopped = qemu::stopped_guest(qmp, report.outcome);
     report.mode = Some("direct".into());
     report.tracking = Some(tracking);
     report.injection_ms = Some(stopped.as_secs_f64() * 1e3);

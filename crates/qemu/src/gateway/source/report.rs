@@ -133,6 +133,7 @@ impl Driver<'_> {
             outcome,
             reason,
             kind,
+            stopped: qemu::stopped_guest(&self.qmp, outcome),
             machine: self.machine_name.clone(),
             destination: self.options.to.clone(),
             total_ms,
