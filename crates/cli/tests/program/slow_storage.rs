@@ -321,7 +321,7 @@ fn stop(monitor: &Qmp) {
 #[test]
 fn a_guest_that_another_program_stops_just_before_the_pause_stays_stopped_at_the_source() {
     let Some(pair) = boot_sector_pair() else { return };
-    let (pair, codes, _) = while_held(pair, Side::Source, "direct.before-stop", |pair| stop(&pair.source.monitor));
+    let (pair, codes, _) = while_held(pair, Side::Source, "source.before-stop", |pair| stop(&pair.source.monitor));
     assert_eq!(codes[0], FAILED);
     let reason = report(&pair.report())["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("another program stopped the guest just before"), "{reason}");
@@ -334,7 +334,7 @@ fn a_guest_that_another_program_stops_just_before_the_pause_stays_stopped_at_the
 #[test]
 fn a_guest_that_another_program_stops_and_resumes_before_the_pause_moves() {
     let Some(pair) = boot_sector_pair() else { return };
-    let (pair, codes, _) = while_held(pair, Side::Source, "direct.before-stop", |pair| {
+    let (pair, codes, _) = while_held(pair, Side::Source, "source.before-stop", |pair| {
         stop(&pair.source.monitor);
         execute(&pair.source.monitor, "cont", json!({}));
     });
@@ -351,7 +351,7 @@ fn a_move_of_a_guest_that_another_program_resumes_in_the_pause_names_that_and_no
     let node = json!({ "driver": "raw", "node-name": "second-node", "file": file });
     let Some(pair) = pair(QemuVersion::V10_0, &node) else { return };
     let resume = |pair: &Pair| drop(execute(&pair.source.monitor, "cont", json!({})));
-    let (pair, codes, [lines, _]) = while_held(pair, Side::Source, "direct.before-state", resume);
+    let (pair, codes, [lines, _]) = while_held(pair, Side::Source, "source.before-state", resume);
     assert_eq!(codes[0], FAILED);
     let reason = report(&pair.report())["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("another program let the guest run") && !reason.contains("lock"), "{reason}");
@@ -364,7 +364,7 @@ fn a_move_of_a_guest_that_another_program_resumes_in_the_pause_names_that_and_no
 fn a_guest_that_another_program_stops_right_after_its_start_at_the_destination_has_moved_and_stays_stopped() {
     let Some(pair) = boot_sector_pair() else { return };
     let act = |pair: &Pair| stop(&pair.destination.monitor);
-    let (pair, codes, [_, lines]) = while_held(pair, Side::Destination, "direct.after-cont", act);
+    let (pair, codes, [_, lines]) = while_held(pair, Side::Destination, "after-cont", act);
     assert_eq!(codes, [Some(0); 2]);
     assert!(lines.iter().any(|line| line.contains("another program has stopped it")), "{lines:?}");
     assert_eq!(pair.destination.status().as_deref(), Some("paused"));

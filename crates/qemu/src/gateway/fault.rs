@@ -2,13 +2,15 @@
 //!
 //! Only builds with the feature `fault-points` contain this code. `STERNA_FAULT=NAME:crash` kills the process at the fault point
 //! NAME with SIGKILL. `STERNA_FAULT=NAME:hold:PATH` opens the FIFO at `PATH` for writing, which shows the test that the point is
-//! reached, and waits until the test closes its end. Direct mode has points of its own between two commands to QEMU: `direct.before-stop`,
-//! `direct.before-state` and `direct.after-cont`.
+//! reached, and waits until the test closes its end. A hold happens once: at the first time that its point is reached.
+//!
+//! The fault points are the [crash points](CrashPoint) of the switchover, and the [points of a pause](PausePoint) besides.
 //!
 //! For direct mode, `STERNA_WITHOUT_SETTLING=1` removes the wait between the scan for written pages and their reading, so that a test
 //! can show why the wait is needed; `STERNA_SETTLING_TIME=MILLISECONDS` shortens it, and the time that storage has to answer before the
 //! decision. `STERNA_COMMAND_TIME=MILLISECONDS` (see `qmp.rs`) is how long a command may wait for storage before that is reported.
 
+use std::fmt;
 use std::time::Duration;
 
 use sterna_engine::report::{Observer, Progress, ReceiveProgress};
@@ -35,8 +37,43 @@ impl Observer for WithFaultPoints<'_> {
     }
 
     fn step(&self, moment: Moment, step: Step) {
-        reached(&CrashPoint { moment, step }.to_string());
+        reached(CrashPoint { moment, step });
     }
+}
+
+/// A fault point between two commands to QEMU, around the pause of the guest: what other programs do to its QEMU there is of consequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PausePoint {
+    /// A round has begun, and was permitted.
+    Round,
+    /// The guest runs, for the last time before it is stopped.
+    BeforeStop,
+    /// The guest was stopped, and nothing was done to it since.
+    Stopped,
+    /// The devices were saved, and all was checked that is checked before the destination is prepared.
+    Saved,
+    /// The saved state is about to be sent.
+    SendingState,
+    /// The guest was let run, at either side, and was not looked at since.
+    Continued,
+}
+
+impl fmt::Display for PausePoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Round => "source.in-round",
+            Self::BeforeStop => "source.before-stop",
+            Self::Stopped => "source.after-stop",
+            Self::Saved => "source.after-save",
+            Self::SendingState => "source.before-state",
+            Self::Continued => "after-cont",
+        })
+    }
+}
+
+/// Stops or kills the process at `point` if a test chose it.
+pub(super) fn at(point: PausePoint) {
+    reached(point);
 }
 
 /// Returns whether pages are to be read without waiting for pending writes, which loses these writes.
@@ -62,15 +99,16 @@ pub(super) fn settling_time(usual: Duration) -> Duration {
     Duration::from_millis(wanted.parse().expect("STERNA_SETTLING_TIME is a number of milliseconds"))
 }
 
-/// A moment between two commands to QEMU, in which a test acts as another program does.
 #[cfg(not(feature = "fault-points"))]
-pub(super) fn reached(_: &str) {}
+fn reached(_: impl fmt::Display) {}
 
 #[cfg(feature = "fault-points")]
-pub(super) fn reached(point: &str) {
+fn reached(point: impl fmt::Display) {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    static HELD: AtomicBool = AtomicBool::new(false);
     let Ok(wanted) = std::env::var("STERNA_FAULT") else { return };
     let Some((name, action)) = wanted.split_once(':') else { panic!("STERNA_FAULT has no action: {wanted}") };
-    if name != point {
+    if name != point.to_string() {
         return;
     }
     if action == "crash" {
@@ -79,6 +117,9 @@ pub(super) fn reached(point: &str) {
         let _ = rustix::process::kill_process(own, rustix::process::Signal::KILL);
         unreachable!("SIGKILL cannot be survived");
     } else if let Some(path) = action.strip_prefix("hold:") {
+        if HELD.swap(true, Ordering::Relaxed) {
+            return;
+        }
         tracing::warn!("holding at {point}, as asked");
         let fifo = std::fs::OpenOptions::new().write(true).open(path).expect("the test has made its FIFO");
         wait_for_hang_up(&fifo);

@@ -13,7 +13,7 @@ use sterna_engine::report::Observer;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::text::cleaned;
 
-use super::fault;
+use super::fault::{self, PausePoint};
 use super::qemu::ended_by_itself;
 use crate::qmp::{Qmp, QmpError, RunState};
 
@@ -166,6 +166,15 @@ impl<'a> Storage<'a> {
         }
     }
 
+    /// Returns the run state, once QEMU answers.
+    ///
+    /// # Errors
+    /// QEMU has ended, or the patience is over.
+    pub(super) fn run_state(&self, qmp: &Qmp, patience: Patience) -> Result<RunState, StorageError> {
+        let answer = self.execute(qmp, "query-status", json!({}), patience)?;
+        Ok(RunState::named(answer["status"].as_str().unwrap_or_default()))
+    }
+
     /// Lets the guest run (QMP `cont`), and confirms that it runs, or has run: its first instructions may switch it off, and another program
     /// may have stopped it right after.
     ///
@@ -184,9 +193,8 @@ impl<'a> Storage<'a> {
         self.execute(qmp, "cont", json!({}), patience)?;
         // QEMU sends RESUME before the answer, if the guest did not run already.
         let resumed = !qmp.take_events(&["RESUME"]).is_empty();
-        fault::reached("direct.after-cont");
-        let answer = self.execute(qmp, "query-status", json!({}), patience)?;
-        let state = RunState::named(answer["status"].as_str().unwrap_or_default());
+        fault::at(PausePoint::Continued);
+        let state = self.run_state(qmp, patience)?;
         if resumed && !state.has_executed() {
             self.note(&format!(
                 "the guest was let run and does not run any more (QEMU: {state}): another program has stopped it"

@@ -16,7 +16,7 @@ use sterna_wire::switchover::SourceAfter;
 use super::ram::Watched;
 use super::stream::has_nested_guest;
 use super::throttle::VcpuThrottle;
-use crate::gateway::fault;
+use crate::gateway::fault::{self, PausePoint};
 use crate::gateway::neighbours::{self, Media};
 use crate::gateway::qemu::{self, SOURCE_QUIT_TIME};
 use crate::gateway::storage::{Patience, STORAGE_TIME, Storage, StorageError};
@@ -106,6 +106,14 @@ impl<'a> QemuSource<'a> {
     fn take_back(&self) -> Result<(), VmmError> {
         let mut deadline = None;
         let mut warned = false;
+        let state = self.storage.run_state(&self.qmp, Patience::Endless)?;
+        if state.meaning() == Meaning::Migrated {
+            return Err(format!(
+                "another program has migrated the guest while it was paused (QEMU: {state}): it may run where that program has moved it to, so \
+                 it was not resumed here; end this QEMU if it does, else resume the guest (QMP cont)"
+            )
+            .into());
+        }
         loop {
             match self.storage.cont(&self.qmp, Patience::Endless) {
                 Ok(()) => return Ok(()),
@@ -221,6 +229,7 @@ impl SourceVmm for QemuSource<'_> {
     }
 
     fn settle_io(&mut self) -> Result<(), VmmError> {
+        fault::at(PausePoint::Round);
         if fault::without_settling() {
             return Ok(());
         }
@@ -270,7 +279,12 @@ impl SourceVmm for QemuSource<'_> {
             return Err(end.into());
         }
         match state.meaning() {
-            Meaning::Stopped if state.name() == "paused" => Ok(()),
+            Meaning::Stopped if state.name() == "paused" => {
+                // Another program's migration may have begun since the guest was paused. One that fails or is cancelled makes the disks
+                // active again (`migration_block_activate` in QEMU's migration/block-active.c), which the destination could not lock then.
+                neighbours::check_migration(&self.qmp)?;
+                Ok(neighbours::check_inactive(&self.qmp)?)
+            }
             // A reset that the guest requested just before it was stopped is carried out here and would be lost at the destination, where
             // the guest would wait for it for ever. `prelaunch` is the state after it; `cont` lets the guest boot.
             Meaning::Stopped if !state.has_executed() => Err(format!(
@@ -300,15 +314,16 @@ impl SourceVmm for QemuSource<'_> {
         // The throttle ends first: in `stop`, QEMU waits for each vCPU thread.
         self.throttle = None;
         let patience = Patience::of_a_step();
-        fault::reached("direct.before-stop");
+        fault::at(PausePoint::BeforeStop);
         self.stop(patience)?;
-        match self.check_and_save(patience) {
-            Ok(state) => {
-                self.state = Some(state);
-                self.resumed_meanwhile().map_or(Ok(()), Err)
-            }
-            Err(error) => Err(self.resumed_meanwhile().unwrap_or(error)),
+        fault::at(PausePoint::Stopped);
+        let saved = self.check_and_save(patience);
+        if let Some(error) = self.resumed_meanwhile() {
+            return Err(error);
         }
+        self.state = Some(saved?);
+        fault::at(PausePoint::Saved);
+        Ok(())
     }
 
     fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
@@ -328,7 +343,7 @@ impl SourceVmm for QemuSource<'_> {
     }
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
-        fault::reached("direct.before-state");
+        fault::at(PausePoint::SendingState);
         let saved = self.state.as_ref().ok_or("the guest was not stopped")?;
         Ok(state.write_all(saved)?)
     }

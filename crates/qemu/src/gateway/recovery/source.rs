@@ -133,7 +133,8 @@ impl Remains<'_> {
         self.qmp.as_ref().and_then(|qmp| qemu::clean_up(qmp).err())
     }
 
-    /// Returns the sentence about a guest that stays here. It may have been stopped by another program, or by itself.
+    /// Returns the sentence about a guest that stays here. It may have been stopped by another program, or by itself. Of a migration that was
+    /// settled before, no QEMU is asked: what became of its guest since is not known.
     fn guest_that_stays(&self) -> String {
         guest_here("source", self.qmp.as_ref())
     }

@@ -18,6 +18,7 @@ use super::migration::Stage;
 use super::rounds::RoundsWatch;
 use crate::gateway::SendOptions;
 use crate::gateway::backlog::Backlog;
+use crate::gateway::fault::{self, PausePoint};
 use crate::gateway::qemu::{self, QemuEvent};
 use crate::gateway::source_stream::StreamNews;
 use crate::gateway::storage::{Patience, Storage};
@@ -227,6 +228,7 @@ impl Driver<'_> {
     fn handle_qemu(&mut self, event: QemuEvent) -> Option<SourceEvent> {
         match event {
             QemuEvent::Stopped => {
+                fault::at(PausePoint::Stopped);
                 self.compression.set_urgent(true);
                 self.kernel.moments.stopped();
                 self.kernel.guest_stays_paused();
