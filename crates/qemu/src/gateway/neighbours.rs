@@ -62,6 +62,14 @@ pub(super) fn check_migration(qmp: &Qmp) -> Result<(), String> {
     Ok(())
 }
 
+/// Returns what other programs have begun that QEMU's own migration neither refuses nor waits for: a job, or another medium or size of a drive.
+/// A QEMU that does not answer shows nothing: it may be completing its migration on slow storage.
+pub(super) fn seen_beside_migration(qmp: &Qmp, media: &Media) -> Option<String> {
+    let jobs = qmp.execute("query-jobs", json!({})).ok()?;
+    let now = Media::of(qmp).ok()?;
+    check_listed_jobs(&jobs).and_then(|()| media.compare(&now)).err()
+}
+
 /// What a drive of the guest has in it. Not the name of the node: a job puts a filter above it, and the job is what is to be reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Medium {

@@ -39,7 +39,7 @@ use super::backlog::Backlog;
 use super::claim::Claim;
 use super::fault::WithFaultPoints;
 use super::features::{FEATURES, WITH_DELTAS};
-use super::neighbours;
+use super::neighbours::{self, Media};
 use super::qemu;
 use super::sockets::Listens;
 use super::{GatewayError, SendMode, SendOptions, direct, earlier};
@@ -83,6 +83,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let (control, cancel) = (steering.control(), steering.cancel());
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
     qemu::unknown_process_note(&qmp).iter().for_each(|note| observer.note(note));
+    let media = Media::of(&qmp).map_err(GatewayError::untouched)?;
     let engines = options.qatzip.engines(options.method, options.channels);
     let (engines, line) = engines.map_err(GatewayError::untouched)?;
     line.iter().for_each(|line| observer.note(line));
@@ -171,6 +172,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         moved: (0, 0),
         machine_name: format!("{} {}", machine.monitor, machine.machine_type),
         not_direct,
+        media,
         backlog,
     };
     let end = run_source(&mut driver, &inbox, first);

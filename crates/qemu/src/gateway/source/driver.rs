@@ -19,6 +19,7 @@ use super::rounds::RoundsWatch;
 use crate::gateway::SendOptions;
 use crate::gateway::backlog::Backlog;
 use crate::gateway::fault::{self, PausePoint};
+use crate::gateway::neighbours::{self, Media};
 use crate::gateway::qemu::{self, QemuEvent};
 use crate::gateway::source_stream::StreamNews;
 use crate::gateway::storage::{Patience, Storage};
@@ -70,6 +71,8 @@ pub(super) struct Driver<'a> {
     pub(super) machine_name: String,
     /// Why the migration is not in direct mode.
     pub(super) not_direct: String,
+    /// The media of the guest's drives at the start.
+    pub(super) media: Media,
     /// Events of QEMU that have not been handled.
     pub(super) backlog: Backlog,
 }
@@ -145,7 +148,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
                 if let Some(moving) = self.stage.moving() {
                     moving.plane.sync.open();
                 }
-                None
+                self.other_program()
             }
             ControlMessage::ReturnPath(message) => {
                 match message {
@@ -200,6 +203,12 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     }
 
     fn tick(&mut self) {
+        if self.stage.begun()
+            && self.kernel.moments.paused.is_none()
+            && let Some(SourceEvent::Failed { reason }) = self.other_program()
+        {
+            self.kernel.abort.raise(reason);
+        }
         self.watch_progress();
         self.report_progress();
     }
@@ -235,7 +244,7 @@ impl Driver<'_> {
                 if self.kernel.moments.drained.is_none() && self.stage.accepted() {
                     self.kernel.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
                 }
-                self.stopped_by_another()
+                self.stopped_by_another().or_else(|| self.other_program())
             }
             QemuEvent::Resumed => {
                 self.compression.set_urgent(false);
@@ -282,6 +291,16 @@ impl Driver<'_> {
                 format_args!("the guest stopped during the migration (QEMU: {status}); only a running guest is moved");
             SourceEvent::Failed { reason: Reason::new(ErrorKind::Monitor, text) }
         })
+    }
+
+    /// Fails the migration because of what another program has begun: a job under which QEMU may abort when it makes the disks inactive, or
+    /// a drive that the destination would show the guest as it was before.
+    fn other_program(&self) -> Option<SourceEvent> {
+        if self.kernel.decided() || self.kernel.abort.is_over() {
+            return None;
+        }
+        let text = neighbours::seen_beside_migration(&self.qmp, &self.media)?;
+        Some(SourceEvent::Failed { reason: Reason::new(ErrorKind::Monitor, text) })
     }
 
     fn drain(&mut self) {
