@@ -238,7 +238,7 @@ impl Report {
                 reason.as_deref().unwrap_or("its monitor died")
             ),
             (Outcome::Unconfirmed, reason) => format!(
-                "migration {} was decided for {}, but is not settled ({}); the guest does not run here: run \
+                "migration {} was decided for {}, but is not settled ({}); the guest belongs to that host: never resume it here; run \
                  `sterna recover {}` on both hosts",
                 self.id,
                 self.destination,
