@@ -39,6 +39,7 @@ mod options;
 mod process;
 mod qemu;
 pub mod ram;
+pub mod recorder;
 mod shared;
 mod skip;
 mod tools;
