@@ -19,6 +19,7 @@ mod guest_ends;
 mod move_guest;
 mod moved_by_others;
 mod neighbours;
+mod other_hands;
 mod outcomes;
 mod post_copy;
 mod preallocated;

@@ -3,4 +3,5 @@
 mod aborted;
 mod accelerated;
 mod kills;
+mod other_hands;
 mod slowed_down;
