@@ -9,6 +9,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::description::Description;
 use crate::limits::MAX_CONTROL_MESSAGE;
 #[cfg(doc)]
 use crate::limits::{MAX_DEVICE_CHANNELS, MAX_OPENING};
@@ -243,6 +244,9 @@ pub enum ControlMessage {
         /// The reasons, for a person; none if the migration would be accepted.
         refusals: Vec<String>,
     },
+    /// Destination, to a source that requires the capability `description-1`: its machine. Nothing was begun, and the connection is closed
+    /// after it.
+    Described(Description),
     /// Destination: the guest's RAM blocks are known and ready to be filled; pages may be sent. With the placement of
     /// each block.
     Ready {
@@ -323,6 +327,7 @@ impl ControlMessage {
             Self::Welcome(_) => "welcome",
             Self::Refused(_) => "refused",
             Self::Checked { .. } => "checked",
+            Self::Described(_) => "described",
             Self::Ready { .. } => "ready",
             Self::Totals(_) => "totals",
             Self::ReturnPath(_) => "return_path",
@@ -417,6 +422,7 @@ mod tests {
             }),
             ControlMessage::Refused(Reason::other("no")),
             ControlMessage::Checked { refusals: Vec::new() },
+            ControlMessage::Described(Description::default()),
             ControlMessage::Ready { placement: Vec::new(), deltas: Vec::new() },
             ControlMessage::Totals(Totals::default()),
             ControlMessage::ReturnPath(ReturnPath::Shut(0)),

@@ -7,6 +7,7 @@
 //! * [`header`]: the first message of every connection, and the reply; [`identity`]: the proof that it belongs to this
 //!   migration.
 //! * [`handshake`]: capabilities offered and chosen.
+//! * [`description`]: a virtual machine in named facts, by which two machines are compared.
 //! * [`control`]: the small messages; [`switchover`]: which host may run the guest, and which decides.
 //! * [`packet`]: pages, device state and all other bulk data, [`delta`]: pages as changes; [`device`]: the state of one
 //!   device, in any order; [`sequence`]: that no packet is missing.
@@ -18,6 +19,7 @@ mod channel_kind;
 pub mod checksum;
 pub mod control;
 pub mod delta;
+pub mod description;
 pub mod device;
 pub mod handshake;
 pub mod header;

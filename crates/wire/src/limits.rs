@@ -16,6 +16,12 @@ pub const MAX_DEVICE_CHANNELS: u16 = MAX_RAM_CHANNELS - 1;
 pub const MAX_DEVICES: usize = 256;
 /// Maximum bytes of the message of the source's monitor that opens a migration.
 pub const MAX_OPENING: usize = 64 << 10;
+/// Maximum number of facts in the description of a machine.
+pub const MAX_FACTS: usize = 16384;
+/// Maximum length of a fact's name, in bytes.
+pub const MAX_FACT_NAME: usize = 1024;
+/// Maximum length of a fact's value, in bytes.
+pub const MAX_FACT_VALUE: usize = 64 << 10;
 /// Maximum number of opaque channels of one session that carries a connection (NBD, libvirt's control socket): one for each direction.
 pub const MAX_OPAQUE_CHANNELS: u16 = 2;
 /// Maximum length of a control message, in bytes of JSON.

@@ -29,6 +29,13 @@ pub(crate) struct SendArgs {
     /// Keep up to this much of the sent pages, such as 1GiB, and send only the changes of a page that is sent again [default: none]
     #[arg(long, value_name = "SIZE", default_value = "0", hide_default_value = true, value_parser = units::size)]
     pub(crate) delta_cache: u64,
+    /// Send the guest although the destination's machine differs in this: a name from a refusal, or its beginning, such as disk; may be
+    /// given several times
+    #[arg(long, value_name = "NAME")]
+    pub(crate) allow_difference: Vec<String>,
+    /// Send the guest although the destination's CPU lacks features that it has: it is lost as soon as it uses one of them
+    #[arg(long)]
+    pub(crate) force_cpu: bool,
     /// How the guest's memory is read: direct (from outside QEMU) where that is possible, else by QEMU's own migration stream
     #[arg(long, value_enum, value_name = "MODE", default_value_t = ModeArg::Auto)]
     pub(crate) mode: ModeArg,

@@ -2,7 +2,7 @@
 
 use sterna_engine::live_control::Control;
 use sterna_engine::report::{Outcome, Report};
-use sterna_qemu::gateway::{DirectOptions, DryRun, SendOptions, dry_run, send};
+use sterna_qemu::gateway::{AllowedDifferences, DirectOptions, DryRun, SendOptions, dry_run, send};
 
 use super::{Failure, Summary, method_choice, migration, security, state_dir};
 use crate::args::{ModeArg, SendArgs};
@@ -49,6 +49,7 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         packet_size: args.link.packet_size,
         delta_cache: args.delta_cache,
         normal_page_ratio: args.normal_page_ratio,
+        allowed: AllowedDifferences { names: args.allow_difference.clone(), cpu: args.force_cpu },
         mode: args.mode.into(),
         direct: direct(args)?,
         source_after: args.source_after.into(),

@@ -16,6 +16,7 @@ mod dry_run;
 mod exit_codes;
 mod forwarded_monitor;
 mod guest_ends;
+mod machines;
 mod move_guest;
 mod moved_by_others;
 mod neighbours;

@@ -68,7 +68,7 @@ pub(super) fn run(
     offered.push(OPENING);
     offered.extend(given.as_ref().is_none_or(|given| given.no_post_copy.is_none()).then_some(POST_COPY));
     let features = Features { offered: &offered, ..Destination::FEATURES };
-    let handshake = Handshake { takes: &[(Mode::Embedded, features)], refusals: &refusals };
+    let handshake = Handshake { takes: &[(Mode::Embedded, features)], refusals: &refusals, describe: None };
     let (source, machine) = loop {
         let source = handshake.first(&incoming, cancel, |source| observer.note(&source.to_string()));
         let Some(mut source) = source else {

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use sterna_codec::Encoding;
 use sterna_wire::control::{Capabilities, ControlMessage, ControlReader, Hello, Machine, Mode};
+use sterna_wire::description::Description;
 use sterna_wire::handshake::conclude;
 use sterna_wire::header::ChannelKind;
 use sterna_wire::identity::{MigrationId, MigrationKey};
@@ -101,6 +102,20 @@ pub fn dry_run(offer: &Offer<'_>, cancel: &Cancel) -> Result<DryRunAnswer, Sessi
             refusals: refusals.iter().take(MAX_REFUSALS).map(|reason| sterna_wire::text::cleaned(reason)).collect(),
             round_trip: opened.round_trip,
         }),
+        unexpected => Err(unexpected_answer(offer, &unexpected)),
+    }
+}
+
+/// Asks the destination for its machine, without beginning a migration. The offer requires [`DESCRIPTION`](super::DESCRIPTION).
+///
+/// # Errors
+/// The destination cannot be reached, refuses to answer, cannot describe its machine, or its answer is beyond the limits.
+pub fn describe(offer: &Offer<'_>, cancel: &Cancel) -> Result<Description, SessionError> {
+    match exchange_hello(offer, cancel)?.answer {
+        ControlMessage::Described(description) => match description.check() {
+            Ok(()) => Ok(description),
+            Err(error) => Err(SessionError::new(format_args!("{}: {error}", offer.to))),
+        },
         unexpected => Err(unexpected_answer(offer, &unexpected)),
     }
 }

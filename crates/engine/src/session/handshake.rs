@@ -10,13 +10,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, ControlReader, Hello, Machine, Mode, Welcome};
+use sterna_wire::description::Description;
 use sterna_wire::handshake::{Refusal, choose};
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_CONTENT};
 use sterna_wire::reason::Reason;
 
 use super::acceptor::UNDER_WAY;
-use super::{DRY_RUN, Features, Session, program};
+use super::{DESCRIPTION, DRY_RUN, Features, Session, program};
 use crate::cancel::Cancel;
 use crate::control_link::{receive_message, send_message};
 use crate::hand_over::{NO_THREAD, spawn_with};
@@ -125,33 +126,59 @@ pub struct Handshake<'a> {
     pub takes: &'a [(Mode, Features<'a>)],
     /// Returns further reasons to refuse a source. The source receives the first; a source that makes a dry run receives all.
     pub refusals: &'a (dyn Fn(&Hello) -> Vec<String> + Sync),
+    /// Describes the machine here to sources that ask for it; none where the capabilities do not have [`DESCRIPTION`].
+    pub describe: Option<Describe<'a>>,
+}
+
+/// Describes a destination's machine, or fails with the reason.
+pub type Describe<'a> = &'a (dyn Fn() -> Result<Description, String> + Sync);
+
+/// What a source asks for in its hello.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SourceRequest {
+    /// A migration.
+    Migration,
+    /// Whether a migration would begin.
+    DryRun,
+    /// The destination's machine.
+    Description,
 }
 
 /// A source with which no migration begins.
 #[derive(Debug)]
 pub struct Declined {
-    /// Whether the source only asked whether one would begin.
-    pub dry_run: bool,
+    /// What the source asked for.
+    pub request: SourceRequest,
     /// Which source, and the reason or the answer.
     pub reason: String,
 }
 
 impl Declined {
     fn refused(reason: impl Into<String>) -> Self {
-        Self { dry_run: false, reason: reason.into() }
+        Self { request: SourceRequest::Migration, reason: reason.into() }
     }
 }
 
-/// For the log: a refusal, or a dry run.
+/// For the log: a refusal, a dry run, or a description.
 impl fmt::Display for Declined {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", if self.dry_run { "dry run" } else { "refused" }, self.reason)
+        let answer = match self.request {
+            SourceRequest::Migration => "refused",
+            SourceRequest::DryRun => "dry run",
+            SourceRequest::Description => "described",
+        };
+        write!(f, "{answer}: {}", self.reason)
     }
+}
+
+/// Returns whether a source requires a capability.
+fn requires(hello: &Hello, capability: &str) -> bool {
+    hello.capabilities.required.iter().any(|feature| feature == capability)
 }
 
 /// Returns whether a source only asks whether a migration would begin.
 pub fn is_dry_run(hello: &Hello) -> bool {
-    hello.capabilities.required.iter().any(|feature| feature == DRY_RUN)
+    requires(hello, DRY_RUN)
 }
 
 impl Handshake<'_> {
@@ -258,6 +285,22 @@ impl Handshake<'_> {
         let same_mode = self.takes.iter().find(|(mode, _)| *mode == hello.mode);
         let (_, features) = same_mode.unwrap_or(&self.takes[0]);
         let chosen = choose(&features.capabilities(MAX_CONTENT), header, &exporter, &hello);
+        if let (true, Ok(_), Some(_), Some(describe)) =
+            (requires(&hello, DESCRIPTION), &chosen, same_mode, self.describe)
+        {
+            // Sending fails where the peer is gone, which needs no answer.
+            return Err(match describe() {
+                Ok(description) => {
+                    let _ = send_message(&mut writer, &ControlMessage::Described(description));
+                    Declined { request: SourceRequest::Description, reason: format!("{peer}; nothing was begun") }
+                }
+                Err(reason) => {
+                    let declined = refused(&reason);
+                    let _ = send_message(&mut writer, &ControlMessage::Refused(Reason::other(reason)));
+                    declined
+                }
+            });
+        }
         let mut objections: Vec<String> = Vec::new();
         objections.extend(same_mode.is_none().then(|| wrong_mode(hello.mode, self.takes[0].0)));
         // A reason in the destination's own words explains more than the name of a capability.
@@ -274,7 +317,10 @@ impl Handshake<'_> {
             };
             // Fails where the peer is gone, which needs no answer.
             let _ = send_message(&mut writer, &ControlMessage::Checked { refusals: objections });
-            return Err(Declined { dry_run: true, reason: format!("{peer}: {answer}; nothing was begun") });
+            return Err(Declined {
+                request: SourceRequest::DryRun,
+                reason: format!("{peer}: {answer}; nothing was begun"),
+            });
         }
         let (key, chosen) = match (objections.is_empty(), chosen) {
             (true, Ok(chosen)) => chosen,
@@ -340,7 +386,10 @@ mod tests {
     use sterna_test_kit::threads::no_more_threads;
     use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 
+    use sterna_codec::Encoding;
+
     use super::*;
+    use crate::session::{Offer, describe};
     use crate::transport::{Limits, Listener, Security};
 
     const FEATURES: Features<'static> = Features { offered: &[], required: &[] };
@@ -354,7 +403,8 @@ mod tests {
         let waiting = std::thread::spawn({
             let cancel = cancel.clone();
             move || {
-                let handshake = Handshake { takes: &[(Mode::Owner, FEATURES)], refusals: &|_| Vec::new() };
+                let handshake =
+                    Handshake { takes: &[(Mode::Owner, FEATURES)], refusals: &|_| Vec::new(), describe: None };
                 handshake.first(&incoming, &cancel, |_| {})
             }
         });
@@ -397,7 +447,8 @@ mod tests {
             let cancel = cancel.clone();
             move || {
                 no_more_threads();
-                let handshake = Handshake { takes: &[(Mode::Owner, FEATURES)], refusals: &|_| Vec::new() };
+                let handshake =
+                    Handshake { takes: &[(Mode::Owner, FEATURES)], refusals: &|_| Vec::new(), describe: None };
                 let declined = Mutex::new(Vec::new());
                 let first =
                     handshake.first(&incoming, &cancel, |source| declined.lock().unwrap().push(source.to_string()));
@@ -420,6 +471,63 @@ mod tests {
         let (accepted, declined) = waiting.join().unwrap();
         assert!(!accepted && declined.len() == 3, "{declined:?}");
         assert!(declined.iter().all(|line| line.contains("no thread for the connection")), "{declined:?}");
+    }
+
+    #[test]
+    fn a_source_that_asks_for_the_machine_gets_it_or_the_reason_and_listening_goes_on() {
+        let asks = Features { offered: &[DESCRIPTION], required: &[DESCRIPTION] };
+        let knows = Features { offered: &[DESCRIPTION], required: &[] };
+        let fact = |name: &str| Description {
+            families: ["uuid".to_owned()].into(),
+            facts: [(name.to_owned(), "1".to_owned())].into(),
+        };
+        // What the destination answers, and what the source gets.
+        let cases: [(Features<'static>, Result<Description, String>, &str); 4] = [
+            (knows, Ok(fact("uuid")), ""),
+            (knows, Err("QEMU does not answer".into()), "refuses: QEMU does not answer"),
+            (knows, Ok(fact(&"n".repeat(5000))), "a name of 5000 bytes"),
+            (FEATURES, Ok(fact("uuid")), "\"description-1\", which the destination does not have"),
+        ];
+        for (features, answer, expected) in cases {
+            let listener = Listener::bind("127.0.0.1:0").unwrap();
+            let to = listener.local_address();
+            let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
+            let cancel = Cancel::new();
+            let (asked, declined) = std::thread::scope(|scope| {
+                let waiting = scope.spawn(|| {
+                    let declined = Mutex::new(Vec::new());
+                    let describe = || answer.clone();
+                    let takes = [(Mode::Owner, features)];
+                    let handshake = Handshake { takes: &takes, refusals: &|_| Vec::new(), describe: Some(&describe) };
+                    let first =
+                        handshake.first(&incoming, &cancel, |source| declined.lock().unwrap().push(source.request));
+                    assert!(first.is_none(), "cancelled");
+                    declined.into_inner().unwrap()
+                });
+                let offer = Offer {
+                    to: &to,
+                    security: &Security::Insecure,
+                    channels: 1,
+                    packet_size: MAX_CONTENT,
+                    machine: Machine::default(),
+                    mode: Mode::Owner,
+                    features: asks,
+                    encoding: Encoding::default(),
+                    patience: Duration::ZERO,
+                };
+                // Twice: the first one did not end the listening.
+                let asked = [(); 2].map(|()| describe(&offer, &Cancel::new()).map_err(|error| error.to_string()));
+                cancel.cancel();
+                (asked, waiting.join().unwrap())
+            });
+            assert_eq!(declined.len(), 2);
+            for asked in asked {
+                match asked {
+                    Ok(description) => assert_eq!((Ok(description), ""), (answer.clone(), expected)),
+                    Err(error) => assert!(!expected.is_empty() && error.contains(expected), "{error}"),
+                }
+            }
+        }
     }
 
     #[test]

@@ -30,8 +30,8 @@ use crate::receive::PacketRules;
 use crate::transport::TransportError;
 
 pub use self::acceptor::{ChannelAcceptor, ExtraChannelHandler, PagesPlaced, Refused, Sinks, receive_thread};
-pub use self::dial::{DryRunAnswer, Offer, Opened, dial, dry_run};
-pub use self::handshake::{AcceptedSource, Declined, Handshake, is_dry_run};
+pub use self::dial::{DryRunAnswer, Offer, Opened, describe, dial, dry_run};
+pub use self::handshake::{AcceptedSource, Declined, Describe, Handshake, SourceRequest, is_dry_run};
 pub use self::peer::{ConnectionEvent, OnConnectionEvent, Peer, PeerEvent, link_events};
 pub use self::redial::{Backoff, DIAL_PAUSE, MAX_DIAL_PAUSE, Redial};
 pub use self::serve::{Entered, MAX_SESSIONS, Sessions};
@@ -41,6 +41,9 @@ pub const UNCHECKED: &str = "unchecked-1";
 
 /// The capability to answer whether a migration would begin, without beginning one, version 1. A source that offers it requires it.
 pub const DRY_RUN: &str = "dry-run-1";
+
+/// The capability to describe the destination's machine without beginning a migration, version 1. A source that offers it requires it.
+pub const DESCRIPTION: &str = "description-1";
 
 /// The capability to send the destination's monitor a message before it accepts, version 1. Only a source that has such a message offers
 /// it, and requires it then.

@@ -219,7 +219,7 @@ mod tests {
         let to = listener.local_address();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let sessions = Sessions::new(&incoming);
-        let handshake = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusals: &|_| Vec::new() };
+        let handshake = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusals: &|_| Vec::new(), describe: None };
         let (end, ended) = channel::<()>();
         let ended = Mutex::new(ended);
         // Each migration is served until the test lets one end.

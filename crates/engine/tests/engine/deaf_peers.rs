@@ -28,7 +28,7 @@ use crate::odd_peers::{BUSY, FEATURES, Nowhere, PAGES, SHAPES};
 /// Takes a source's pages and sends it heartbeats until `ended`. Reads nothing that the source sends on the control channel.
 fn deaf_destination(listener: Listener, ended: &Receiver<()>) {
     let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
-    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
+    let greeting = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new(), describe: None };
     let mut greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
     let abort = Arc::new(Abort::default());
     let sinks = Box::new(Nowhere(SHAPES.into(), Arc::default()));

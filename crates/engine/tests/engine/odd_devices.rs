@@ -226,7 +226,8 @@ fn a_destination_that_names_devices_that_do_not_exist_is_refused_and_the_guest_c
             let error = std::thread::scope(|scope| {
                 let stop = incoming.stop_handle();
                 scope.spawn(move || {
-                    let handshake = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
+                    let handshake =
+                        Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new(), describe: None };
                     let accepted = handshake.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                     let (sender, news) = channel();
                     let on_event: OnConnectionEvent = Arc::new(move |event| drop(sender.send(event)));

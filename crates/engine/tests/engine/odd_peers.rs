@@ -144,7 +144,7 @@ fn odd_destination(
     mut answers: impl FnMut(&ControlMessage) -> Vec<ControlMessage>,
 ) -> Vec<ControlMessage> {
     let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
-    let handshake = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
+    let handshake = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new(), describe: None };
     let accepted = handshake.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
     let (tell, news) = news();
     let events = link_events(&tell, 1);
@@ -302,7 +302,8 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
         let mut migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
         let (error, dials) = std::thread::scope(|scope| {
             let destination = scope.spawn(move || {
-                let handshake = Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new() };
+                let handshake =
+                    Handshake { takes: &[(Mode::Embedded, FEATURES)], refusals: &|_| Vec::new(), describe: None };
                 let mut accepted = handshake.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                 control_link::send_message(&mut accepted.writer, &ControlMessage::Welcome(accepted.welcome)).unwrap();
                 drop((accepted.writer, accepted.reader));
@@ -516,7 +517,7 @@ fn a_source_that_was_accepted_receives_why_its_memory_cannot_be_prepared() {
             let to = &mut to;
             let receiving = scope.spawn(move || {
                 let takes = [(Mode::Embedded, Destination::FEATURES)];
-                let handshake = Handshake { takes: &takes, refusals: &|_| Vec::new() };
+                let handshake = Handshake { takes: &takes, refusals: &|_| Vec::new(), describe: None };
                 let source = handshake.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                 // No device can ever send a byte into this queue.
                 let destination = Destination::new(receives).device_queue(0);

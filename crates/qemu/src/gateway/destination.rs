@@ -14,7 +14,7 @@ use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::{send_message, with_heartbeats};
 use sterna_engine::destination::Destination;
 use sterna_engine::report::{Observer, ReceiveReport};
-use sterna_engine::session::{AcceptedSource, DRY_RUN, Declined, Features, Handshake, is_dry_run};
+use sterna_engine::session::{AcceptedSource, DRY_RUN, Declined, Features, Handshake, SourceRequest, is_dry_run};
 use sterna_engine::transport::{Incoming, Limits, Listener};
 use sterna_engine::wakers::Registration;
 use sterna_wire::control::{ControlMessage, Hello, Mode};
@@ -24,7 +24,7 @@ use super::claim::Claim;
 use super::features::{DESTINATION, DESTINATION_WITH_DELTAS};
 use super::qemu::{self, QUIT_TIME};
 use super::sockets::Listens;
-use super::{GatewayError, Placement, ReceiveOptions, direct, earlier};
+use super::{GatewayError, Placement, ReceiveOptions, comparison, direct, earlier};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
 use sterna_wire::reason::{ErrorKind, Reason};
@@ -96,7 +96,8 @@ fn accept_source(
         }
         reasons
     };
-    let handshake = Handshake { takes, refusals: &refusals };
+    let describe = || comparison::describe(qmp);
+    let handshake = Handshake { takes, refusals: &refusals, describe: Some(&describe) };
     let waiting = Waiting::start(options.wait, cancel).map_err(GatewayError::untouched)?;
     let no_source = || match options.wait {
         Some(wait) if !cancel.is_cancelled() => {
@@ -110,7 +111,11 @@ fn accept_source(
         }
     };
     let identity = qemu::identity(qmp);
-    let note_declined = |source: &Declined| observer.note(&source.to_string());
+    let note_declined = |source: &Declined| match source.request {
+        // The source that begins a migration has asked, too.
+        SourceRequest::Description => tracing::debug!("{source}"),
+        _ => observer.note(&source.to_string()),
+    };
     loop {
         let mut source = handshake.first(incoming, &waiting.cancel, note_declined).ok_or_else(no_source)?;
         // Fails where the source is gone, which needs no answer.

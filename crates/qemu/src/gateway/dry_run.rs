@@ -19,6 +19,7 @@ use sterna_offload::{Accelerators, Operation};
 use sterna_wire::control::{Machine, Mode};
 
 use super::claim::Claim;
+use super::comparison::{self, NotCompared};
 use super::direct::{self, Inspected};
 use super::error::Cause;
 use super::features::DRY;
@@ -39,6 +40,8 @@ pub struct DryRun {
     pub would_begin: bool,
     /// Every refusal that was found.
     pub refusals: Vec<Refusal>,
+    /// Differences between the machines that the guest may notice.
+    pub warnings: Vec<String>,
     /// How the guest's memory would be read: `direct` or `stream`.
     pub mode: &'static str,
     /// Why not directly, if the mode is `stream`.
@@ -61,7 +64,8 @@ pub struct DryRun {
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Refusal {
-    /// Which side refuses: `source`, `destination`, or `connection` if the destination was not reached.
+    /// Which side refuses: `source`, `destination`, `machines` if the two machines do not fit, or `connection` if the destination was not
+    /// reached.
     pub side: &'static str,
     /// The kind of failure with which `send` would end.
     #[serde(skip)]
@@ -127,6 +131,18 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     if cancel.is_cancelled() {
         return Err(GatewayError::untouched("cancelled").of(ErrorKind::Cancelled));
     }
+    let mut warnings = Vec::new();
+    // A destination that cannot be asked for the one cannot be asked for the other.
+    if answer.is_ok() {
+        match comparison::with_destination(&qmp, options, cancel) {
+            Ok(verdict) => {
+                warnings = verdict.warnings;
+                verdict.refusals.into_iter().for_each(|reason| found.add("machines", ErrorKind::Refused, reason));
+            }
+            Err(NotCompared::Here(error)) => found.source(&error),
+            Err(NotCompared::There(error)) => found.add("destination", error.kind(), error.to_string()),
+        }
+    }
     let mut round_trip = None;
     match answer {
         Ok(DryRunAnswer { refusals, round_trip: measured }) => {
@@ -150,6 +166,7 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     Ok(DryRun {
         would_begin: found.0.is_empty(),
         refusals: found.0,
+        warnings,
         mode: if mode == Mode::Direct { "direct" } else { "stream" },
         not_direct: if mode == Mode::Direct { Vec::new() } else { not_direct },
         method: encoding.map(|encoding| encoding.to_string()),
@@ -303,6 +320,7 @@ impl DryRun {
         for Refusal { side, reason, .. } in &self.refusals {
             line(format!("{side}: {reason}"));
         }
+        self.warnings.iter().for_each(|warning| line(format!("warning: {warning}")));
         let why = if self.not_direct.is_empty() {
             String::new()
         } else {
@@ -352,6 +370,7 @@ mod tests {
         let run = DryRun {
             would_begin: false,
             refusals: vec![refusal("source", "it is paused"), refusal("destination", "another machine type")],
+            warnings: vec!["another model".into()],
             mode: "stream",
             not_direct: vec!["VFIO".into()],
             method: Some("auto".into()),
@@ -366,6 +385,7 @@ mod tests {
             "would be refused; nothing was begun",
             "source: it is paused",
             "destination: another machine type",
+            "warning: another model",
             "mode: stream; not direct: VFIO",
             "RAM: 4096 MiB, 1024 MiB of it populated",
             "at 10.00 Gbit/s: 0.9 s",

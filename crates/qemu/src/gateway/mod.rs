@@ -23,6 +23,7 @@ use sterna_wire::switchover::SourceAfter;
 
 mod backlog;
 mod claim;
+mod comparison;
 mod destination;
 mod direct;
 mod dry_run;
@@ -42,6 +43,7 @@ mod source;
 mod source_stream;
 mod storage;
 
+pub use comparison::AllowedDifferences;
 pub use destination::receive;
 pub use dry_run::{DryRun, Estimate, Refusal, dry_run};
 pub use error::GatewayError;
@@ -77,6 +79,8 @@ pub struct SendOptions {
     /// For tests and measurements: this share of the zero pages, in percent, is sent as if they were not zero. Direct mode does not read
     /// pages that the guest never used, so they do not count.
     pub normal_page_ratio: u8,
+    /// Differences between the two machines that do not keep the guest from being sent.
+    pub allowed: AllowedDifferences,
     /// How the guest's memory is read.
     pub mode: SendMode,
     /// Settings that need direct mode.

@@ -37,6 +37,7 @@ use self::migration::Stage;
 use self::rounds::RoundsWatch;
 use super::backlog::Backlog;
 use super::claim::Claim;
+use super::comparison::Compared;
 use super::fault::WithFaultPoints;
 use super::features::{FEATURES, WITH_DELTAS};
 use super::neighbours::{self, Media};
@@ -70,8 +71,12 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     qemu::check_state_directory(&options.state_dir).map_err(GatewayError::untouched)?;
     neighbours::check_jobs(&qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
-    let not_direct = match try_direct(&qmp, options, cancel, observer)? {
-        Direct::Done(report) => return Ok(*report),
+    let mut compared = Compared::begin(&qmp, options, cancel, observer)?;
+    let not_direct = match try_direct(&qmp, options, &mut compared, cancel, observer)? {
+        Direct::Done(mut report) => {
+            report.warnings.extend(compared.warnings);
+            return Ok(*report);
+        }
         Direct::Not(why) => why,
     };
     // Before the destination is contacted: a `migrate` that QEMU refuses would end the destination's QEMU. Direct mode needs no migration of
@@ -89,6 +94,10 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     line.iter().for_each(|line| observer.note(line));
     let encoding = engines.encoding(options.method).map_err(GatewayError::untouched)?;
 
+    if cancel.is_cancelled() {
+        return Err(GatewayError::untouched("cancelled").of(ErrorKind::Cancelled));
+    }
+    compared.confirm()?;
     let (events, inbox) = Events::channel();
     let offer = Offer {
         to: &Address::from(&options.to),
@@ -176,7 +185,9 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         backlog,
     };
     let end = run_source(&mut driver, &inbox, first);
-    Ok(driver.finish(end))
+    let mut report = driver.finish(end);
+    report.warnings.extend(compared.warnings);
+    Ok(report)
 }
 
 /// Returns the settings that QEMU's own migration needs.
@@ -201,6 +212,7 @@ enum Direct {
 fn try_direct(
     qmp: &Qmp,
     options: &SendOptions,
+    compared: &mut Compared,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Direct, GatewayError> {
@@ -248,6 +260,10 @@ fn try_direct(
             "{missing}; name one by --accel (`sterna accel list` says what is here)"
         )));
     }
+    if cancel.is_cancelled() {
+        return Err(GatewayError::untouched("cancelled").of(ErrorKind::Cancelled));
+    }
+    compared.confirm()?;
     match direct::send(ready, qmp, options, offload, cancel, observer) {
         Ok(report) => Ok(Direct::Done(Box::new(report))),
         // Only the destination could know this reason. The guest was not touched.

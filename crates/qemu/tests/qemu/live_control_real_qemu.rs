@@ -11,7 +11,8 @@ use sterna_engine::migration::Phase;
 use sterna_engine::report::{Observer, Outcome, Progress, Report};
 use sterna_engine::transport::Security;
 use sterna_qemu::gateway::{
-    DirectOptions, Placement, ReceiveOptions, SendMode, SendOptions, SocketDirectory, WaitLimits, receive, send,
+    AllowedDifferences, DirectOptions, Placement, ReceiveOptions, SendMode, SendOptions, SocketDirectory, WaitLimits,
+    receive, send,
 };
 use sterna_qemu::qmp::Qmp;
 use sterna_qemu_lab::ram::Ram;
@@ -106,6 +107,7 @@ fn move_by_request(mode: SendMode) -> Option<(Report, Vec<String>)> {
             packet_size: 512 << 10,
             delta_cache: 0,
             normal_page_ratio: 0,
+            allowed: AllowedDifferences::default(),
             mode,
             direct: DirectOptions::default(),
             source_after: SourceAfter::Keep,

@@ -76,7 +76,7 @@ pub fn proxy_receive(
     };
     let _obeying = under_way::obey(stop, &proxy.under_way, drain, || ());
     let refused = |reason: &str| observer.note(&format!("refused: {reason}"));
-    let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusals: &|_| Vec::new() };
+    let greeting = Handshake { takes: &[(Mode::Proxy, FEATURES)], refusals: &|_| Vec::new(), describe: None };
     sessions.serve(&incoming, &greeting, refused, |greeted| proxy.serve(greeted));
     Ok(!proxy.under_way.was_cut())
 }
