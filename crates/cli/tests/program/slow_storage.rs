@@ -295,12 +295,12 @@ fn while_held(
     let mut hold = |command: &mut Command| held = Some(Hold::at(point, scratch, command));
     let receiver = start_receive(&pair, |command| {
         if side == Side::Destination {
-            hold(command)
+            hold(command);
         }
     });
     let sender = start_send(&pair, &receiver, |command| {
         if side == Side::Source {
-            hold(command)
+            hold(command);
         }
     });
     let reached = held.unwrap().reached(if side == Side::Source { &sender } else { &receiver });
