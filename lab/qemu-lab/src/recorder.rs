@@ -179,7 +179,7 @@ pub fn check(records: &[u8], last: u32) -> Result<u32, Error> {
         }
         greatest = greatest.max(number);
         // The last record of this slot that was acknowledged.
-        let wanted = last.checked_sub(last.wrapping_sub(slot) % SLOTS).unwrap_or_default();
+        let wanted = last.saturating_sub(last.wrapping_sub(slot) % SLOTS);
         missing.extend((number < wanted).then_some((wanted, number)));
     }
     if missing.is_empty() {
