@@ -69,7 +69,8 @@ fn a_name_that_is_given_apart_is_looked_for_in_the_certificate_and_no_other() {
     let Security::Tls(settings) = site.client() else { unreachable!() };
     for (name, good) in [("elsewhere.example", true), ("localhost", false), ("127.0.0.1", false)] {
         let named = Security::Tls(settings.clone().with_server_name(name).unwrap());
-        let (opened, _) = meet_by_name(&named, &site.server("source.example"), "localhost", |received| received);
+        let (opened, _) =
+            meet_by_name(&named, &site.server("source.example"), "localhost", |received| accept_channel(received?.0));
         assert_eq!(opened.is_ok(), good, "{name}");
     }
     let refused = settings.with_server_name("not a name").unwrap_err().to_string();
