@@ -275,3 +275,13 @@ fn opaque_names_are_bounded_in_length_and_number() {
     let args = OpaqueArgs { sockets: many.collect() };
     assert_eq!(args.checked().unwrap_err(), "--opaque can be given at most 256 times");
 }
+
+#[test]
+fn another_name_for_the_certificate_needs_tls_and_a_side_that_connects() {
+    let parses = |line: &str| Cli::try_parse_from(line.split_whitespace()).is_ok();
+    let send = "sterna send --qmp q --to host:4920 --tls-server-name host.example";
+    assert!(parses(&format!("{send} --tls certs")));
+    assert!(!parses(send) && !parses(&format!("{send} --insecure")));
+    let recover = format!("sterna recover {} --tls certs --tls-server-name host.example", "0".repeat(32));
+    assert!(parses(&recover) && !parses(&format!("{recover} --allow another")));
+}

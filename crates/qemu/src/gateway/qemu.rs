@@ -268,33 +268,41 @@ fn end(qmp: &Qmp, identity: Option<ProcessIdentity>, patience: Option<Duration>,
         return closed_after_quit(qmp, accepted, Instant::now() + time);
     };
     // A stopped process answers nothing.
-    if process::is_stopped(identity.pid) && process::lives(identity) {
-        return Err(must_be_ended(identity, "it is stopped, by SIGSTOP, for instance"));
+    if patience.is_some() && process::is_stopped(identity.pid) && process::lives(identity) {
+        return Err(must_be_ended(identity, STOPPED));
     }
     let begun = Instant::now();
-    // The answer shows no more than that QEMU does not hang: the loop checks whether it lives. It may have exited by itself, or carry this out only
-    // when its storage answers.
-    let mut quitting = qmp.begin("quit", json!({}));
-    match &mut quitting {
-        Ok(quitting) => {
-            if let Some(patience) = patience
-                && matches!(quitting.wait(begun + patience), Ok(None))
-                && process::lives(identity)
-            {
-                return Err(must_be_ended(identity, format_args!("no answer within {} s", patience.as_secs())));
-            }
+    // The answer shows no more than that QEMU does not hang: the loop checks whether it lives. It may have exited by itself, or carry this out
+    // only when its storage answers.
+    let mut unanswered = qmp.begin("quit", json!({})).inspect_err(|error| tracing::debug!(%error, "quit")).ok();
+    let mut is_silent_until = |deadline| {
+        if let Some(quitting) = &mut unanswered
+            && !matches!(quitting.wait(deadline), Ok(None))
+        {
+            unanswered = None;
         }
-        Err(error) => tracing::debug!(%error, "quit"),
+        unanswered.is_some()
+    };
+    if patience.is_some_and(|patience| is_silent_until(begun + patience)) && process::lives(identity) {
+        return Err(must_be_ended(identity, HANGS));
     }
-    let deadline = begun + time;
     while process::lives(identity) {
-        if Instant::now() >= deadline {
-            return Err(format!("QEMU (process {}) does not exit", identity.pid));
+        if Instant::now() >= begun + time {
+            let stopped = process::is_stopped(identity.pid);
+            return Err(match is_silent_until(Instant::now()) {
+                true => must_be_ended(identity, if stopped { STOPPED } else { HANGS }),
+                false => format!("QEMU (process {}) does not exit", identity.pid),
+            });
         }
         std::thread::sleep(POLL_PAUSE);
     }
     Ok(())
 }
+
+/// Why a stopped process does not answer.
+const STOPPED: &str = "it is stopped, by SIGSTOP, for instance";
+/// Why another one may not.
+const HANGS: &str = "its main loop hangs, or waits for the storage of the guest's disks";
 
 /// Returns the error for a QEMU that is not ended by its monitor.
 pub(super) fn must_be_ended(qemu: ProcessIdentity, why: impl Display) -> String {
