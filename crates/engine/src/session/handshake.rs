@@ -494,13 +494,14 @@ mod tests {
             let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
             let cancel = Cancel::new();
             let (asked, declined) = std::thread::scope(|scope| {
-                let waiting = scope.spawn(|| {
+                let (answer, cancel) = (&answer, &cancel);
+                let waiting = scope.spawn(move || {
                     let declined = Mutex::new(Vec::new());
                     let describe = || answer.clone();
                     let takes = [(Mode::Owner, features)];
                     let handshake = Handshake { takes: &takes, refusals: &|_| Vec::new(), describe: Some(&describe) };
                     let first =
-                        handshake.first(&incoming, &cancel, |source| declined.lock().unwrap().push(source.request));
+                        handshake.first(&incoming, cancel, |source| declined.lock().unwrap().push(source.request));
                     assert!(first.is_none(), "cancelled");
                     declined.into_inner().unwrap()
                 });

@@ -319,7 +319,7 @@ fn an_accepted_source_gets_heartbeats_however_long_its_memory_is_prepared() {
         std::thread::scope(|scope| {
             let receiving = scope.spawn(move || {
                 let takes = [(Mode::Embedded, Destination::FEATURES)];
-                let handshake = Handshake { takes: &takes, refusals: &|_| Vec::new() };
+                let handshake = Handshake { takes: &takes, refusals: &|_| Vec::new(), describe: None };
                 let source = handshake.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
                 let destination =
                     Destination::new(memory.ram()).prefault(true).stall_limit(Some(Duration::from_millis(1)));

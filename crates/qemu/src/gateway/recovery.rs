@@ -230,7 +230,9 @@ fn security(options: &RecoverOptions) -> Result<Security, String> {
 /// Returns the sentence about a guest that is at this side. Only of a guest that executes it says that it runs. Without a QEMU the migration was
 /// settled before.
 fn guest_here(side: &str, qmp: Option<&Qmp>) -> String {
-    let Some(qmp) = qmp else { return format!("the migration was settled before: the guest was here, at the {side}, then") };
+    let Some(qmp) = qmp else {
+        return format!("the migration was settled before: the guest was here, at the {side}, then");
+    };
     if let Some(end) = qemu::ended_by_itself(qmp) {
         return format!("the guest is here, at the {side}, and has ended by itself: {end}");
     }

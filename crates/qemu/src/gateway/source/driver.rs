@@ -129,8 +129,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     }
 
     fn monitor_has_ended(&mut self) -> bool {
-        matches!(self.qmp.status(), Err(QmpError::Closed { .. }))
-            && qemu::has_ended(self.kernel.ledger.record().monitor_process)
+        qemu::has_hung_up(&self.qmp) && qemu::has_ended(self.kernel.ledger.record().monitor_process)
     }
 
     fn guest_end(&mut self) -> Option<GuestEnd> {
