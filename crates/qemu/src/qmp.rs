@@ -298,9 +298,16 @@ impl Qmp {
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Value, QmpError> {
         let deadline = Instant::now() + timeout;
-        let answer = self.send(command, arguments, descriptor)?.wait(deadline)?;
-        let stopped = || self.connection.stopped();
-        answer.ok_or_else(|| QmpError::Timeout { command: command.to_owned(), waited: timeout, stopped: stopped() })
+        self.answer_to(&mut self.send(command, arguments, descriptor)?, deadline, timeout)
+    }
+
+    /// Returns the answer to a command that may take `timeout`, until `deadline`.
+    fn answer_to(&self, pending: &mut PendingCommand, deadline: Instant, timeout: Duration) -> Result<Value, QmpError> {
+        pending.wait(deadline)?.ok_or_else(|| QmpError::Timeout {
+            command: pending.command.clone(),
+            waited: timeout,
+            stopped: self.connection.stopped(),
+        })
     }
 
     /// Sends a command and does not wait for its answer.
@@ -343,6 +350,25 @@ impl Qmp {
             shared.close(&format!("cannot write to QEMU: {error}"));
         }
         Ok(PendingCommand { shared: Arc::clone(shared), id, command: command.to_owned() })
+    }
+
+    /// Executes commands in their order and returns their answers. All are sent before the first answer is awaited, so that QEMU waits for no
+    /// answer to travel: a query takes QEMU some 0.1 ms, and as long again on its way.
+    ///
+    /// # Errors
+    /// Those of the first command that failed.
+    pub fn execute_all<const N: usize>(&self, commands: [Query; N]) -> Result<[Value; N], QmpError> {
+        let timeout = self.connection.timeout;
+        let deadline = Instant::now() + timeout;
+        let mut begun = Vec::with_capacity(N);
+        for (command, arguments) in commands {
+            begun.push(self.send(command, arguments, None)?);
+        }
+        let mut answers = [const { Value::Null }; N];
+        for (pending, answer) in begun.iter_mut().zip(&mut answers) {
+            *answer = self.answer_to(pending, deadline, timeout)?;
+        }
+        Ok(answers)
     }
 
     /// Executes a command of the human monitor and returns its output.
@@ -449,6 +475,9 @@ impl Qmp {
         Ok(MigrationInfo::from_json(&self.execute("query-migrate", json!({}))?))
     }
 }
+
+/// A command and its arguments (an object).
+pub type Query = (&'static str, Value);
 
 /// A command that was sent. QEMU executes it also if this is dropped; its answer is lost then.
 #[derive(Debug)]

@@ -229,6 +229,39 @@ fn a_guest_that_ends_in_its_first_instants_at_the_destination_has_moved() {
     }
 }
 
+/// So slow that the guest, which writes all of its memory all the while, is started without most of it.
+const SHORT_OF_MEMORY: &[&str] =
+    &["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "200ms"];
+
+#[test]
+fn a_guest_that_ends_while_part_of_its_memory_is_still_at_the_source_has_moved() {
+    for stays in [true, false] {
+        let Some(mut pair) = pair(QemuVersion::V10_0, stays) else { return };
+        let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+        let receiver = Sterna::start("receive", command.arg("--insecure"));
+        let mut command =
+            send_by("direct", pair.source.qemu.qmp_path(), &receiver.address(), &pair.source_state(), &pair.report());
+        command.arg("--insecure").args(SHORT_OF_MEMORY);
+        let hold = Hold::at("source.after-stop", pair.scratch.path(), &mut command);
+        let sender = Sterna::start("send", &mut command);
+        let reached = hold.reached(&sender);
+        ends(&pair.source, End::PowerOff);
+        drop(reached);
+        let (sent, text) = sender.finish();
+        let (received, at_destination) = receiver.finish();
+        assert_eq!([sent.code(), received.code()], [COMPLETED; 2], "{text}\n{at_destination}");
+        has_ended(&mut pair.destination, stays.then_some("shutdown"));
+        pair.source.qemu.wait_exit(LONG).unwrap();
+        settled(&pair, SourceState::Finished, DestinationState::Running);
+        pair.never_both().unwrap();
+        let report = report(&pair.report());
+        assert!(report["guest_ended"].as_str().unwrap().contains("has shut itself down"), "{report}");
+        assert!(!report["post_copy"].is_null(), "{report}");
+        let not_needed = at_destination.contains("the memory that is still at the source is not needed");
+        assert_eq!(not_needed, !stays, "{at_destination}");
+    }
+}
+
 #[test]
 fn a_qemu_that_crashes_when_it_starts_the_guest_is_not_taken_for_a_guest_that_has_ended() {
     for mode in MODES {

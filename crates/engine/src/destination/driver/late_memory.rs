@@ -68,9 +68,23 @@ impl Driver<'_> {
                 if self.kernel.may_give_up() {
                     return Some(self.kernel.fail(reason));
                 }
+                if let Some(event) = self.memory_not_needed() {
+                    return Some(event);
+                }
                 self.kernel.abort.raise(reason.clone());
                 Some(DestinationEvent::MemoryFailed { reason })
             }
         }
+    }
+
+    /// Returns the event by which the migration is completed although memory is missing, if the guest has ended by itself, and its process with
+    /// it: nothing will read that memory.
+    pub(super) fn memory_not_needed(&mut self) -> Option<DestinationEvent> {
+        if self.kernel.phase != Phase::PostCopy {
+            return None;
+        }
+        let end = self.vmm.call(|vmm| vmm.guest_end()).filter(|end| end.by_itself)?;
+        self.kernel.observer.note(&format!("{}: the memory that is still at the source is not needed", end.what));
+        Some(DestinationEvent::MemoryComplete)
     }
 }

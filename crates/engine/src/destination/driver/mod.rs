@@ -160,6 +160,9 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         if !post_copy.guest_has_ended() {
             return None;
         }
+        if let Some(event) = self.memory_not_needed() {
+            return Some(event);
+        }
         self.kernel.observer.note("the guest's memory: the guest's process has ended");
         Some(DestinationEvent::Guest(DestinationGuest::Gone))
     }

@@ -365,7 +365,8 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     }
 
     fn unsent_pages(&self) -> u64 {
-        self.unsent.unread()
+        // A guest that has ended by itself needs no memory.
+        if self.figures.guest_ended.is_some() { 0 } else { self.unsent.unread() }
     }
 
     fn monitor_has_ended(&mut self) -> bool {

@@ -137,10 +137,8 @@ impl<'a> QemuSource<'a> {
     }
 
     /// Checks that no other program has begun something that does not go together with moving the guest.
-    fn check_neighbours(&self) -> Result<(), String> {
-        neighbours::check_jobs(&self.qmp)?;
-        neighbours::check_migration(&self.qmp)?;
-        self.media.check(&self.qmp)
+    fn check_neighbours(&self) -> Result<(), VmmError> {
+        Ok(neighbours::check(&self.qmp.execute_all(neighbours::queries())?, &self.media)?)
     }
 
     /// Stops the guest.
@@ -173,7 +171,7 @@ impl<'a> QemuSource<'a> {
 
     /// Checks the guest, which is paused, and saves its devices.
     fn check_and_save(&self, patience: Patience) -> Result<Vec<u8>, VmmError> {
-        self.watched.check(&self.qmp, &self.guest)?;
+        self.watched.check(&self.qmp.execute_all(Watched::queries())?, &self.guest)?;
         self.check_neighbours()?;
         let state = self.save_devices(patience)?;
         neighbours::check_inactive(&self.qmp)?;
@@ -225,7 +223,7 @@ impl SourceVmm for QemuSource<'_> {
     }
 
     fn check_migratable(&mut self) -> Result<(), VmmError> {
-        Ok(self.check_neighbours()?)
+        self.check_neighbours()
     }
 
     fn settle_io(&mut self) -> Result<(), VmmError> {
@@ -280,10 +278,7 @@ impl SourceVmm for QemuSource<'_> {
         }
         match state.meaning() {
             Meaning::Stopped if state.name() == "paused" => {
-                // Another program's migration may have begun since the guest was paused. One that fails or is cancelled makes the disks
-                // active again (`migration_block_activate` in QEMU's migration/block-active.c), which the destination could not lock then.
-                neighbours::check_migration(&self.qmp)?;
-                Ok(neighbours::check_inactive(&self.qmp)?)
+                Ok(neighbours::check_still_given_up(&self.qmp)?)
             }
             // A reset that the guest requested just before it was stopped is carried out here and would be lost at the destination, where
             // the guest would wait for it for ever. `prelaunch` is the state after it; `cont` lets the guest boot.
