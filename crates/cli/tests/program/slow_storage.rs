@@ -141,7 +141,8 @@ fn a_direct_move_is_cancelled_while_the_pause_waits_for_storage_and_the_guest_go
     let sender = start_send(&pair, &receiver, |_| {});
     waits(&sender, &storage, "stop");
     sender.interrupt();
-    waits(&sender, &storage, "cont");
+    // Before the guest is resumed, QEMU is asked for its state, and is still in `stop`.
+    waits(&sender, &storage, "query-status");
     answer(&storage);
     goes_on_at_the_source(pair, sender, receiver, CANCELLED);
 }
@@ -156,7 +157,7 @@ fn a_direct_move_whose_storage_does_not_let_the_guest_pause_fails_and_the_guest_
     });
     waits(&sender, &storage, "stop");
     // The first wait is over, and nothing else can be done for the guest.
-    waits(&sender, &storage, "cont");
+    waits(&sender, &storage, "query-status");
     sender.interrupt();
     sender.wait_for("SIGINT");
     answer(&storage);
