@@ -29,9 +29,9 @@ fn a_load_that_hangs_is_ended_by_an_operator_of_either_side_and_the_guest_runs_o
         drop(held);
         assert!(eventually(LONG, || pair.source.status().as_deref() == Some("paused")), "{:?}", pair.source.state());
         if cancelling == Side::Destination {
-            receiver.interrupt()
+            receiver.interrupt();
         } else {
-            sender.interrupt()
+            sender.interrupt();
         }
 
         let (status, text) = receiver.finish();

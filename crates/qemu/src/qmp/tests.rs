@@ -332,25 +332,25 @@ fn migration_info_reads_what_is_there() {
 
 #[test]
 fn the_end_of_a_guest_is_kept_until_the_guest_goes_on_however_the_connection_ends_and_whoever_takes_the_events() {
-    let (send, receive) = mpsc::channel();
+    let (go_on, gone_on) = mpsc::channel();
     let (_directory, path, server) = monitor(move |mut peer| {
         peer.greet();
         let shutdown = r#"{"event": "SHUTDOWN", "data": {"guest": true, "reason": "guest-shutdown"}}"#;
         for events in [[shutdown, r#"{"event": "STOP"}"#], [r#"{"event": "RESET"}"#, r#"{"event": "STOP"}"#]] {
-            events.iter().for_each(|event| peer.send(event));
-            send.send(()).unwrap();
             let (_, id) = peer.command();
+            events.iter().for_each(|event| peer.send(event));
             peer.send(&format!(r#"{{"return": {{"status": "shutdown"}}, "id": {id}}}"#));
         }
+        gone_on.recv().unwrap();
         peer.send(r#"{"event": "GUEST_PANICKED", "data": {"action": "poweroff"}}"#);
     });
     let qmp = Qmp::connect(&path).unwrap();
     for end in [Some(GuestEnd::ShutDown), None] {
-        receive.recv().unwrap();
         qmp.status().unwrap();
         while qmp.next_event(Instant::now()).unwrap().is_some() {}
         assert_eq!(qmp.guest_end(), end);
     }
+    go_on.send(()).unwrap();
     server.join().unwrap();
     // The first command notices that the connection is closed, perhaps before the last event was read.
     assert!(matches!(qmp.status(), Err(QmpError::Closed { .. })));

@@ -161,7 +161,9 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
                     ReturnPath::Pong(_) | ReturnPath::SwitchoverAck => {}
                 }
                 let relayed = self.stage.return_message(message.into());
-                relayed.err().map(|error| SourceEvent::Failed { reason: Reason::new(ErrorKind::Monitor, error) })
+                // An alarm has closed QEMU's sockets, and its reason counts, or the peer's that follows.
+                let failed = relayed.err().filter(|_| !self.kernel.abort.is_over());
+                failed.map(|error| SourceEvent::Failed { reason: Reason::new(ErrorKind::Monitor, error) })
             }
             ControlMessage::Figures(figures) => {
                 self.figures = figures;
