@@ -119,6 +119,8 @@ fn qemu_of(record: &Record, cancel: &Cancel, observer: &dyn Observer) -> Result<
                     "cancelled while QEMU's monitor did not answer; nothing was touched, and this can be run again";
                 return Err(GatewayError::of_kind(ErrorKind::Cancelled, text));
             }
+            // Its main loop may wait for a page that only the source has.
+            Err(QmpError::Timeout { .. }) if lacks_memory(actual_state(record)) => return Ok(None),
             Err(QmpError::Timeout { .. }) => {
                 if !std::mem::replace(&mut told, true) {
                     observer.note(&format!(
