@@ -142,7 +142,7 @@ pub(crate) fn spawn<T: Send + 'static>(
     })
 }
 
-/// As [`spawn`], for a thread that borrows from its scope.
+/// Starts a thread that may borrow from `scope`. Its CPU time is counted for the caller's [`CpuTime`].
 ///
 /// # Errors
 /// The system cannot start a thread.

@@ -23,7 +23,7 @@ use sterna_wire::limits::HEARTBEAT_INTERVAL;
 
 use crate::common::within_a_minute;
 use crate::guest::{Memory, Monitor, Running, Workload, log_of};
-use crate::odd_peers::{BUSY, FEATURES, Nowhere, PAGES, SHAPES};
+use crate::odd_destinations::{BUSY, FEATURES, Nowhere, PAGES, SHAPES};
 
 /// Takes a source's pages and sends it heartbeats until `ended`. Reads nothing that the source sends on the control channel.
 fn deaf_destination(listener: Listener, ended: &Receiver<()>) {
