@@ -21,6 +21,8 @@ pub struct Accelerator {
     ram: GuestRam,
     /// By block; none for a block that lies in another process.
     regions: Arc<[Option<Arc<Region>>]>,
+    /// By block: pages that have been made present for devices.
+    present: Arc<[AtomicPageBitmap]>,
     /// The guest's identity and share in offload.
     guest: Arc<Guest>,
     unverified: Arc<UnverifiedZeroPages>,
@@ -69,8 +71,27 @@ impl Accelerator {
             wrong_results_before: offload.wrong_results(),
             doubts: Mutex::new(Vec::with_capacity(MAX_DOUBTS)),
         };
+        let present = ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect();
         let guest = offload.guest(weight);
-        Self { offload: Arc::clone(offload), ram: ram.clone(), regions, guest, unverified: Arc::new(unverified) }
+        Self {
+            offload: Arc::clone(offload),
+            ram: ram.clone(),
+            regions,
+            present,
+            guest,
+            unverified: Arc::new(unverified),
+        }
+    }
+
+    /// Makes the pages of `runs` present for devices, as far as they are populated. Each page once: if it has left the page tables since, the
+    /// CPU does the device's work, which maps the page again.
+    pub(crate) fn make_present(&self, block: u16, runs: &[Run]) {
+        let (present, block) = (&self.present[usize::from(block)], &self.ram.blocks()[usize::from(block)]);
+        for pages in runs.iter().filter(|run| run.kind == RunKind::Normal).map(|run| run.first..run.end()) {
+            if present.test_and_set(pages.clone(), |_| {}) > 0 {
+                block.map_populated(pages);
+            }
+        }
     }
 
     /// Records which pages of `block` a device has called zero.

@@ -27,8 +27,8 @@ use crate::time::Nanos;
 use crate::trace::Trace;
 use crate::work::Shape;
 
-/// The largest batch that can be set, in pages: the most descriptors that a device accepts in one batch.
-const MAX_PAGES: usize = 1024;
+/// The largest batch that can be set, in pages: the content of the largest packet (16 MiB).
+const MAX_PAGES: usize = 4096;
 
 /// How long a shutdown waits for devices out of service to be closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -226,7 +226,7 @@ impl Drop for Offload {
 }
 
 fn checked(settings: &Settings) -> Result<(), StartError> {
-    check("batch_pages", settings.batch_pages, 1, MAX_PAGES, "1 to 1024")?;
+    check("batch_pages", settings.batch_pages, 1, MAX_PAGES, "1 to 4096")?;
     check("in_flight", settings.in_flight, 1, 4096, "1 to 4096")
 }
 

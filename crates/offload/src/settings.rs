@@ -28,8 +28,9 @@ pub enum Recheck {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Settings {
-    /// The most pages, and the most items, of a batch: 128 (512 KiB, a packet) by default, at most 1024. On a shared
-    /// queue a larger batch lengthens every submitter's waiting time.
+    /// The most pages, and the most items, of a batch: 128 (512 KiB, a packet) by default, at most 4096. With
+    /// fewer than a packet has, a source makes smaller packets, and the CPU compresses packets that are larger. On a
+    /// shared queue a larger batch lengthens every submitter's waiting time.
     pub batch_pages: usize,
     /// The most batches that one channel may have in progress: 64 by default.
     pub in_flight: usize,

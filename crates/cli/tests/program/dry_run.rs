@@ -121,8 +121,11 @@ fn what_speaks_against_direct_mode_is_named_and_the_stream_is_taken() {
     let (_, result) = dry_run(&pair, "auto", &receiver.address(), &["--accel", "auto"]);
     assert_eq!((result["would_begin"].as_bool(), result["mode"].as_str()), (Some(true), Some("stream")), "{result}");
     assert!(result["not_direct"][0].as_str().unwrap().contains("QEMU 7.2"), "{result}");
-    let (code, result) = dry_run(&pair, "auto", &receiver.address(), &["--on-no-convergence", "give-up"]);
-    assert_eq!(code, REFUSED);
-    assert!(reasons(&result, "source")[0].starts_with("--on-no-convergence needs direct mode"), "{result}");
+    for (option, value) in [("--on-no-convergence", "give-up"), ("--accel", "dsa:/dev/dsa/wq0.0")] {
+        let (code, result) = dry_run(&pair, "auto", &receiver.address(), &[option, value]);
+        assert_eq!(code, REFUSED, "{result}");
+        let reason = &reasons(&result, "source")[0];
+        assert!(reason.starts_with(option) && reason.contains(" needs direct mode"), "{result}");
+    }
     receiver.interrupt();
 }

@@ -144,9 +144,37 @@ fn what_decides_about_the_guest_is_refused_where_it_cannot_be_moved_directly() {
     assert!(text.starts_with(words) && text.ends_with("(the guest was not touched)"), "{text}");
     assert_eq!(status(&qemu), "running");
 
+    // A device that is named is not silently left out.
+    let model = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(&model, r#"{"devices":[{}]}"#).unwrap();
+    let text = one_line(&run(&format!("{line} --accel model:{}", model.path().display())), 6);
+    let words = format!("--accel model:{} needs direct mode, and the guest", model.path().display());
+    assert!(text.starts_with(&words) && text.ends_with("(the guest was not touched)"), "{text}");
+    assert_eq!(status(&qemu), "running");
+
     // What is for speed only does not keep the guest from moving: here nothing listens at the other end.
     let text = one_line(&run(&format!("{line} --accel auto --checksums off")), 7);
     assert!(text.contains("127.0.0.1:1") && !text.contains("--accel"), "{text}");
+    assert_eq!(status(&qemu), "running");
+}
+
+#[test]
+fn a_device_that_is_named_and_missing_is_refused_before_the_guests_memory_or_the_destination_is_looked_at() {
+    // The first look at this release's memory ends in a refusal of its own.
+    let Some(qemu) = qemu() else { return };
+    let destination = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    destination.set_nonblocking(true).unwrap();
+    let to = destination.local_addr().unwrap();
+    let line = format!("send --qmp {} --to {to} --insecure --quiet --mode direct", qemu.qmp_path().display());
+    for device in ["model:/nowhere/m.json", "dsa:/dev/dsa/wq9999.9"] {
+        let text = one_line(&run(&format!("{line} --accel {device}")), 6);
+        assert!(text.starts_with(&format!("accelerator {device}: ")), "{text}");
+        assert!(text.ends_with("(the guest was not touched)"), "{text}");
+    }
+    let text = one_line(&run(&format!("{line} --method deflate --engine iaa")), 6);
+    assert!(text.starts_with("engine iaa is not there"), "{text}");
+    let contacted = destination.accept().map(drop).map_err(|error| error.kind());
+    assert_eq!(contacted, Err(std::io::ErrorKind::WouldBlock));
     assert_eq!(status(&qemu), "running");
 }
 

@@ -25,6 +25,9 @@ const DEPTH: usize = 4;
 const MIN_SKIPPED: u32 = 8;
 const MAX_SKIPPED: u32 = 4096;
 
+/// Maximum bytes of an item: less than a device transfers at once.
+const MAX_ITEM: usize = 512 << 10;
+
 /// A packet's worth of pages.
 pub(super) struct Piece {
     pub(super) block: u16,
@@ -214,6 +217,10 @@ impl Ahead {
         piece.runs.extend_from_slice(runs);
         let asks = self.skipped == 0;
         self.skipped -= u32::from(!asks);
+        if asks {
+            // Here, while devices work on the pieces before: a device does not wait for a page that is missing.
+            self.accelerator.make_present(block, runs);
+        }
         piece.since = self.accelerator.offload().now();
         piece.stage = match asks.then(|| self.request(Operation::ZeroMap, block, runs, false)).flatten() {
             Some(ticket) => Stage::Searching(ticket),
@@ -340,9 +347,10 @@ impl Ahead {
         let mut batch = self.channel.batch(operation);
         for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
             let (offset, bytes) = (run.first as usize * PAGE_SIZE, run.count as usize * PAGE_SIZE);
-            let each = if by_page { PAGE_SIZE } else { bytes };
-            for offset in (offset..offset + bytes).step_by(each) {
-                let range = region.range(offset, each).expect("pages of a block are within its region");
+            let each = if by_page { PAGE_SIZE } else { MAX_ITEM };
+            for at in (offset..offset + bytes).step_by(each) {
+                let range =
+                    region.range(at, each.min(offset + bytes - at)).expect("pages of a block are within its region");
                 batch.push(&range).ok()?;
             }
         }

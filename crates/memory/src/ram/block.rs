@@ -20,7 +20,7 @@ use crate::PAGE_SIZE;
 use crate::copy::{store_raw, zero_raw};
 use crate::discard::{DiscardError, Discardable};
 use crate::guest_process::GuestProcess;
-use crate::holes::{PageMap, file_data};
+use crate::holes::{HoleError, PageMap, file_data};
 use crate::mappings::{Mapping, Mappings};
 use crate::own_files::OwnFiles;
 use crate::place::{PlaceError, ProcessWrite, TargetProcess};
@@ -333,19 +333,28 @@ impl RamBlock {
                 });
                 populated.map_err(failed)
             }
-            Backing::Shared(file, offset) => {
-                let position = |page: u64| *offset + page * PAGE_SIZE as u64;
-                let bytes = position(pages.start)..position(pages.end);
-                // A hole may begin within a page only at the end of the file; the rest of that page is zero.
-                file_data(&**file, bytes, |part| {
-                    run(page(part.start - offset)..(part.end - offset).div_ceil(PAGE_SIZE as u64));
-                })
-                .map_err(failed)
-            }
+            Backing::Shared(file, offset) => file_runs(file, *offset, pages, run).map_err(failed),
             Backing::Other => {
                 run(pages);
                 Ok(())
             }
+        }
+    }
+
+    /// Maps those pages of `run` in this process that the block's file has. A device walks this process's page tables, where pages that only
+    /// the guest's process has touched are missing. Pages that the file does not have stay so: mapping one would allocate it. Other memory is
+    /// left as it is, because only this process populates it.
+    ///
+    /// Where pages cannot be mapped, the device leaves them to the CPU.
+    ///
+    /// # Panics
+    /// If the pages are not in the block.
+    pub fn map_populated(&self, run: Range<u64>) {
+        self.check_run(run.start, run.end - run.start);
+        if let (Backing::Shared(file, offset), Location::Here(_)) = (&self.backing, &self.home)
+            && let Err(error) = file_runs(file, *offset, run, |part| self.map_read(part))
+        {
+            tracing::debug!(%error, block = self.name, "pages are not mapped for accelerators");
         }
     }
 
@@ -579,8 +588,19 @@ impl RamBlock {
     }
 }
 
+/// Calls `run` with the runs of `pages` that `file` has, where page 0 is at `offset` of the file.
+fn file_runs(file: &File, offset: u64, pages: Range<u64>, mut run: impl FnMut(Range<u64>)) -> Result<(), HoleError> {
+    let position = |page: u64| offset + page * PAGE_SIZE as u64;
+    // A hole may begin within a page only at the end of the file; the rest of that page is zero.
+    file_data(file, position(pages.start)..position(pages.end), |part| {
+        run((part.start - offset) / PAGE_SIZE as u64..(part.end - offset).div_ceil(PAGE_SIZE as u64));
+    })
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::{FileExt, MetadataExt};
+
     use super::*;
     use crate::test_util::Area;
 
@@ -617,5 +637,35 @@ mod tests {
     fn pages_outside_the_block_are_never_touched() {
         let area = Area::small_pages(4 * PAGE_SIZE);
         block(&area, 4 * PAGE_SIZE).write(3, &[1; 2 * PAGE_SIZE]);
+    }
+
+    #[test]
+    fn what_another_process_has_written_is_mapped_here_and_no_hole_of_the_file_is_filled() {
+        const PAGES: u64 = 256;
+        let file = File::from(rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        file.set_len((PAGES + 1) * PAGE_SIZE as u64).unwrap();
+        // By the file, as by another process's mapping: this process's page tables know nothing of it. The block begins at the second page.
+        let written: Vec<u64> = (40..80).chain(100..101).chain(200..PAGES).collect();
+        written.iter().for_each(|page| file.write_all_at(&[7], (page + 1) * PAGE_SIZE as u64).unwrap());
+        let allocated = || file.metadata().unwrap().blocks();
+        let before = allocated();
+        let (shared, bytes) = (Arc::new(file.try_clone().unwrap()), PAGES as usize * PAGE_SIZE);
+        let block = RamBlock::of_file("ram", shared, PAGE_SIZE as u64, bytes, PAGE_SIZE).unwrap();
+        let mapped = |block: &RamBlock| {
+            let mut map = PageMap::own().unwrap();
+            map.use_read();
+            let (first, mut found) = (block.addresses().start, Vec::new());
+            let run =
+                |part: Range<usize>| found.extend((part.start - first) / PAGE_SIZE..(part.end - first) / PAGE_SIZE);
+            map.populated(block.addresses(), run).unwrap();
+            found.into_iter().map(|page| page as u64).collect::<Vec<_>>()
+        };
+        assert_eq!(mapped(&block), [0; 0]);
+        block.map_populated(60..PAGES);
+        let found = mapped(&block);
+        assert!(written.iter().filter(|page| **page >= 60).all(|page| found.contains(page)), "{found:?}");
+        block.map_populated(0..60);
+        assert_eq!(mapped(&block), written);
+        assert_eq!(allocated(), before);
     }
 }

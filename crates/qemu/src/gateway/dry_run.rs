@@ -247,7 +247,7 @@ impl Found {
             self.add("source", direct::refusal_kind(qmp), reason);
         } else if options.method.requires(Engine::Iaa) {
             self.source(&format!("--engine iaa needs direct mode, and the guest cannot be moved directly: {why}"));
-        } else if let Some(option) = options.direct.for_the_guest() {
+        } else if let Some(option) = options.direct.required() {
             self.source(&format!("{option} needs direct mode, and the guest cannot be moved directly: {why}"));
         }
     }
@@ -279,7 +279,7 @@ impl Found {
     }
 
     fn with_accelerators(&mut self, options: &SendOptions, engines: Engines) -> Engines {
-        let offload = match direct::offload(&options.direct) {
+        let offload = match direct::offload(options) {
             Ok(Some(offload)) => offload,
             Ok(None) => return engines,
             Err(error) => {

@@ -8,12 +8,15 @@
 //!
 //! For direct mode, `STERNA_WITHOUT_SETTLING=1` removes the wait between the scan for written pages and their reading, so that a test
 //! can show why the wait is needed; `STERNA_SETTLING_TIME=MILLISECONDS` shortens it, and the time that storage has to answer before the
-//! decision. `STERNA_COMMAND_TIME=MILLISECONDS` (see `qmp.rs`) is how long a command may wait for storage before that is reported.
+//! decision. `STERNA_PATIENT_WITH_DEVICES=1` has the sender wait for a device as long as its work takes, so that what a software model does
+//! does not depend on the machine's speed. `STERNA_COMMAND_TIME=MILLISECONDS` (see `qmp.rs`) is how long a command may wait for storage
+//! before that is reported.
 
 use std::fmt;
 use std::time::Duration;
 
 use sterna_engine::report::{Observer, Progress, ReceiveProgress};
+use sterna_offload::Settings;
 use sterna_wire::switchover::{CrashPoint, Moment, Step};
 
 /// An observer that passes everything on, and stops or kills the process at the steps that a test chose.
@@ -97,6 +100,24 @@ pub(super) fn settling_time(usual: Duration) -> Duration {
 pub(super) fn settling_time(usual: Duration) -> Duration {
     let Ok(wanted) = std::env::var("STERNA_SETTLING_TIME") else { return usual };
     Duration::from_millis(wanted.parse().expect("STERNA_SETTLING_TIME is a number of milliseconds"))
+}
+
+/// Returns how devices are used: as `usual`, unless a test wants them to be waited for.
+#[cfg(not(feature = "fault-points"))]
+pub(super) fn with_devices(usual: Settings) -> Settings {
+    usual
+}
+
+#[cfg(feature = "fault-points")]
+pub(super) fn with_devices(mut usual: Settings) -> Settings {
+    /// Longer than any test lasts.
+    const WAIT: Duration = Duration::from_secs(3600);
+    if std::env::var("STERNA_PATIENT_WITH_DEVICES").is_ok_and(|value| value == "1") {
+        (usual.lateness, usual.patience, usual.retries) = (WAIT, WAIT, u32::MAX);
+        // No work goes to the CPU because it would have to wait.
+        usual.shares = sterna_offload::Shares::fair();
+    }
+    usual
 }
 
 #[cfg(not(feature = "fault-points"))]

@@ -139,14 +139,19 @@ impl DirectOptions {
         given.into_iter().filter(|(given, _)| *given).map(|(_, name)| name).collect()
     }
 
-    /// Returns the given option that may slow the guest down or end the migration, and must therefore not be ignored.
-    fn for_the_guest(&self) -> Option<&'static str> {
-        (self.not_converging != NotConverging::default()).then_some("--on-no-convergence")
+    /// Returns the given option that must not be ignored: it may slow the guest down or end the migration, or it names a device.
+    fn required(&self) -> Option<String> {
+        if self.not_converging != NotConverging::default() {
+            return Some("--on-no-convergence".into());
+        }
+        let named = ![Accelerators::cpu(), Accelerators::auto()].contains(&self.accelerators);
+        named.then(|| format!("--accel {}", self.accelerators))
     }
 
     /// Returns the first option that was given.
     pub fn given(&self) -> Option<&'static str> {
-        self.for_the_guest().or_else(|| self.for_speed().first().copied())
+        let not_converging = self.not_converging != NotConverging::default();
+        not_converging.then_some("--on-no-convergence").or_else(|| self.for_speed().first().copied())
     }
 }
 

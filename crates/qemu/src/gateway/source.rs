@@ -27,7 +27,7 @@ use sterna_engine::switchover::{
 };
 use sterna_engine::transport::Address;
 use sterna_engine::window::Window;
-use sterna_offload::Operation;
+use sterna_offload::{Offload, Operation};
 use sterna_wire::control::DestinationFigures;
 use sterna_wire::reason::ErrorKind;
 use sterna_wire::switchover::{RecordState, SourceState, SourceSwitchover};
@@ -71,8 +71,9 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     qemu::check_state_directory(&options.state_dir).map_err(GatewayError::untouched)?;
     neighbours::check_jobs(&qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
+    let offload = open_devices(options)?;
     let mut compared = Compared::begin(&qmp, options, cancel, observer)?;
-    let not_direct = match try_direct(&qmp, options, &mut compared, cancel, observer)? {
+    let not_direct = match try_direct(&qmp, options, offload, &mut compared, cancel, observer)? {
         Direct::Done(mut report) => {
             report.warnings.extend(compared.warnings);
             return Ok(*report);
@@ -208,10 +209,30 @@ enum Direct {
     Not(String),
 }
 
+/// Opens the devices that direct mode may use, before anything is done to QEMU or the destination is contacted.
+///
+/// # Errors
+/// A device that the options name is missing.
+fn open_devices(options: &SendOptions) -> Result<Option<Arc<Offload>>, GatewayError> {
+    if options.mode == SendMode::Stream {
+        return Ok(None);
+    }
+    let offload = direct::offload(options).map_err(GatewayError::untouched)?;
+    let compresses = offload.as_ref().is_some_and(|offload| offload.accelerates(Operation::Deflate));
+    if options.method.requires(Engine::Iaa) && !compresses {
+        let missing = EngineMissing { engine: Engine::Iaa };
+        return Err(GatewayError::untouched(format_args!(
+            "{missing}; name one by --accel (`sterna accel list` says what is here)"
+        )));
+    }
+    Ok(offload)
+}
+
 /// Moves the guest in direct mode if that is possible and allowed by the options.
 fn try_direct(
     qmp: &Qmp,
     options: &SendOptions,
+    offload: Option<Arc<Offload>>,
     compared: &mut Compared,
     cancel: &Cancel,
     observer: &dyn Observer,
@@ -222,7 +243,7 @@ fn try_direct(
                 "--engine iaa needs direct mode, and the guest cannot be moved directly: {why}"
             )));
         }
-        if let Some(option) = options.direct.for_the_guest() {
+        if let Some(option) = options.direct.required() {
             return Err(GatewayError::untouched(format_args!(
                 "{option} needs direct mode, and the guest cannot be moved directly: {why}"
             )));
@@ -249,16 +270,8 @@ fn try_direct(
         Err(why) => return stream(why),
     };
     observer.note(&format!("mode: direct, by {}", ready.tracking()));
-    let offload = direct::offload(&options.direct).map_err(GatewayError::untouched)?;
     if let Some(offload) = &offload {
         observer.note(&offload.summary().to_string());
-    }
-    let compresses = offload.as_ref().is_some_and(|offload| offload.accelerates(Operation::Deflate));
-    if options.method.requires(Engine::Iaa) && !compresses {
-        let missing = EngineMissing { engine: Engine::Iaa };
-        return Err(GatewayError::untouched(format_args!(
-            "{missing}; name one by --accel (`sterna accel list` says what is here)"
-        )));
     }
     if cancel.is_cancelled() {
         return Err(GatewayError::untouched("cancelled").of(ErrorKind::Cancelled));

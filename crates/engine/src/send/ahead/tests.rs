@@ -190,6 +190,43 @@ fn deltas_lead_from_what_is_kept_to_the_copies() {
     }
 }
 
+/// A guest's memory as direct mode maps it: another process has filled the file, so that this process's page tables are empty.
+#[test]
+fn a_device_searches_and_copies_all_that_another_process_has_put_into_a_file() {
+    use std::os::unix::fs::{FileExt, MetadataExt};
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model.json");
+    let queue = r#"{"name":"wq0.0","size":64,"max_batch_size":128}"#;
+    std::fs::write(&model, format!(r#"{{"devices":[{{"name":"dsa0","queues":[{queue}]}}]}}"#)).unwrap();
+    let mut settings = sterna_offload::Settings::default();
+    settings.lateness = std::time::Duration::from_secs(60);
+    (settings.patience, settings.retries) = (settings.lateness, u32::MAX);
+    let offload = Offload::start(&sterna_offload::Accelerators::model(model), &settings).unwrap();
+
+    // Every second page is zero, and of the second half there is none.
+    let file = std::fs::File::from(rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    file.set_len((2 * PAGES * PAGE_SIZE) as u64).unwrap();
+    let content = |page: usize| [(page % 2 * page) as u8; PAGE_SIZE];
+    (0..PAGES).for_each(|page| file.write_all_at(&content(page), (page * PAGE_SIZE) as u64).unwrap());
+    let allocated = file.metadata().unwrap().blocks();
+    let shared = std::sync::Arc::new(file.try_clone().unwrap());
+    let block = sterna_memory::ram::RamBlock::of_file("ram", shared, 0, 2 * PAGES * PAGE_SIZE, PAGE_SIZE).unwrap();
+    let ram = GuestRam::new(vec![block]).unwrap();
+    let accelerator = over(&offload, &ram);
+    let mut ahead = Ahead::new(accelerator.clone(), CopyMode::Checked, PAGES as u64, NormalPageRatio::default());
+
+    let out = through(&mut ahead, &[0, 0]);
+    let odd: Vec<u8> = (0..PAGES).filter(|page| page % 2 == 1).flat_map(content).collect();
+    assert!(out.iter().all(|(_, runs, copied)| runs.len() == PAGES && *copied == odd));
+    accelerator.make_present(0, &[run(RunKind::Normal, PAGES as u64, PAGES as u32)]);
+    assert_eq!(file.metadata().unwrap().blocks(), allocated, "pages that the file does not have were allocated");
+    for (operation, items) in [(Operation::ZeroMap, 2 * PAGES), (Operation::CopyChecksum, PAGES)] {
+        let report = offload.report().operations.into_iter().find(|report| report.operation == operation).unwrap();
+        let [engine] = &report.engines[..] else { panic!("the CPU did whole batches: {report:?}") };
+        assert_eq!((engine.items, &engine.fallbacks[..]), (items as u64, &[][..]), "{report:?}");
+    }
+}
+
 #[test]
 fn after_a_shutdown_pieces_are_the_threads_own_and_still_in_order() {
     let accelerator = of_cpu(&ram());

@@ -54,10 +54,10 @@ pub(super) use self::destination::{Ready as ReadyDestination, Refusal, prepare a
 pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory};
 use self::ram::{DirectRam, Survey};
 use self::source::QemuSource;
-use super::fault::WithFaultPoints;
+use super::fault::{self, WithFaultPoints};
 use super::neighbours::Media;
 use super::storage::Storage;
-use super::{DirectOptions, SendOptions, qemu};
+use super::{SendOptions, qemu};
 use crate::qmp::Qmp;
 
 /// How long a step may take while the guest is paused. The destination may wait for half of that for its storage before it is prepared.
@@ -143,14 +143,17 @@ pub(super) fn destination_refusal(qmp: &Qmp, hello: &Hello) -> Option<String> {
 ///
 /// # Errors
 /// An accelerator is missing, or cannot be used.
-pub(super) fn offload(options: &DirectOptions) -> Result<Option<Arc<Offload>>, StartError> {
-    if options.accelerators == Accelerators::cpu() {
+pub(super) fn offload(options: &SendOptions) -> Result<Option<Arc<Offload>>, StartError> {
+    let accelerators = &options.direct.accelerators;
+    if *accelerators == Accelerators::cpu() {
         return Ok(None);
     }
     // Settings may gain fields.
     let mut settings = Settings::default();
     settings.shares = Shares::of_host(LEDGERS);
-    Offload::start(&options.accelerators, &settings).map(Some)
+    // A packet is searched, copied and compressed as one batch.
+    settings.batch_pages = settings.batch_pages.max(options.packet_size / PAGE_SIZE);
+    Offload::start(accelerators, &fault::with_devices(settings)).map(Some)
 }
 
 /// Moves the guest.
