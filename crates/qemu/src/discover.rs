@@ -151,18 +151,7 @@ pub fn discover(qmp: &Qmp) -> Result<Vec<RamBlock>, DiscoverError> {
 
 /// Lists the RAM blocks of the QEMU behind `qmp`, as QEMU reports them.
 pub fn list(qmp: &Qmp) -> Result<Vec<ListedBlock>, DiscoverError> {
-    listed(&qmp.human(LIST)?)
-}
-
-/// The command of the human monitor that lists the RAM blocks.
-pub(crate) const LIST: &str = "info ramblock";
-
-/// Returns the RAM blocks of a list that QEMU has given for [`LIST`].
-///
-/// # Errors
-/// The list is not what QEMU prints.
-pub(crate) fn listed(text: &str) -> Result<Vec<ListedBlock>, DiscoverError> {
-    monitor::ram_blocks(text)
+    monitor::ram_blocks(&qmp.human("info ramblock")?)
 }
 
 /// All RAM blocks of a QEMU with their mapped memory, including ROMs and video memory.

@@ -171,6 +171,8 @@ struct State {
     read: bool,
     /// How the guest has ended, by the events so far: kept for every caller, however many events follow.
     guest_end: Option<GuestEnd>,
+    /// How often QEMU has let the guest run.
+    resumes: u64,
 }
 
 #[derive(Debug)]
@@ -298,16 +300,9 @@ impl Qmp {
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Value, QmpError> {
         let deadline = Instant::now() + timeout;
-        self.answer_to(&mut self.send(command, arguments, descriptor)?, deadline, timeout)
-    }
-
-    /// Returns the answer to a command that may take `timeout`, until `deadline`.
-    fn answer_to(&self, pending: &mut PendingCommand, deadline: Instant, timeout: Duration) -> Result<Value, QmpError> {
-        pending.wait(deadline)?.ok_or_else(|| QmpError::Timeout {
-            command: pending.command.clone(),
-            waited: timeout,
-            stopped: self.connection.stopped(),
-        })
+        let answer = self.send(command, arguments, descriptor)?.wait(deadline)?;
+        let stopped = || self.connection.stopped();
+        answer.ok_or_else(|| QmpError::Timeout { command: command.to_owned(), waited: timeout, stopped: stopped() })
     }
 
     /// Sends a command and does not wait for its answer.
@@ -350,25 +345,6 @@ impl Qmp {
             shared.close(&format!("cannot write to QEMU: {error}"));
         }
         Ok(PendingCommand { shared: Arc::clone(shared), id, command: command.to_owned() })
-    }
-
-    /// Executes commands in their order and returns their answers. All are sent before the first answer is awaited, so that QEMU waits for no
-    /// answer to travel: a query takes QEMU some 0.1 ms, and as long again on its way.
-    ///
-    /// # Errors
-    /// Those of the first command that failed.
-    pub fn execute_all<const N: usize>(&self, commands: [Query; N]) -> Result<[Value; N], QmpError> {
-        let timeout = self.connection.timeout;
-        let deadline = Instant::now() + timeout;
-        let mut begun = Vec::with_capacity(N);
-        for (command, arguments) in commands {
-            begun.push(self.send(command, arguments, None)?);
-        }
-        let mut answers = [const { Value::Null }; N];
-        for (pending, answer) in begun.iter_mut().zip(&mut answers) {
-            *answer = self.answer_to(pending, deadline, timeout)?;
-        }
-        Ok(answers)
     }
 
     /// Executes a command of the human monitor and returns its output.
@@ -430,6 +406,16 @@ impl Qmp {
         self.connection.shared.wait(deadline, |state| state.closed.is_some().then_some(())).is_some()
     }
 
+    /// Returns how often QEMU has let the guest run since this connection was made (event RESUME), whoever takes the events.
+    pub(crate) fn resumes(&self) -> u64 {
+        self.connection.shared.lock().resumes
+    }
+
+    /// Returns the process that serves the socket, if it is stopped (SIGSTOP).
+    pub(crate) fn stopped(&self) -> Option<u32> {
+        self.connection.stopped()
+    }
+
     /// Drops all queued events, so that a later wait sees only newer ones.
     pub fn clear_events(&self) {
         self.connection.shared.lock().events.clear();
@@ -440,8 +426,12 @@ impl Qmp {
     pub fn guest_end(&self) -> Option<GuestEnd> {
         let shared = &self.connection.shared;
         // A command that could not be written may have closed the connection.
-        shared.wait(Instant::now() + READING_TIME, |state| (state.closed.is_none() || state.read).then_some(()));
-        shared.lock().guest_end.clone()
+        let read =
+            shared.wait(Instant::now() + READING_TIME, |state| (state.closed.is_none() || state.read).then_some(()));
+        let mut state = shared.lock();
+        // Of a QEMU that is stopped nothing more comes, and it is waited for once.
+        state.read |= read.is_none();
+        state.guest_end.clone()
     }
 
     /// Returns the process id of the peer (SO_PEERCRED): the process that last called `listen` on the socket. QEMU does so itself,
@@ -475,9 +465,6 @@ impl Qmp {
         Ok(MigrationInfo::from_json(&self.execute("query-migrate", json!({}))?))
     }
 }
-
-/// A command and its arguments (an object).
-pub type Query = (&'static str, Value);
 
 /// A command that was sent. QEMU executes it also if this is dropped; its answer is lost then.
 #[derive(Debug)]
@@ -618,6 +605,7 @@ impl State {
             } else if GuestEnd::is_over_at(&event.name) {
                 self.guest_end = None;
             }
+            self.resumes += u64::from(event.name == "RESUME");
             if self.events.len() == MAX_EVENTS {
                 self.events.pop_front();
             }

@@ -79,7 +79,7 @@ pub(crate) fn threads(pid: i32, vcpus: &[i32]) -> Result<Vec<i32>, String> {
     }
     let here = |vcpu: &i32| known.iter().find(|(inside, _)| inside == vcpu).map(|&(_, tid)| tid);
     let threads = vcpus.iter().map(|vcpu| here(vcpu).ok_or(vcpu)).collect::<Result<_, _>>();
-    threads.map_err(|vcpu| format!("process {pid} has no thread {vcpu}, which QEMU says runs a vCPU"))
+    threads.map_err(|vcpu| format!("process {pid} has no thread {vcpu}, which QEMU reports as a vCPU's"))
 }
 
 /// Returns the number of a thread in its own pid namespace: the last number of the line `NSpid` (proc_pid_status(5)).

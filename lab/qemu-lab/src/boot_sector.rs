@@ -30,7 +30,7 @@ pub enum End {
     PowerOff,
     /// It resets the machine, by port 0xcf9 of the ICH9.
     Reset,
-    /// It tells the machine that it has panicked, by the port of the device `pvpanic`, which the machine must have.
+    /// It reports a panic to the machine, by the port of the device `pvpanic`, which the machine must have.
     Panic,
 }
 

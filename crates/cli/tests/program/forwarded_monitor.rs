@@ -1,4 +1,4 @@
-//! QEMU's monitor is reached through another program that forwards its socket, and that ends while QEMU lives: nobody takes that for the end of
+//! QEMU's monitor is reached through another program that forwards its socket, and that ends while QEMU lives: that is not taken for the end of
 //! QEMU, and the guest never runs twice.
 
 use sterna_qemu_lab::QemuVersion;

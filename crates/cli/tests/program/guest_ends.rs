@@ -1,6 +1,6 @@
 //! A guest that ends by itself while it is moved: it shuts down, panics, or resets where its QEMU ends at a reset. With `-no-shutdown` its QEMU
 //! lives on with a guest that never runs again, without that it exits, as it does when it crashes. Both sides report what has happened, their
-//! records are settled, and nobody is told to run another copy of that guest.
+//! records are settled, and no text advises to run another copy of that guest.
 
 use serde_json::{Value, json};
 use sterna_qemu_lab::boot_sector::{End, end};
@@ -64,7 +64,7 @@ fn settled(pair: &Pair, source: SourceState, destination: DestinationState) {
 }
 
 /// The exit codes where the guest has ended by itself at the source. Without its QEMU (`state`), QEMU's own stream breaks off, and the
-/// destination's QEMU may fail, and end `receive`, before the source's word is there.
+/// destination's QEMU may fail, and end `receive`, before the source's reason is there.
 fn both_know(codes: [Option<i32>; 2], mode: &str, state: Option<&str>) {
     let at_destination = if codes[1] == FAILED && mode == "stream" && state.is_none() { FAILED } else { GUEST_ENDED };
     assert_eq!(codes, [GUEST_ENDED, at_destination], "by {mode}");
@@ -219,8 +219,8 @@ fn a_guest_that_ends_in_its_first_instants_at_the_destination_has_moved() {
             assert_eq!(report["outcome"], "completed", "{report}");
             // A guest may also end after its start was reported.
             match report["guest_ended"].as_str() {
-                Some(told) => {
-                    assert!(told.contains(words), "{report}");
+                Some(reported) => {
+                    assert!(reported.contains(words), "{report}");
                     texts.iter().for_each(|text| assert!(text.contains(words), "{text}"));
                 }
                 None => println!("it ended later"),
@@ -229,9 +229,9 @@ fn a_guest_that_ends_in_its_first_instants_at_the_destination_has_moved() {
     }
 }
 
-/// So slow that the guest, which writes all of its memory all the while, is started without most of it.
+/// So slow that the guest, which writes all of its memory all the while, is started without most of it, and that the rest takes seconds.
 const SHORT_OF_MEMORY: &[&str] =
-    &["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "200ms"];
+    &["--method", "none", "--bandwidth", "12MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "200ms"];
 
 #[test]
 fn a_guest_that_ends_while_part_of_its_memory_is_still_at_the_source_has_moved() {

@@ -40,13 +40,16 @@ fn spoil(qemu: &Qemu) {
     }
 }
 
-/// Returns how many bytes of the guest's private RAM are in memory (proc_pid_smaps(5)).
+/// Returns how many bytes of the guest's private RAM are in memory or swapped out (proc_pid_smaps(5)).
 fn resident(qemu: &Qemu) -> u64 {
     let start = format!("{:x}-", Ram::open(qemu.pid(), MEMORY).unwrap().address());
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", qemu.pid())).unwrap();
-    let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&start));
-    let kib = lines.find_map(|line| line.strip_prefix("Rss:")).expect("each mapping has this line");
-    kib.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+    let lines = smaps.lines().skip_while(|line| !line.starts_with(&start));
+    let kib = |name: &str| {
+        let line = lines.clone().find_map(|line| line.strip_prefix(name)).expect("each mapping has this line");
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
+    };
+    (kib("Rss:") + kib("Swap:")) << 10
 }
 
 fn runs_at_destination(pair: Pair) {

@@ -22,7 +22,7 @@ const DISK: &str = "second-disk";
 const SOURCE: u64 = 1;
 const DESTINATION: u64 = 2;
 /// How long, in milliseconds, a command waits before Sterna says so. Then a limit that held for all commands, and was longer, is over.
-const TOLD_AFTER: (&str, &str) = ("STERNA_COMMAND_TIME", "300");
+const REPORTED_AFTER: (&str, &str) = ("STERNA_COMMAND_TIME", "300");
 /// So long that the guest, which writes all its memory all the time, converges.
 const DOWNTIME: [&str; 2] = ["--downtime", "10s"];
 
@@ -66,7 +66,7 @@ fn answer(storage: &NbdServer) {
 
 fn start_receive(pair: &Pair, adapt: impl FnOnce(&mut Command)) -> Sterna {
     let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
-    command.arg("--insecure").env(TOLD_AFTER.0, TOLD_AFTER.1);
+    command.arg("--insecure").env(REPORTED_AFTER.0, REPORTED_AFTER.1);
     adapt(&mut command);
     Sterna::start("receive", &mut command)
 }
@@ -74,7 +74,7 @@ fn start_receive(pair: &Pair, adapt: impl FnOnce(&mut Command)) -> Sterna {
 fn start_send(pair: &Pair, receiver: &Sterna, adapt: impl FnOnce(&mut Command)) -> Sterna {
     let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
     let mut command = send_by("direct", qmp, &receiver.address(), &state, &json);
-    command.arg("--insecure").args(DOWNTIME).env(TOLD_AFTER.0, TOLD_AFTER.1);
+    command.arg("--insecure").args(DOWNTIME).env(REPORTED_AFTER.0, REPORTED_AFTER.1);
     adapt(&mut command);
     Sterna::start("send", &mut command)
 }
@@ -94,8 +94,8 @@ fn completed(pair: Pair, sender: Sterna, receiver: Sterna) {
     assert!(sent.success() && received.success(), "send: {sent}, receive: {received}");
     let report = report(&pair.report());
     assert_eq!(report["outcome"], "completed", "{report}");
-    let told_after: f64 = TOLD_AFTER.1.parse().unwrap();
-    assert!(report["downtime_ms"].as_f64().unwrap() >= told_after, "the wait is part of the downtime: {report}");
+    let reported_after: f64 = REPORTED_AFTER.1.parse().unwrap();
+    assert!(report["downtime_ms"].as_f64().unwrap() >= reported_after, "the wait is part of the downtime: {report}");
     let migration = Migration { pair, sender: None, receiver: None };
     let records = [RecordState::Source(SourceState::Finished), RecordState::Destination(DestinationState::Running)];
     assert_eq!(migration.records(), records.map(Some));
@@ -169,7 +169,7 @@ fn a_direct_move_whose_storage_does_not_let_the_guest_pause_fails_and_the_guest_
 
 /// Begins a move that is cancelled right before the decision, when the source's storage has ceased to answer, and waits until QEMU waits for
 /// it in `cont`.
-fn taken_back_slowly() -> Option<(Pair, NbdServer, Sterna, Sterna)> {
+fn resumed_slowly_at_source() -> Option<(Pair, NbdServer, Sterna, Sterna)> {
     let (pair, storage) = with_slow_disk(QemuVersion::V10_0)?;
     let receiver = start_receive(&pair, |_| {});
     let mut point = None;
@@ -187,7 +187,7 @@ fn taken_back_slowly() -> Option<(Pair, NbdServer, Sterna, Sterna)> {
 
 #[test]
 fn a_guest_that_is_taken_back_goes_on_when_its_storage_answers_however_late_and_often_that_is_interrupted() {
-    let Some((pair, storage, sender, receiver)) = taken_back_slowly() else { return };
+    let Some((pair, storage, sender, receiver)) = resumed_slowly_at_source() else { return };
     sender.interrupt();
     sender.wait_for("already being cancelled");
     assert!(!storage.held().is_empty());
@@ -197,7 +197,7 @@ fn a_guest_that_is_taken_back_goes_on_when_its_storage_answers_however_late_and_
 
 #[test]
 fn recover_waits_for_the_storage_of_a_guest_whose_send_was_killed_while_it_waited() {
-    let Some((pair, storage, mut sender, receiver)) = taken_back_slowly() else { return };
+    let Some((pair, storage, mut sender, receiver)) = resumed_slowly_at_source() else { return };
     let id = Side::Source.record(&pair).unwrap().migration.to_string();
     sender.kill();
     drop(sender);
@@ -275,7 +275,7 @@ fn recover_starts_a_guest_at_the_destination_when_its_storage_answers() {
     hold(&storage, DESTINATION, |_| true);
     let id = Side::Destination.record(&pair).unwrap().migration.to_string();
     let mut command = recover(&id, "destination", &pair.destination_state());
-    let recovery = Sterna::start("recover", command.env(TOLD_AFTER.0, TOLD_AFTER.1));
+    let recovery = Sterna::start("recover", command.env(REPORTED_AFTER.0, REPORTED_AFTER.1));
     waits(&recovery, &storage, "cont");
     answer(&storage);
     assert!(recovery.finish().0.success());
@@ -326,7 +326,7 @@ fn a_guest_that_another_program_stops_just_before_the_pause_stays_stopped_at_the
     assert_eq!(codes[0], FAILED);
     let reason = report(&pair.report())["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("another program stopped the guest just before"), "{reason}");
-    assert_eq!(pair.source.status().as_deref(), Some("paused"), "nobody has let it run again");
+    assert_eq!(pair.source.status().as_deref(), Some("paused"), "it was not resumed");
     assert_ne!(pair.destination.status().as_deref(), Some("running"));
     execute(&pair.source.monitor, "cont", json!({}));
     assert_eq!(Migration { pair, sender: None, receiver: None }.exactly_one(), Ok(Side::Source));
@@ -356,7 +356,7 @@ fn a_move_of_a_guest_that_another_program_resumes_in_the_pause_names_that_and_no
     assert_eq!(codes[0], FAILED);
     let reason = report(&pair.report())["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("another program let the guest run") && !reason.contains("lock"), "{reason}");
-    // What followed from it is told, too.
+    // What followed from it is reported, too.
     assert!(lines.iter().any(|line| line.contains("the destination failed") && line.contains("lock")), "{lines:?}");
     assert_eq!(Migration { pair, sender: None, receiver: None }.exactly_one(), Ok(Side::Source));
 }
@@ -403,7 +403,7 @@ mod soak {
 
     #[test]
     fn a_guest_that_is_taken_back_goes_on_when_its_storage_answers_after_45_s() {
-        let Some((pair, storage, sender, receiver)) = taken_back_slowly() else { return };
+        let Some((pair, storage, sender, receiver)) = resumed_slowly_at_source() else { return };
         answer_after_45_s(&storage);
         goes_on_at_the_source(pair, sender, receiver, CANCELLED);
     }

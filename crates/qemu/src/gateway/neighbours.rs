@@ -6,12 +6,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use sterna_wire::text::cleaned;
 
-use crate::qmp::{MigrationInfo, Qmp, QmpError, Query};
+use crate::qmp::{Qmp, QmpError};
 
+/// How long QEMU may take for an answer where a look that fails is made again soon: meanwhile the driver handles nothing else.
+const LOOK_TIME: Duration = Duration::from_secs(1);
 /// States in which a job does nothing any more (`JobStatus` in QEMU's qapi/job.json).
 const ENDED_JOBS: &[&str] = &["concluded", "null", "undefined"];
 
@@ -49,10 +52,7 @@ fn check_listed_jobs(jobs: &Value) -> Result<(), String> {
 /// # Errors
 /// QEMU's first reason, or the state of the other migration.
 pub(super) fn check_migration(qmp: &Qmp) -> Result<(), String> {
-    check_listed_migration(&qmp.query_migrate().map_err(|error| error.to_string())?)
-}
-
-fn check_listed_migration(migration: &MigrationInfo) -> Result<(), String> {
+    let migration = qmp.query_migrate().map_err(|error| error.to_string())?;
     if let Some(reason) = migration.blocked_reasons.first() {
         return Err(format!("QEMU reports that the guest cannot be migrated: {}", cleaned(reason)));
     }
@@ -65,28 +65,12 @@ fn check_listed_migration(migration: &MigrationInfo) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the commands whose answers [`check`] looks at.
-pub(super) fn queries() -> [Query; 3] {
-    ["query-jobs", "query-migrate", "query-block"].map(|command| (command, json!({})))
-}
-
-/// Fails if another program has begun something that does not go together with moving the guest, or if its drives have not the media that they
-/// had.
-///
-/// # Errors
-/// What was found, and what to do.
-pub(super) fn check([jobs, migration, drives]: &[Value; 3], media: &Media) -> Result<(), String> {
-    check_listed_jobs(jobs)?;
-    check_listed_migration(&MigrationInfo::from_json(migration))?;
-    media.compare(&Media::listed(drives))
-}
-
 /// Returns what other programs have begun that QEMU's own migration neither refuses nor waits for: a job, or another medium or size of a drive.
 /// A QEMU that does not answer shows nothing: it may be completing its migration on slow storage.
 pub(super) fn seen_beside_migration(qmp: &Qmp, media: &Media) -> Option<String> {
-    let jobs = qmp.execute("query-jobs", json!({})).ok()?;
-    let now = Media::of(qmp).ok()?;
-    check_listed_jobs(&jobs).and_then(|()| media.compare(&now)).err()
+    let look = |command| qmp.execute_within(command, json!({}), LOOK_TIME).ok();
+    let (jobs, drives) = (look("query-jobs")?, look("query-block")?);
+    check_listed_jobs(&jobs).and_then(|()| media.compare(&Media::listed(&drives))).err()
 }
 
 /// What a drive of the guest has in it. Not the name of the node: a job puts a filter above it, and the job is what is to be reported.
@@ -133,6 +117,10 @@ impl Media {
     ///
     /// # Errors
     /// The first drive that has not, and what has changed.
+    pub(super) fn check(&self, qmp: &Qmp) -> Result<(), String> {
+        self.compare(&Self::of(qmp)?)
+    }
+
     fn compare(&self, now: &Self) -> Result<(), String> {
         // A drive that came or went is a device that did, which is found by the list of devices.
         for (name, before) in &self.0 {
@@ -172,33 +160,14 @@ impl fmt::Display for Medium {
 /// # Errors
 /// The nodes that are still active.
 pub(super) fn check_inactive(qmp: &Qmp) -> Result<(), String> {
-    let nodes = qmp.execute_all([block_nodes()]).map_err(|error| error.to_string())?;
-    check_inactive_nodes(qmp, &nodes[0])
-}
-
-fn block_nodes() -> Query {
-    ("query-named-block-nodes", json!({ "flat": true }))
-}
-
-fn check_inactive_nodes(qmp: &Qmp, nodes: &Value) -> Result<(), String> {
-    if active(nodes).next().is_none() {
+    let query = |command: &str, arguments: Value| qmp.execute(command, arguments).map_err(|error| error.to_string());
+    let nodes = query("query-named-block-nodes", json!({ "flat": true }))?;
+    if active(&nodes).next().is_none() {
         return Ok(());
     }
-    let uses = ["query-block", "x-debug-query-block-graph"].map(|command| (command, json!({})));
-    let [drives, graph] = qmp.execute_all(uses).map_err(|error| error.to_string())?;
-    check_listed_nodes(nodes, &in_use(&drives, &graph))
-}
-
-/// Fails if another program's migration has begun since the guest was paused, or if disks are active again. A migration that fails or is
-/// cancelled makes them active (`migration_block_activate` in QEMU's migration/block-active.c), and the destination could not lock them then.
-///
-/// # Errors
-/// What was found.
-pub(super) fn check_still_given_up(qmp: &Qmp) -> Result<(), String> {
-    let queries = [("query-migrate", json!({})), block_nodes()];
-    let [migration, nodes] = qmp.execute_all(queries).map_err(|error| error.to_string())?;
-    check_listed_migration(&MigrationInfo::from_json(&migration))?;
-    check_inactive_nodes(qmp, &nodes)
+    let drives = query("query-block", json!({}))?;
+    let graph = query("x-debug-query-block-graph", json!({}))?;
+    check_listed_nodes(&nodes, &in_use(&drives, &graph))
 }
 
 /// Returns the nodes that are active and can be written.

@@ -174,7 +174,7 @@ pub(super) fn identity(qmp: &Qmp) -> Option<ProcessIdentity> {
 pub(super) fn unknown_process_note(qmp: &Qmp) -> Option<String> {
     let why = vcpus::process_of(qmp).err()?;
     Some(format!(
-        "it is not known which process QEMU is: {why}. So nobody here can see whether QEMU has ended: after a failure, `sterna recover` \
+        "it is not known which process QEMU is: {why}. So it cannot be seen here whether QEMU has ended: after a failure, `sterna recover` \
          needs its monitor"
     ))
 }
@@ -186,8 +186,12 @@ pub(super) fn is_behind(qmp: &Qmp, recorded: ProcessIdentity) -> bool {
     same && process::lives(recorded)
 }
 
-/// Returns whether the QMP connection has ended. A QEMU that waits for its storage does not answer, and has not hung up.
-pub(in crate::gateway) fn has_hung_up(qmp: &Qmp) -> bool {
+/// Returns whether the QMP connection has ended, and the process with it. A QEMU that waits for its storage does not answer, and has not ended.
+pub(in crate::gateway) fn monitor_has_ended(qmp: &Qmp, process: Option<ProcessIdentity>) -> bool {
+    has_hung_up(qmp) && has_ended(process)
+}
+
+fn has_hung_up(qmp: &Qmp) -> bool {
     matches!(qmp.execute_within("query-status", json!({}), HANG_UP_TIME), Err(QmpError::Closed { .. }))
 }
 

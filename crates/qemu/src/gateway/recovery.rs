@@ -19,7 +19,7 @@ use sterna_engine::switchover::Ledger;
 use sterna_engine::transport::{Address, Security};
 use sterna_wire::control::Mode;
 use sterna_wire::reason::ErrorKind;
-use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordState};
+use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordState, SourceState};
 
 use super::claim::Claim;
 use super::fault::WithFaultPoints;
@@ -82,7 +82,8 @@ fn actual_state(record: &Record) -> RecordState {
     let Some(qemu) = record.monitor_process.filter(|qemu| record.mode == Mode::Direct && process::lives(*qemu)) else {
         return record.state;
     };
-    let waits = direct::waits_for_memory(qemu);
+    // What cannot be seen changes nothing.
+    let Ok(waits) = direct::waits_for_memory(qemu) else { return record.state };
     RecordState::Destination(match state {
         D::Prepared if waits => D::PreparedIncomplete,
         D::Committed if waits => D::CommittedIncomplete,
@@ -103,7 +104,7 @@ fn lacks_memory(state: RecordState) -> bool {
 /// # Errors
 /// The wait was cancelled.
 fn qemu_of(record: &Record, cancel: &Cancel, observer: &dyn Observer) -> Result<Option<Qmp>, GatewayError> {
-    let mut told = false;
+    let mut noted = false;
     loop {
         if record.monitor_process.is_some_and(|identity| !process::lives(identity)) {
             return Ok(None);
@@ -121,12 +122,12 @@ fn qemu_of(record: &Record, cancel: &Cancel, observer: &dyn Observer) -> Result<
             }
             // Its main loop may wait for a page that only the source has.
             Err(QmpError::Timeout { .. }) if lacks_memory(actual_state(record)) => return Ok(None),
-            Err(QmpError::Timeout { .. }) => {
-                if !std::mem::replace(&mut told, true) {
+            Err(error @ QmpError::Timeout { .. }) => {
+                if !std::mem::replace(&mut noted, true) {
                     observer.note(&format!(
-                        "waiting for QEMU's monitor ({}): QEMU does not answer, most likely because the storage of the guest's disks does not \
-                         answer QEMU",
-                        record.monitor_socket
+                        "waiting for QEMU's monitor ({}): {error}{}",
+                        record.monitor_socket,
+                        way_out(record)
                     ));
                 }
             }
@@ -135,6 +136,16 @@ fn qemu_of(record: &Record, cancel: &Cancel, observer: &dyn Observer) -> Result<
                 return Ok(None);
             }
         }
+    }
+}
+
+/// Returns what an operator can do about a QEMU that never answers, where its guest is not lost by that.
+fn way_out(record: &Record) -> String {
+    match (record.state, record.monitor_process) {
+        (RecordState::Source(SourceState::Committed), Some(ProcessIdentity { pid, .. })) => format!(
+            ". Its guest belongs to the destination: if it never answers, end it (kill -KILL {pid}), and this goes on"
+        ),
+        _ => String::new(),
     }
 }
 

@@ -89,7 +89,7 @@ impl Patience {
 pub(super) struct Storage<'a> {
     /// The disks' files.
     disks: String,
-    means: Option<(&'a Cancel, &'a dyn Observer)>,
+    context: Option<(&'a Cancel, &'a dyn Observer)>,
 }
 
 impl fmt::Debug for Storage<'_> {
@@ -101,12 +101,12 @@ impl fmt::Debug for Storage<'_> {
 impl<'a> Storage<'a> {
     /// Returns the storage of this QEMU's disks. Made before the storage may hang, because QEMU does not answer any more then.
     pub(super) fn of(qmp: &Qmp, cancel: &'a Cancel, observer: &'a dyn Observer) -> Self {
-        Self { disks: disk_files(qmp), means: Some((cancel, observer)) }
+        Self { disks: disk_files(qmp), context: Some((cancel, observer)) }
     }
 
-    /// Returns the storage of disks that nobody has looked at yet.
+    /// Returns the storage of disks that are not known yet.
     pub(super) fn unknown() -> Self {
-        Self { disks: "not known".into(), means: None }
+        Self { disks: "not known".into(), context: None }
     }
 
     /// Returns the files of the disks, for texts.
@@ -127,18 +127,18 @@ impl<'a> Storage<'a> {
     ) -> Result<Value, StorageError> {
         let begun = Instant::now();
         let mut awaited = qmp.begin(command, arguments)?;
-        let told_at = begun + qmp.timeout_of(command);
-        let mut told = false;
+        let note_at = begun + qmp.timeout_of(command);
+        let mut noted = false;
         loop {
-            let mut look = Instant::now() + LOOK_PAUSE;
-            if !told {
-                look = look.min(told_at);
+            let mut next_look = Instant::now() + LOOK_PAUSE;
+            if !noted {
+                next_look = next_look.min(note_at);
             }
             if let Patience::Until { deadline, .. } = patience {
-                look = look.min(deadline);
+                next_look = next_look.min(deadline);
             }
-            if let Some(answer) = awaited.wait(look)? {
-                if told {
+            if let Some(answer) = awaited.wait(next_look)? {
+                if noted {
                     let seconds = begun.elapsed().as_secs_f64();
                     self.note(&format!("QEMU has answered `{command}`, {seconds:.1} s after it was asked"));
                 }
@@ -149,19 +149,28 @@ impl<'a> Storage<'a> {
                 && now >= deadline
             {
                 let waited = deadline - since;
+                if let stopped @ Some(_) = qmp.stopped() {
+                    return Err(QmpError::Timeout { command: command.into(), waited, stopped }.into());
+                }
                 return Err(StorageError::Silent { command: command.into(), disks: self.disks.clone(), waited });
             }
-            if !matches!(patience, Patience::Endless) && self.means.is_some_and(|(cancel, _)| cancel.is_cancelled()) {
+            if !matches!(patience, Patience::Endless) && self.context.is_some_and(|(cancel, _)| cancel.is_cancelled()) {
                 return Err(StorageError::Cancelled { command: command.into(), disks: self.disks.clone() });
             }
-            if !told && now >= told_at {
-                told = true;
-                self.note(&format!(
-                    "waiting for the storage of the guest's disks ({}): QEMU has not answered `{command}` for {:.1} s; it goes on by itself \
-                     when the storage answers",
-                    self.disks,
-                    begun.elapsed().as_secs_f64()
-                ));
+            if !noted && now >= note_at {
+                noted = true;
+                let seconds = begun.elapsed().as_secs_f64();
+                self.note(&match qmp.stopped() {
+                    Some(pid) => format!(
+                        "QEMU (process {pid}) has not answered `{command}` for {seconds:.1} s: it is stopped (by SIGSTOP, for instance); let it \
+                         go on (kill -CONT {pid})"
+                    ),
+                    None => format!(
+                        "waiting for the storage of the guest's disks ({}): QEMU has not answered `{command}` for {seconds:.1} s; it goes on by \
+                         itself when the storage answers",
+                        self.disks
+                    ),
+                });
             }
         }
     }
@@ -189,10 +198,10 @@ impl<'a> Storage<'a> {
     }
 
     fn cont_and_look(&self, qmp: &Qmp, patience: Patience) -> Result<(), StorageError> {
-        qmp.take_events(&["RESUME"]);
+        let resumes = qmp.resumes();
         self.execute(qmp, "cont", json!({}), patience)?;
         // QEMU sends RESUME before the answer, if the guest did not run already.
-        let resumed = !qmp.take_events(&["RESUME"]).is_empty();
+        let resumed = qmp.resumes() > resumes;
         fault::at(PausePoint::Continued);
         let state = self.run_state(qmp, patience)?;
         if resumed && !state.has_executed() {
@@ -207,7 +216,7 @@ impl<'a> Storage<'a> {
     }
 
     fn note(&self, text: &str) {
-        match self.means {
+        match self.context {
             Some((_, observer)) => observer.note(text),
             None => tracing::warn!("{text}"),
         }
@@ -216,7 +225,7 @@ impl<'a> Storage<'a> {
 
 /// Returns the files of QEMU's disks as its monitor names them, for texts.
 fn disk_files(qmp: &Qmp) -> String {
-    let nodes = qmp.execute("query-block", json!({})).unwrap_or_default();
+    let Ok(nodes) = qmp.execute("query-block", json!({})) else { return "not known".into() };
     let files = nodes.as_array().into_iter().flatten().filter_map(|disk| disk["inserted"]["file"].as_str());
     let files: Vec<String> = files.map(cleaned).collect();
     if files.is_empty() { "QEMU lists no disks".into() } else { files.join(", ") }

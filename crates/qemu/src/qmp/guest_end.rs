@@ -9,7 +9,7 @@ use sterna_wire::text::cleaned;
 /// How a guest has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GuestEnd {
-    /// The guest has shut itself down, perhaps because somebody asked it to (`system_powerdown`).
+    /// The guest has shut itself down, perhaps because it was asked to (`system_powerdown`).
     ShutDown,
     /// The guest has reset itself, and QEMU ends at a reset.
     Reset,
@@ -17,7 +17,7 @@ pub enum GuestEnd {
     Panicked,
     /// The guest has ended by itself in another way: a cause of QEMU's `ShutdownCause` (qapi/run-state.json).
     Other(String),
-    /// The guest ran when something else ended QEMU: such a cause.
+    /// Something else has ended QEMU: such a cause.
     ByOthers(String),
 }
 
@@ -54,14 +54,14 @@ impl fmt::Display for GuestEnd {
             Self::Panicked => "the guest has panicked",
             Self::Other(cause) => return write!(f, "the guest has ended itself (QEMU: {cause})"),
             Self::ByOthers(cause) => match cause.as_str() {
-                "host-qmp-quit" => "another program has ended it while its guest ran (`quit`)",
+                "host-qmp-quit" => "another program has ended it (`quit`)",
                 "host-qmp-system-reset" => {
                     "another program has reset its guest (`system_reset`), and it ends at a reset (-no-reboot)"
                 }
-                "host-signal" => "a signal has ended it while its guest ran",
-                "host-ui" => "somebody has closed its window while its guest ran",
+                "host-signal" => "a signal has ended it",
+                "host-ui" => "its window was closed",
                 "host-error" => "it has met an error of the host",
-                _ => return write!(f, "something else has ended it while its guest ran (QEMU: {cause})"),
+                _ => return write!(f, "something else has ended it (QEMU: {cause})"),
             },
         };
         f.write_str(text)

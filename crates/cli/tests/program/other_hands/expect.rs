@@ -15,7 +15,7 @@ pub(super) enum Expected {
     MovesOrStays,
     /// It completes, at the latest when an operator has ended the source's QEMU, whose disks keep the destination from starting the guest.
     MovesAtLast,
-    /// It fails, and the guest is stopped at the source, because somebody has stopped it or moved it elsewhere.
+    /// It fails, and the guest is stopped at the source, because another program has stopped it or moved it elsewhere.
     StaysStopped,
     /// The guest has ended, and nothing is left of it.
     Ends,
@@ -87,7 +87,7 @@ pub(super) fn expected(cell: Cell, done: &Done) -> Expected {
         Kind::Reset if mode == "stream" || moment.guest_executes() || decided => Moves,
         Kind::Reset => StaysAndRuns,
         Kind::Obstacle if moment.looked_at_later() => StaysAndRuns,
-        // Migrations are looked at once more right before the decision.
+        // Migrations are checked again right before the decision.
         Kind::Obstacle if act == Act::MigrateRunning && !decided => StaysAndRuns,
         // After the last look QEMU refuses what would write to a disk. The rest is of no consequence: the destination has the state of before.
         Kind::Obstacle => Moves,

@@ -1,4 +1,4 @@
-//! The judge: where the guest executes, whether its records are there, and whether what was said is true.
+//! The judge: where the guest executes, whether its records are there, and whether what was reported is true.
 
 use serde_json::{Value, json};
 use sterna_qemu_lab::recorder;
@@ -11,7 +11,7 @@ use crate::support::pair::{Pair, Watched};
 use crate::support::settle::Side;
 use crate::support::{FAILED, LOST, REFUSED, Sterna, UNCONFIRMED, receive, send_by};
 
-/// What the programs say of where the guest executes. A text may have none of these.
+/// What the programs report about where the guest executes. A text may have none of these.
 const CLAIMS: &[(&str, Side)] = &[
     ("the guest runs on at the source", Side::Source),
     ("the guest runs here, at the source", Side::Source),
@@ -21,7 +21,7 @@ const CLAIMS: &[(&str, Side)] = &[
     ("the guest runs here, at the destination", Side::Destination),
 ];
 
-/// What the programs say of where it does not execute.
+/// What the programs report about where it does not execute.
 const DENIALS: &[(&str, Side)] = &[
     ("and does not run", Side::Source),
     ("the guest is lost", Side::Source),
@@ -49,12 +49,12 @@ impl Moved {
     pub(super) fn judge(mut self) -> Result<String, String> {
         let expected = expected(self.cell, &self.done);
         let text = self.outcome(expected);
-        let told = format!("{}: {:?}, expected {expected:?}", self.cell, self.done);
+        let context = format!("{}: {:?}, expected {expected:?}", self.cell, self.done);
         if let Done::Refused(reason) = &self.done {
-            println!("{told}: QEMU refused: {reason}");
+            println!("{context}: QEMU refused: {reason}");
         }
-        let text = text.map_err(|error| format!("{told}: {error}\n  guests {:?}", self.pair.states()))?;
-        Ok(format!("{told}: {}", text.trim().lines().next().unwrap_or_default()))
+        let text = text.map_err(|error| format!("{context}: {error}\n  guests {:?}", self.pair.states()))?;
+        Ok(format!("{context}: {}", text.trim().lines().next().unwrap_or_default()))
     }
 
     fn outcome(&mut self, expected: Expected) -> Result<String, String> {
@@ -99,11 +99,11 @@ impl Moved {
                 _ => &[],
             };
             if let Some(recovery) = side.recover(&self.pair, words, None) {
-                let (status, said) = recovery.finish();
-                self.true_claims(&said)?;
-                println!("recover at the {}: {status}: {said}", side.name());
+                let (status, text) = recovery.finish();
+                self.true_claims(&text)?;
+                println!("recover at the {}: {status}: {text}", side.name());
                 if !status.success() && expected != Expected::Contradiction {
-                    return Err(format!("recover at the {} ended with {status}: {said}", side.name()));
+                    return Err(format!("recover at the {} ended with {status}: {text}", side.name()));
                 }
             }
         }

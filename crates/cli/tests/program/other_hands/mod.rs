@@ -2,7 +2,7 @@
 //!
 //! The guest writes numbered records to its disk. `send` is held at the moment until the act is done. Afterwards, whatever the act was: the
 //! guest executes at exactly one place, or has ended, and that is reported; no acknowledged record is missing; whatever `send`, `receive` and
-//! `recover` have said about where the guest is, is true; and the next attempt moves the guest. What becomes of the move follows from the kind of
+//! `recover` have reported on standard output about where the guest is, is true; and the next attempt moves the guest. What becomes of the move follows from the kind of
 //! the act and the moment ([`expected`]).
 //!
 //! The tests here are a cut of the table; `soak::other_hands` has all of it.

@@ -11,9 +11,10 @@ use crate::other_hands::Cell;
 const WORKERS: usize = 2;
 
 #[test]
-fn whatever_is_done_to_a_guest_that_is_moved_it_executes_once_and_what_is_said_is_true() {
+fn whatever_is_done_to_a_guest_that_is_moved_it_executes_once_and_what_is_reported_is_true() {
     let wanted = std::env::var("STERNA_CELL").unwrap_or_default();
     let cells: Vec<Cell> = Cell::all().into_iter().filter(|cell| cell.to_string().contains(&wanted)).collect();
+    assert!(!cells.is_empty(), "no cell is named {wanted:?}");
     let (queue, ends) = (Mutex::new(cells.iter()), Mutex::new(BTreeMap::new()));
     std::thread::scope(|scope| {
         for _ in 0..WORKERS {

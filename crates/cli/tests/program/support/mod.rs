@@ -118,6 +118,8 @@ impl Sterna {
 
     /// Waits for its end, and returns its standard output.
     pub(crate) fn finish(mut self) -> (ExitStatus, String) {
+        // A test whose program does not end is named by this, and not by the limit of the test.
+        assert!(pair::eventually(LONG, || self.poll().is_some()), "sterna does not end");
         let status = self.child.wait().unwrap();
         self.reader.take().unwrap().join().unwrap();
         (status, self.output.take().unwrap().join().unwrap())

@@ -6,7 +6,7 @@ use sterna_wire::description::Description;
 use sterna_wire::text::cleaned;
 
 use super::cpu;
-use super::difference::Difference;
+use super::difference::{Difference, MAX_LISTED};
 
 /// What all versions of this program describe.
 const FAMILIES: &[(&str, &str)] = &[
@@ -64,6 +64,19 @@ pub(super) fn compare(source: &Description, destination: &Description) -> Vec<Di
             "machine" => machine_type(source, destination, &mut found),
             _ => uuid(source, destination, &mut found),
         }
+    }
+    limited(found)
+}
+
+/// Returns at most [`MAX_LISTED`] of the differences, the refusals first, and one more that counts the rest: a description has thousands of
+/// facts, and its sender may be hostile.
+fn limited(mut found: Vec<Difference>) -> Vec<Difference> {
+    found.sort_by_key(|difference| !difference.refuses);
+    if found.len() > MAX_LISTED {
+        let rest = found.split_off(MAX_LISTED);
+        let text = format!("there are {} more differences", rest.len());
+        let refuses = rest.iter().any(|difference| difference.refuses);
+        found.push(Difference { name: "more".into(), refuses, text });
     }
     found
 }
@@ -287,6 +300,16 @@ mod tests {
     }
 
     const NONE: [&str; 0] = [];
+
+    #[test]
+    fn of_very_many_differences_the_first_are_listed_and_the_rest_is_a_refusal_too() {
+        let devices: Vec<String> = (0..MAX_LISTED + 7).map(|number| format!("device.slot/{number:03}")).collect();
+        let facts: Vec<(&str, &str)> = devices.iter().map(|name| (name.as_str(), "virtio-rng-pci")).collect();
+        let found = compare(&of(&[]), &of(&facts));
+        assert_eq!(found.len(), MAX_LISTED + 1);
+        assert!(found.iter().all(|difference| difference.refuses));
+        assert_eq!(found.last().unwrap().text, "there are 7 more differences");
+    }
 
     #[test]
     fn equal_machines_do_not_differ() {

@@ -2,8 +2,8 @@
 
 use sterna_wire::text::cleaned;
 
-/// Maximum number of things that a text lists.
-const MAX_LISTED: usize = 64;
+/// Maximum number of things that a text lists, and of differences that are reported.
+pub(super) const MAX_LISTED: usize = 64;
 
 /// What differs between two machines.
 #[derive(Clone, Debug, PartialEq, Eq)]

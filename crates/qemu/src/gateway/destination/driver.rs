@@ -19,8 +19,8 @@ use crate::gateway::backlog::Backlog;
 use crate::gateway::feeder::{Feeder, FeederEvent};
 use crate::gateway::qemu::{self, QUIT_TIME, QemuEvent};
 use crate::gateway::sockets::SocketDir;
-use crate::gateway::storage::{Patience, Storage, StorageError};
-use crate::qmp::{Qmp, QmpError};
+use crate::gateway::storage::{Patience, Storage};
+use crate::qmp::Qmp;
 use crate::settings::Restore;
 use crate::stream::ReturnMessage;
 
@@ -94,9 +94,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         let storage = Storage::of(&self.qmp, self.cancel, self.kernel.observer);
         match storage.cont(&self.qmp, Patience::Endless) {
             Ok(()) => Ok(Some(DestinationGuest::Running)),
-            Err(StorageError::Qmp(QmpError::Closed { .. }))
-                if qemu::has_ended(self.kernel.ledger.record().monitor_process) =>
-            {
+            Err(_) if qemu::monitor_has_ended(&self.qmp, self.kernel.ledger.record().monitor_process) => {
                 Ok(Some(DestinationGuest::Gone))
             }
             Err(error) => Err(qemu::failed("QEMU does not start the guest")(error)),

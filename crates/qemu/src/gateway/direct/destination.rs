@@ -315,7 +315,7 @@ impl DestinationVmm for QemuDestination<'_> {
     }
 
     fn has_ended(&mut self) -> bool {
-        qemu::has_hung_up(&self.qmp) && qemu::has_ended(self.identity)
+        qemu::monitor_has_ended(&self.qmp, self.identity)
     }
 
     fn guest_end(&mut self) -> Option<GuestEnd> {

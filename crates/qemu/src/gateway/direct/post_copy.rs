@@ -97,13 +97,16 @@ fn check_system_call(pid: i32, device: &io::Error) -> Result<(), String> {
 }
 
 /// Returns whether this process waits for missing memory: its post-copy has not ended.
-pub(in crate::gateway) fn waits_for_memory(process: ProcessIdentity) -> bool {
-    // proc_pid_smaps(5): `um` marks memory registered with a userfaultfd for missing pages.
-    let waits = fs::read_to_string(format!("/proc/{}/smaps", process.pid)).is_ok_and(|smaps| {
-        let mut flags = smaps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
-        flags.any(|flags| flags.split_whitespace().any(|flag| flag == "um"))
-    });
-    waits && sterna_engine::process::lives(process)
+///
+/// # Errors
+/// Its mappings cannot be read.
+pub(in crate::gateway) fn waits_for_memory(process: ProcessIdentity) -> io::Result<bool> {
+    // proc_pid_smaps(5): `um` marks memory registered with a userfaultfd for missing pages. Names of mapped files may be any bytes.
+    let smaps = fs::read(format!("/proc/{}/smaps", process.pid))?;
+    let smaps = String::from_utf8_lossy(&smaps);
+    let mut flags = smaps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
+    let waits = flags.any(|flags| flags.split_whitespace().any(|flag| flag == "um"));
+    Ok(waits && sterna_engine::process::lives(process))
 }
 
 /// A destination QEMU's process, in which the library's calls on its address space are performed.

@@ -27,7 +27,7 @@ use sterna_wire::control::Block;
 
 use super::post_copy::QemuProcess;
 use crate::discover::{self, Backing, FileKind, ListedBlock, MappedRam, list};
-use crate::qmp::{Qmp, Query};
+use crate::qmp::Qmp;
 
 /// The memory of a source, with its dirty log.
 pub(super) struct DirectRam {
@@ -45,7 +45,7 @@ pub(super) struct Watched {
     /// QEMU's list of its blocks.
     listed: Vec<ListedBlock>,
     /// The devices that were plugged in. A new one may come with a process that writes guest RAM.
-    plugged: [Value; 2],
+    plugged: Vec<Value>,
     /// The files of guest RAM, and the other processes that map them.
     files: Vec<FileOfBlock>,
     mappers: Vec<Mapper>,
@@ -140,7 +140,7 @@ impl Survey {
                 block.name()
             ));
         }
-        let plugged = qmp.execute_all(plugged_queries()).map_err(|error| error.to_string())?;
+        let plugged = plugged(qmp)?;
         let merges = guest.blocks().iter().any(|block| is_merged(&merged, &block.addresses()));
         Ok(Self { guest, mapped, watched: Watched { listed, plugged, files, mappers }, gives_back, merges })
     }
@@ -262,25 +262,19 @@ fn resident(smaps: &str, start: u64, bytes: u64) -> u64 {
 }
 
 impl Watched {
-    /// Returns the commands whose answers [`Watched::check`] looks at.
-    pub(super) fn queries() -> [Query; 3] {
-        let [plugged, plugged_unnamed] = plugged_queries();
-        [("human-monitor-command", json!({ "command-line": discover::LIST })), plugged, plugged_unnamed]
-    }
-
     /// Checks, once the guest has stopped, that its memory is still at the same addresses, and that no new process
     /// writes it.
     ///
     /// # Errors
     /// Which condition has changed.
-    pub(super) fn check(&self, [listed, plugged @ ..]: &[Value; 3], guest: &GuestRam) -> Result<(), String> {
-        if discover::listed(listed.as_str().unwrap_or_default()).map_err(|error| error.to_string())? != self.listed {
+    pub(super) fn check(&self, qmp: &Qmp, guest: &GuestRam) -> Result<(), String> {
+        if list(qmp).map_err(|error| error.to_string())? != self.listed {
             return Err(
                 "the guest's RAM blocks are not those that the migration began with: memory was plugged in or out"
                     .into(),
             );
         }
-        if *plugged != self.plugged {
+        if plugged(qmp)? != self.plugged {
             return Err(
                 "the guest's devices are not those that the migration began with: a device was plugged in or out"
                     .into(),
@@ -331,10 +325,11 @@ fn devices(qmp: &Qmp) -> Result<Vec<String>, String> {
 /// Where QEMU has the devices that options or `device_add` have made, with and without an id. No other device is plugged in or out.
 const PLUGGED: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
-/// Returns the commands that list the devices that were plugged in. For a paused guest: [`devices`] takes 5 to 16 ms of a machine with 60
-/// devices, because QEMU prints all properties of each.
-fn plugged_queries() -> [Query; 2] {
-    PLUGGED.map(|path| ("qom-list", json!({ "path": path })))
+/// Returns the devices that were plugged in. For a paused guest: [`devices`] takes 5 to 16 ms of a machine with 60 devices, because QEMU prints
+/// all properties of each.
+fn plugged(qmp: &Qmp) -> Result<Vec<Value>, String> {
+    let list = |path: &str| qmp.execute("qom-list", json!({ "path": path })).map_err(|error| error.to_string());
+    PLUGGED.into_iter().map(list).collect()
 }
 
 /// Returns whether the guest can give memory back to the host by this device while it runs.

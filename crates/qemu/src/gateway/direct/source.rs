@@ -137,8 +137,10 @@ impl<'a> QemuSource<'a> {
     }
 
     /// Checks that no other program has begun something that does not go together with moving the guest.
-    fn check_neighbours(&self) -> Result<(), VmmError> {
-        Ok(neighbours::check(&self.qmp.execute_all(neighbours::queries())?, &self.media)?)
+    fn check_neighbours(&self) -> Result<(), String> {
+        neighbours::check_jobs(&self.qmp)?;
+        neighbours::check_migration(&self.qmp)?;
+        self.media.check(&self.qmp)
     }
 
     /// Stops the guest.
@@ -162,16 +164,16 @@ impl<'a> QemuSource<'a> {
                 )
                 .into())
             }
-            StoppedBy::NotAnyMore => {
+            StoppedBy::RunsAgain => {
                 self.stopped = false;
-                Err(resumed_by_others(&self.qmp.run_state()?).into())
+                Err(resumed_by_others(self.qmp.run_state()?.name()).into())
             }
         }
     }
 
     /// Checks the guest, which is paused, and saves its devices.
     fn check_and_save(&self, patience: Patience) -> Result<Vec<u8>, VmmError> {
-        self.watched.check(&self.qmp.execute_all(Watched::queries())?, &self.guest)?;
+        self.watched.check(&self.qmp, &self.guest)?;
         self.check_neighbours()?;
         let state = self.save_devices(patience)?;
         neighbours::check_inactive(&self.qmp)?;
@@ -190,7 +192,8 @@ impl<'a> QemuSource<'a> {
             return None;
         }
         self.stopped = false;
-        Some(self.qmp.run_state().map_or_else(VmmError::from, |state| resumed_by_others(&state).into()))
+        let state = self.qmp.run_state().map_or_else(|error| error.to_string(), |state| state.to_string());
+        Some(resumed_by_others(&state).into())
     }
 
     fn save_devices(&self, patience: Patience) -> Result<Vec<u8>, VmmError> {
@@ -223,7 +226,7 @@ impl SourceVmm for QemuSource<'_> {
     }
 
     fn check_migratable(&mut self) -> Result<(), VmmError> {
-        self.check_neighbours()
+        Ok(self.check_neighbours()?)
     }
 
     fn settle_io(&mut self) -> Result<(), VmmError> {
@@ -243,7 +246,7 @@ impl SourceVmm for QemuSource<'_> {
                 tracing::debug!(?took, "QEMU's block layer has nothing under way");
                 Ok(())
             }
-            Err(QmpError::Timeout { .. }) => Err(format!(
+            Err(QmpError::Timeout { stopped: None, .. }) => Err(format!(
                 "the storage of the guest's disks has not answered within {:.1} s ({}); the guest is not stopped, but it and QEMU's \
                  monitor wait for this storage whenever they use a device; see to the storage and send again, or use --mode stream",
                 limit.as_secs_f64(),
@@ -278,7 +281,10 @@ impl SourceVmm for QemuSource<'_> {
         }
         match state.meaning() {
             Meaning::Stopped if state.name() == "paused" => {
-                Ok(neighbours::check_still_given_up(&self.qmp)?)
+                // Another program's migration may have begun since the guest was paused. One that fails or is cancelled makes the disks
+                // active again (`migration_block_activate` in QEMU's migration/block-active.c), which the destination could not lock then.
+                neighbours::check_migration(&self.qmp)?;
+                Ok(neighbours::check_inactive(&self.qmp)?)
             }
             // A reset that the guest requested just before it was stopped is carried out here and would be lost at the destination, where
             // the guest would wait for it for ever. `prelaunch` is the state after it; `cont` lets the guest boot.
@@ -358,7 +364,7 @@ impl SourceVmm for QemuSource<'_> {
     }
 
     fn has_ended(&mut self) -> bool {
-        qemu::has_hung_up(&self.qmp) && qemu::has_ended(self.record.process)
+        qemu::monitor_has_ended(&self.qmp, self.record.process)
     }
 
     fn guest_end(&mut self) -> Option<GuestEnd> {
@@ -415,8 +421,8 @@ enum StoppedBy {
     Us,
     /// Another program, or the guest itself, before `stop` was sent.
     Others,
-    /// Nobody: another program has let the guest run again.
-    NotAnyMore,
+    /// No program: another one has let the guest run again.
+    RunsAgain,
 }
 
 /// Returns who has stopped the guest. `events`: STOP and RESUME since it was last seen running. `stop`: when that was sent and answered, in
@@ -427,7 +433,7 @@ enum StoppedBy {
 fn who_stopped(events: &[Event], stop: RangeInclusive<u64>) -> StoppedBy {
     let Some(last) = events.last() else { return StoppedBy::Us };
     if last.name == "RESUME" {
-        return StoppedBy::NotAnyMore;
+        return StoppedBy::RunsAgain;
     }
     match last.time_us {
         // A range that is empty shows a clock that was set back: its times mean nothing.
@@ -441,7 +447,7 @@ fn microseconds_now() -> u64 {
 }
 
 /// Returns the error for a guest that another program has let run while this migration had it paused.
-fn resumed_by_others(state: &RunState) -> String {
+fn resumed_by_others(state: &str) -> String {
     format!(
         "another program let the guest run (QMP cont, virsh resume) while it was paused for its switchover: that program is responsible for it \
          now (QEMU: {state}); send again"
@@ -474,7 +480,7 @@ mod tests {
         assert_eq!(who(&[("STOP", Some(150))]), StoppedBy::Us);
         assert_eq!(who(&[("STOP", Some(99))]), StoppedBy::Others);
         assert_eq!(who(&[("STOP", Some(90)), ("RESUME", Some(95)), ("STOP", Some(120))]), StoppedBy::Us);
-        assert_eq!(who(&[("STOP", Some(120)), ("RESUME", Some(130))]), StoppedBy::NotAnyMore);
+        assert_eq!(who(&[("STOP", Some(120)), ("RESUME", Some(130))]), StoppedBy::RunsAgain);
         // Where the time is not known the guest is taken back rather than left paused by mistake.
         assert_eq!(who(&[("STOP", None)]), StoppedBy::Us);
         assert_eq!(who(&[]), StoppedBy::Us);

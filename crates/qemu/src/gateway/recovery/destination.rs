@@ -11,8 +11,8 @@ use sterna_wire::switchover::{DestinationEnd, DestinationGuest, DestinationState
 use super::{Recovery, durable, guest_here, restore_settings};
 use crate::gateway::GatewayError;
 use crate::gateway::qemu::{self, QUIT_TIME};
-use crate::gateway::storage::{Patience, Storage, StorageError};
-use crate::qmp::{Meaning, Qmp, QmpError};
+use crate::gateway::storage::{Patience, Storage};
+use crate::qmp::{Meaning, Qmp};
 
 /// Settles the migration from a record in `state`.
 pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result<String, GatewayError> {
@@ -74,9 +74,7 @@ impl DestinationRemains for Remains<'_> {
         let Some(qmp) = &self.qmp else { return Ok(DestinationGuest::Gone) };
         match Storage::of(qmp, self.cancel, self.observer).cont(qmp, Patience::UntilCancelled) {
             Ok(()) => Ok(DestinationGuest::Running),
-            Err(StorageError::Qmp(QmpError::Closed { .. })) if qemu::has_ended(self.record.monitor_process) => {
-                Ok(DestinationGuest::Gone)
-            }
+            Err(_) if qemu::monitor_has_ended(qmp, self.record.monitor_process) => Ok(DestinationGuest::Gone),
             Err(error) => Err(error.into_reason("QEMU does not start the guest")),
         }
     }

@@ -75,9 +75,11 @@ impl SourceRemains for Remains<'_> {
     fn resume(&mut self) -> Result<SourceGuest, Reason> {
         let qmp =
             self.qmp.as_ref().ok_or_else(|| Reason::new(ErrorKind::Monitor, unreachable_monitor(&self.record)))?;
-        let resumed = Storage::of(qmp, self.cancel, self.observer).cont(qmp, Patience::UntilCancelled);
-        resumed.map_err(|error| error.into_reason("the source QEMU does not resume the guest"))?;
-        Ok(SourceGuest::Running)
+        match Storage::of(qmp, self.cancel, self.observer).cont(qmp, Patience::UntilCancelled) {
+            Ok(()) => Ok(SourceGuest::Running),
+            Err(_) if qemu::monitor_has_ended(qmp, self.record.monitor_process) => Ok(SourceGuest::Gone),
+            Err(error) => Err(error.into_reason("the source QEMU does not resume the guest")),
+        }
     }
 
     fn guest_stays(&mut self) {

@@ -103,9 +103,11 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
 
     fn resume(&mut self) -> Result<SourceGuest, Reason> {
         let storage = Storage::of(&self.qmp, self.kernel.cancel, self.kernel.observer);
-        let resumed = storage.cont(&self.qmp, Patience::Endless);
-        resumed.map_err(qemu::failed("the source QEMU does not resume the guest"))?;
-        Ok(SourceGuest::Running)
+        match storage.cont(&self.qmp, Patience::Endless) {
+            Ok(()) => Ok(SourceGuest::Running),
+            Err(_) if self.monitor_has_ended() => Ok(SourceGuest::Gone),
+            Err(error) => Err(qemu::failed("the source QEMU does not resume the guest")(error)),
+        }
     }
 
     fn guest_stays(&mut self) {
@@ -129,7 +131,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
     }
 
     fn monitor_has_ended(&mut self) -> bool {
-        qemu::has_hung_up(&self.qmp) && qemu::has_ended(self.kernel.ledger.record().monitor_process)
+        qemu::monitor_has_ended(&self.qmp, self.kernel.ledger.record().monitor_process)
     }
 
     fn guest_end(&mut self) -> Option<GuestEnd> {
