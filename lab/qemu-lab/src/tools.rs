@@ -112,9 +112,22 @@ impl Tools {
     /// Returns the back-end of shared directories.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] if it was not built.
+    /// [`Error::ToolsMissing`] if it was not unpacked, [`Error::NotInMirrors`] if `scripts/setup` could not get it.
     pub fn virtiofsd(&self) -> Result<PathBuf, Error> {
-        existing("virtiofsd", self.directory.join("virtiofsd/bin/virtiofsd"))
+        self.offered("virtiofsd", "virtiofsd", "virtiofsd/bin/virtiofsd")
+    }
+
+    /// Returns what is at `path` of the tool that is called `what` and lies in `directory`.
+    fn offered(&self, what: &str, directory: &str, path: &str) -> Result<PathBuf, Error> {
+        let path = self.directory.join(path);
+        if !path.exists() {
+            // scripts/setup writes this file if the machine's mirrors lack the release.
+            let reason = self.directory.join(format!("{directory}-absent"));
+            if let Ok(reason) = std::fs::read_to_string(reason) {
+                return Err(Error::NotInMirrors { what: what.into(), reason: reason.trim().into() });
+            }
+        }
+        existing(what, path)
     }
 
     /// Returns a command that runs a release from its unpacked tree: with libraries and modules in the environment, and firmware by
@@ -138,15 +151,8 @@ impl Tools {
     pub(crate) fn qemu_words(&self, version: QemuVersion) -> Result<QemuWords, Error> {
         let tree = self.directory.join(version.directory());
         let what = format!("QEMU {version}");
-        let program = tree.join("usr/bin/qemu-system-x86_64");
-        if !program.exists() {
-            // scripts/setup writes this file if the machine's mirrors lack the release.
-            let reason = self.directory.join(format!("{}-absent", version.directory()));
-            if let Ok(reason) = std::fs::read_to_string(reason) {
-                return Err(Error::NotInMirrors { what, reason: reason.trim().into() });
-            }
-        }
-        let program = existing(&what, program)?;
+        let name = version.directory();
+        let program = self.offered(&what, name, &format!("{name}/usr/bin/qemu-system-x86_64"))?;
         let mut environment =
             vec![("QEMU_MODULE_DIR", tree.join("usr/lib/x86_64-linux-gnu/qemu").display().to_string())];
         let mut words = Vec::new();
@@ -276,5 +282,7 @@ mod tests {
         assert!(matches!(error, Error::NotInMirrors { .. }) && error.is_absence());
         assert_eq!(error.to_string(), "QEMU 11.1 cannot be had here: the testing suite has QEMU 12.0, not 11.1");
         assert!(matches!(tools.qemu(QemuVersion::V10_0), Err(Error::ToolsMissing { .. })));
+        std::fs::write(directory.path().join("virtiofsd-absent"), "there is no testing suite\n").unwrap();
+        assert!(matches!(tools.virtiofsd(), Err(Error::NotInMirrors { .. })));
     }
 }
