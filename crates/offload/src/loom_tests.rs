@@ -1,6 +1,6 @@
 //! Every order of events of the queue modules, by loom:
 //!
-//!     RUSTFLAGS="--cfg loom" cargo test -p sterna-offload --release --lib loom_tests
+//!     scripts/interleavings
 //!
 //! A request is represented by a number, with a flag for its completion by the device.
 
