@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use sterna_idxd::{Descriptor, Device, Kind, Mode, QueueInfo, Submission, SubmitMethod, WorkQueue};
+use sterna_offload::share::{AdmissionDecision, AdmissionRequest, Fair, Share};
 use sterna_offload::{Accelerators, Batch, Channel, NEVER, Offload, Operation, Outcome, Region, Settings};
 use sterna_test_kit::Random;
 use sterna_test_kit::portal::{FakePortal, complete};
@@ -121,8 +122,7 @@ fn per_batch(offload: &Offload) -> u64 {
     let region = unsafe { Region::new(start.add(start.align_offset(4096)), 16 * 4096, None) };
     let channel = offload.channel();
     run(&channel, &region, 20);
-    // What is allocated per batch is allocated in each of these runs. On a machine that is very busy, one allocation was seen in one of them.
-    (0..5).map(|_| counted(|| run(&channel, &region, 1000))).min().expect("five runs")
+    counted(|| run(&channel, &region, 5000))
 }
 
 /// Returns how many allocations this thread made in `work`, and prints where it made the first.
@@ -149,6 +149,19 @@ fn no_batch_allocates_by_the_cpu_or_by_a_device() {
     assert!(
         report.operations.iter().all(|of| of.engines[0].engine == sterna_offload::Kind::Dsa && of.engines.len() == 1)
     );
+}
+
+#[test]
+fn a_batch_after_a_long_pause_waits_for_its_turn_without_an_allocation() {
+    let mut fair = Fair::default();
+    let mut batch_at = |now| {
+        let request = AdmissionRequest { vm: 1, channel: 0, weight: 1, predicted: 1000, bytes: 4096 };
+        let AdmissionDecision::Admit(grant) = fair.ask(&request, now) else { panic!("the device is free") };
+        fair.done(grant, 1000, now + 1000);
+    };
+    batch_at(0);
+    // A guest that has sent nothing for ten seconds counts as gone.
+    assert_eq!(counted(|| (1..5).for_each(|pause| batch_at(pause * 10_000_000_000))), 0);
 }
 
 /// One page that shrinks and one that does not, deflated, and the first inflated again.

@@ -88,7 +88,7 @@ pub(super) struct Turns {
 impl Turns {
     /// Registers a channel's request: it waits from now on. Returns the device time of the batches that go first.
     pub(super) fn ask(&mut self, request: &AdmissionRequest, now: Nanos) -> Nanos {
-        self.sweep(now);
+        self.sweep(now, request.vm);
         let virtual_time = self.virtual_time;
         let flow = self.flows.entry(request.vm).or_insert_with(|| Flow::new(virtual_time));
         flow.weight = weight(request.weight);
@@ -190,7 +190,9 @@ impl Turns {
         self.flows.values().filter(wants).nth(1).is_some()
     }
 
-    fn sweep(&mut self, now: Nanos) {
+    /// Forgets the flows that have not used the device for [`FORGET`]. That of `asking` begins anew, in the memory that it has: a batch after a
+    /// long pause allocates nothing.
+    fn sweep(&mut self, now: Nanos, asking: u32) {
         if now < self.swept.saturating_add(FORGET) {
             return;
         }
@@ -201,8 +203,13 @@ impl Turns {
             self.virtual_time = self.virtual_time.max(last);
         }
         let virtual_time = self.virtual_time;
-        self.flows.retain(|_, flow| {
-            flow.in_flight > 0 || flow.finish > virtual_time || now < flow.heard.saturating_add(FORGET)
+        self.flows.retain(|&vm, flow| {
+            let kept = flow.in_flight > 0 || flow.finish > virtual_time || now < flow.heard.saturating_add(FORGET);
+            if !kept && vm == asking {
+                flow.finish = virtual_time;
+                flow.waiters.clear();
+            }
+            kept || vm == asking
         });
     }
 
