@@ -31,7 +31,8 @@ fn storm() {
         sum += round;
         match take_userfault(&process, UserfaultOrigin::SystemCall) {
             Ok(taken) => target.note(&taken),
-            Err(AttachError::Unsettled { .. }) => refused += 1,
+            // On a busy machine the thread may handle signals for as long as it has to stop.
+            Err(AttachError::Unsettled { .. } | AttachError::DoesNotStop { .. }) => refused += 1,
             Err(error) => panic!("{error}"),
         }
     }
