@@ -370,7 +370,7 @@ fn a_boot_sector_guest_that_writes_too_fast_does_not_move_where_that_was_asked_f
 /// Whether slowing it down is enough depends on the machine's speed: `soak::slowed_down` shows that it is.
 #[test]
 fn a_linux_guest_that_is_slowed_down_and_then_writes_no_more_moves_with_all_its_memory_right() {
-    let writes = (ALL_THE_TIME, Dirty::Page);
+    let writes = (ALL_THE_TIME, Dirty::Stamp);
     let send = "--method none --bandwidth 20MB/s --downtime 100ms --on-no-convergence throttle:99,1,99";
     let stops_writing = |sender: &Sterna, source: &Qemu| {
         sender.wait_for("the guest is held for 99 % of the time");
