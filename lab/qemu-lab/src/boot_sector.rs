@@ -8,7 +8,10 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::Path;
+use std::os::fd::OwnedFd;
+use std::sync::{Mutex, PoisonError};
+
+use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::Error;
 use crate::ram::Ram;
@@ -120,11 +123,18 @@ pub fn image() -> [u8; 512] {
     image
 }
 
-/// Writes a disk with the boot sector. A disk smaller than one cylinder (504 KiB) has no geometry, and firmware refuses it.
-pub(crate) fn write_disk(path: &Path) -> std::io::Result<()> {
-    let mut disk = File::create(path)?;
-    disk.write_all(&image())?;
-    disk.set_len(1 << 20)
+/// Returns the disk with the boot sector, in memory: one for all QEMUs of this process, as source and destination have one. The guest does not
+/// write it. A disk smaller than one cylinder (504 KiB) has no geometry, and firmware refuses it.
+pub(crate) fn disk() -> std::io::Result<OwnedFd> {
+    static DISK: Mutex<Option<File>> = Mutex::new(None);
+    let mut disk = DISK.lock().unwrap_or_else(PoisonError::into_inner);
+    if disk.is_none() {
+        let mut new = File::from(memfd_create("sterna-boot-sector", MemfdFlags::CLOEXEC)?);
+        new.write_all(&image())?;
+        new.set_len(1 << 20)?;
+        *disk = Some(new);
+    }
+    disk.as_ref().expect("just made").try_clone().map(OwnedFd::from)
 }
 
 /// Checks the counters of a stopped machine's RAM and returns the first one, which is the number of passes begun.

@@ -59,7 +59,7 @@ impl Qemu {
         // QEMU inherits a listening QMP socket and a connected console, so no connection has to be retried.
         let listener = UnixListener::bind(&qmp_path).map_err(Error::path("listening on", &qmp_path))?;
         let (near, far) = UnixStream::pair().map_err(Error::io("making a socket pair for the console"))?;
-        let inherited = vec![OwnedFd::from(listener), OwnedFd::from(far)];
+        let mut inherited = vec![OwnedFd::from(listener), OwnedFd::from(far)];
 
         let mut words = Vec::new();
         if let Some(namespace) = &options.namespace {
@@ -84,7 +84,7 @@ impl Qemu {
         words.extend(qemu.words);
         words.extend(machine_words(options, accel, &inherited));
         words.extend(options.disks.iter().enumerate().flat_map(|(number, disk)| disk.qemu_words(number)));
-        words.extend(guest_words(options, &tools, directory.path())?);
+        words.extend(guest_words(options, &tools, directory.path(), &mut inherited)?);
         words.extend(options.extra.iter().cloned());
 
         let errors = directory.path().join("stderr");
@@ -310,13 +310,20 @@ fn machine_words(options: &QemuOptions, accel: Accel, inherited: &[OwnedFd]) -> 
 }
 
 /// The words that give the machine its guest. A destination gets the same: its firmware blocks must be of the same sizes.
-fn guest_words(options: &QemuOptions, tools: &Tools, directory: &Path) -> Result<Vec<String>, Error> {
+fn guest_words(
+    options: &QemuOptions,
+    tools: &Tools,
+    directory: &Path,
+    inherited: &mut Vec<OwnedFd>,
+) -> Result<Vec<String>, Error> {
     match &options.guest {
         Guest::None => Ok(Vec::new()),
         Guest::BootSector => {
-            let image = directory.join("boot-sector");
-            boot_sector::write_disk(&image).map_err(Error::path("writing", &image))?;
-            Ok(vec!["-drive".into(), format!("file={},format=raw,if=ide", image.display())])
+            let disk = boot_sector::disk().map_err(Error::io("making a disk with a boot sector"))?;
+            // Not locked, as a test may run both guests. An IDE disk cannot be read-only.
+            let drive = format!("file=/proc/self/fd/{},format=raw,if=ide,file.locking=off", disk.as_raw_fd());
+            inherited.push(disk);
+            Ok(vec!["-drive".into(), drive])
         }
         Guest::Linux(settings) => {
             let program = guest_program()?;

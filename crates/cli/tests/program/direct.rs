@@ -593,9 +593,26 @@ fn memory_that_another_userfaultfd_watches_is_refused_and_auto_uses_the_stream()
     drop(other);
 }
 
-/// Makes this process use a QEMU's disk, until the returned value is dropped.
-fn in_use(qemu: &Qemu) -> File {
-    let image = File::open(qemu.directory().join("boot-sector")).unwrap();
+/// Returns a machine with a disk of its own in `image`, which its QEMU locks as long as the guest may write it.
+fn with_disk(image: &tempfile::NamedTempFile) -> QemuOptions {
+    image.as_file().set_len(1 << 20).unwrap();
+    let drive = format!("file={},format=raw,if=none,id=own", image.path().display());
+    let words = ["-drive", &drive, "-device", "virtio-blk-pci,drive=own"];
+    QemuOptions { extra: words.map(str::to_owned).into(), ..boot_sector() }
+}
+
+/// Returns a pair of which each side has a disk of its own, with the images of both.
+fn pair_with_disks() -> Option<(Pair, [tempfile::NamedTempFile; 2])> {
+    let images = [(); 2].map(|()| tempfile::NamedTempFile::new().unwrap());
+    Some((pair(&with_disk(&images[0]), &with_disk(&images[1]).incoming())?, images))
+}
+
+/// Lets a guest move to another disk.
+const OTHER_DISK: [&str; 2] = ["--allow-difference", "disk"];
+
+/// Makes this process use an image, until the returned value is dropped.
+fn in_use(image: &tempfile::NamedTempFile) -> File {
+    let image = image.reopen().unwrap();
     // QEMU locks single bytes of the file (raw_check_lock_bytes in block/file-posix.c); this lock covers all of it.
     fcntl_lock(&image, FlockOperation::NonBlockingLockShared).unwrap();
     image
@@ -603,10 +620,10 @@ fn in_use(qemu: &Qemu) -> File {
 
 #[test]
 fn a_disk_that_the_destinations_qemu_cannot_lock_leaves_the_guest_at_the_source() {
-    let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
-    let used = in_use(&pair.destination.qemu);
+    let Some((pair, [_other, image])) = pair_with_disks() else { return };
+    let used = in_use(&image);
     let receiver = receiver(&pair, &[]);
-    let (code, lines) = sent(&pair, "direct", &receiver);
+    let (code, lines) = sent_with(&pair, "direct", &receiver, &OTHER_DISK);
     assert_eq!(code, FAILED, "{lines:?}");
     let reason = report(&pair.report())["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("cannot use the disks") && reason.contains("lock"), "{reason}");
@@ -618,16 +635,17 @@ fn a_disk_that_the_destinations_qemu_cannot_lock_leaves_the_guest_at_the_source(
 
 #[test]
 fn a_source_waits_for_a_disk_that_another_process_has_locked_meanwhile() {
-    let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
+    let Some((pair, [image, _other])) = pair_with_disks() else { return };
     let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
     let hold = Hold::at("destination.before-record-prepared", pair.scratch.path(), command.arg("--insecure"));
     let receiver = Sterna::start("receive", &mut command);
     let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
     let mut command = send_by("direct", qmp, &receiver.address(), &state, &json);
-    let sender = Sterna::start("send", command.args(["--insecure", "--downtime", LONG_STOP, "--log", "warn"]));
+    command.args(["--insecure", "--downtime", LONG_STOP, "--log", "warn"]).args(OTHER_DISK);
+    let sender = Sterna::start("send", &mut command);
     let reached = hold.reached(&receiver);
     // The state of the devices has arrived, so the source has released the disk.
-    let used = in_use(&pair.source.qemu);
+    let used = in_use(&image);
     sender.interrupt();
     sender.wait_for("another process uses a disk of the guest");
     assert!(!pair.source.runs());

@@ -227,10 +227,14 @@ fn another_disk_at_the_same_address_is_refused_with_both_values() {
         emulated(QemuVersion::V10_0, &words)
     };
     let right = file("a.raw", 64 * MIB);
+    // Older than what the guest has written.
+    let copy = file("copy.raw", 64 * MIB);
+    let link = scratch.path().join("link.raw");
+    std::os::unix::fs::symlink("a.raw", &link).unwrap();
     let source = with(disk(&right, "system", "format=raw"));
     let raw = "format=raw";
     let shorter = format!("{}", 63 * MIB);
-    let others: [(PathBuf, &str, Vec<&str>); 4] = [
+    let others: [(PathBuf, &str, Vec<&str>); 5] = [
         (file("shorter.raw", 63 * MIB), raw, vec!["67108864 bytes long", &shorter, "disk.", "an older state"]),
         (file("small.raw", 8 * MIB), raw, vec!["67108864 bytes long", "8388608 bytes long"]),
         (file("empty.raw", 0), raw, vec!["67108864 bytes long", " 0 bytes long"]),
@@ -239,6 +243,7 @@ fn another_disk_at_the_same_address_is_refused_with_both_values() {
             "format=raw,readonly=on",
             vec!["writable at the source", "read-only at the destination", "read-only="],
         ),
+        (copy, raw, vec![]),
     ];
     let Some(mut pair) = start(&source, &with(disk(&others[0].0, "system", raw))) else { return };
     for (number, (file, more, words)) in others.iter().enumerate() {
@@ -248,11 +253,14 @@ fn another_disk_at_the_same_address_is_refused_with_both_values() {
         }
         let mut waiting = receiver(&pair);
         let names = [words.as_slice(), &["q35-pcihost/05.0/virtio-blk-device", "a.raw"]].concat();
-        refused(&pair, &mut waiting, &[&names]);
+        let storage =
+            ["another one at the destination", "two files of one host", "05.0/virtio-blk-device:storage permits"];
+        let named: &[&[&str]] = if words.is_empty() { &[&storage] } else { &[&names, &storage] };
+        refused(&pair, &mut waiting, named);
         waiting.interrupt();
     }
     // The same disk under other names.
-    let pair = with_destination(pair, &with(disk(&right, "another-name", raw)));
+    let pair = with_destination(pair, &with(disk(&link, "another-name", raw)));
     let waiting = receiver(&pair);
     moves(pair, waiting, "auto", &[]);
 }
@@ -283,7 +291,14 @@ fn machines_that_only_look_different_fit() {
     let path = scratch.path().join("disk.raw");
     File::create(&path).unwrap().set_len(8 * MIB).unwrap();
     let path = path.display();
+    // Each host has its copy of a CD.
+    let [cd, other_cd] = ["one.iso", "two.iso"].map(|name| {
+        let path = scratch.path().join(name);
+        std::fs::write(&path, [7; 400 << 10]).unwrap();
+        format!("-drive if=none,id=cd,file={},format=raw,readonly=on -device ide-cd,drive=cd,bus=ide.3", path.display())
+    });
     let one = [
+        &cd[..],
         &format!("-drive if=none,id=one,file={path},format=raw -device virtio-blk-pci,drive=one,id=a,addr=05.0")[..],
         "-netdev hubport,hubid=0,id=n0 -device virtio-net-pci,netdev=n0,id=net-a,addr=06.0 -device qemu-xhci,id=usb-a,addr=07.0",
         "-device usb-tablet,bus=usb-a.0,id=t -device virtio-serial-pci,id=s,addr=08.0 -chardev null,id=c -device virtserialport,chardev=c",
@@ -291,6 +306,7 @@ fn machines_that_only_look_different_fit() {
     ];
     // Other kinds of back ends, names and orders.
     let two = [
+        &other_cd[..],
         "-device pcie-root-port,id=rp-b,addr=09.0,chassis=1 -device virtio-rng-pci,bus=rp-b -cpu max,avx2=on",
         "-device virtio-serial-pci,id=x,addr=08.0 -chardev ringbuf,id=r -device virtserialport,chardev=r,id=port",
         "-device qemu-xhci,id=z,addr=07.0 -device usb-tablet,bus=z.0 -device virtio-net-pci,addr=06.0",

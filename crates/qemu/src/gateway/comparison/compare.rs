@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use sterna_wire::description::Description;
 use sterna_wire::text::cleaned;
 
-use super::cpu;
 use super::difference::{Difference, MAX_LISTED};
+use super::same_storage::{self, Judgement};
+use super::{cpu, host, memory};
 
-/// What all versions of this program describe.
+/// What all versions of this program describe. The families `host` and `memory` came later, and are compared where both have them.
 const FAMILIES: &[(&str, &str)] = &[
     ("machine", "machine types"),
     ("cpu", "vCPUs"),
@@ -41,6 +42,8 @@ const PLAIN: &[&str] = &[
     "io_uring",
     "nvme-io_uring",
 ];
+/// Network back ends that take packets with a header for offloads (`has_vnet_hdr` in QEMU's net/): a virtio device on another one offers none.
+const OFFLOADING: &[&str] = &["tap", "vhost-user", "vhost-vdpa"];
 /// Formats of images.
 const FORMATS: &[&str] =
     &["bochs", "cloop", "dmg", "luks", "parallels", "qcow", "qcow2", "qed", "vdi", "vhdx", "vmdk", "vpc", "vvfat"];
@@ -65,6 +68,11 @@ pub(super) fn compare(source: &Description, destination: &Description) -> Vec<Di
             _ => uuid(source, destination, &mut found),
         }
     }
+    let both = |family: &str| [source, destination].iter().all(|of| of.families.contains(family));
+    if both("memory") {
+        memory::compare(source, destination, &mut found);
+    }
+    host::compare(source, destination, &mut found);
     limited(found)
 }
 
@@ -101,6 +109,23 @@ fn machine_type(source: &Description, destination: &Description, found: &mut Vec
         );
         found.push(Difference::refusal("machine", text));
     }
+    let (here, there) = (family(source, "machine"), family(destination, "machine"));
+    for (property, ours) in here {
+        // `auto` follows from the accelerator and the firmware, and other releases may have other properties.
+        let theirs = there.get(property).filter(|theirs| **theirs != ours && ours != "auto" && **theirs != "auto");
+        if let Some(theirs) = theirs {
+            let (property, ours, theirs) = (cleaned(property), cleaned(ours), cleaned(theirs));
+            let option = match property.as_str() {
+                "memory-slots" => format!("-m slots={ours}"),
+                "memory-max-size" => format!("-m maxmem={ours}B"),
+                _ => format!("-M {property}={ours}"),
+            };
+            let text = format!(
+                "the machine has {property} = {ours} at the source and {theirs} at the destination: start the destination's QEMU with {option}"
+            );
+            found.push(Difference::refusal(format!("machine.{property}"), text));
+        }
+    }
 }
 
 /// A guest that has read its UUID from the firmware would find another one, and QEMU's own channels compare it.
@@ -127,6 +152,18 @@ fn networks(source: &Description, destination: &Description, found: &mut Vec<Dif
              QEMU with the same -netdev user"
         );
         found.push(Difference::refusal("net.user", text));
+    }
+    for (path, ours) in family(source, "net") {
+        let Some(theirs) = destination.facts.get(&format!("net.{path}")).filter(|_| path != "user") else { continue };
+        if OFFLOADING.contains(&ours) && !OFFLOADING.contains(&theirs.as_str()) {
+            let (shown, ours, theirs) = (cleaned(path), cleaned(ours), cleaned(theirs));
+            let text = format!(
+                "the network device at {shown} has the back end {ours} at the source and {theirs} at the destination, which has no checksum and \
+                 segmentation offloads: QEMU would refuse a guest that uses these when everything has been sent; start the destination's QEMU \
+                 with a -netdev {ours}"
+            );
+            found.push(Difference::refusal(format!("net.{path}"), text));
+        }
     }
 }
 
@@ -215,6 +252,8 @@ fn devices(source: &Description, destination: &Description, found: &mut Vec<Diff
 
 fn disks(source: &Description, destination: &Description, found: &mut Vec<Difference>) {
     let (here, there) = (family(source, "disk"), family(destination, "disk"));
+    let [boot, other_boot] = [source, destination].map(|of| of.facts.get("host.boot"));
+    let one_host = boot.is_some() && boot == other_boot;
     for (path, file) in &here {
         // Without its device the disk is missing, too, which is said of the device.
         let Some(other_file) = there.get(path).filter(|_| !path.contains(':')) else { continue };
@@ -269,6 +308,48 @@ fn disks(source: &Description, destination: &Description, found: &mut Vec<Differ
             let advice =
                 "start the destination's QEMU with the same format=, unless the disk was copied into another format";
             report("format", &format!("in the format {ours}"), &format!("in the format {theirs}"), advice);
+        }
+        let [where_here, where_there] = [file, other_file].map(|file| cleaned(file));
+        let is_read_only = both("read-only") == (Some("true".into()), Some("true".into()));
+        let name = format!("disk.{path}:storage");
+        let (ours, theirs) = both("storage");
+        match same_storage::judge(ours.as_deref(), theirs.as_deref(), one_host) {
+            Judgement::Same | Judgement::Unknown => {}
+            Judgement::Other(why) if is_read_only => match both("sample") {
+                (Some(ours), Some(theirs)) if ours == theirs => {}
+                (Some(_), Some(_)) => found.push(Difference::refusal(
+                    name,
+                    format!(
+                        "the read-only disk at {} has another content at the destination ({where_there}) than at the source ({where_here}): \
+                         give the destination's QEMU the same image, or a copy of it",
+                        cleaned(path)
+                    ),
+                )),
+                _ => found.push(Difference::warning(
+                    name,
+                    format!(
+                        "the read-only disk at {} is another one at the destination ({where_there}) than at the source ({where_here}): {why}; \
+                         make sure that both have the same content",
+                        cleaned(path)
+                    ),
+                )),
+            },
+            Judgement::Other(why) => found.push(Difference::refusal(
+                name,
+                format!(
+                    "the disk at {} is another one at the destination ({where_there}) than at the source ({where_here}): {why}; start the \
+                     destination's QEMU with the source's disk, as this one lacks what the guest has written",
+                    cleaned(path)
+                ),
+            )),
+            Judgement::Doubtful => found.push(Difference::warning(
+                name,
+                format!(
+                    "the disk at {} may be another one at the destination ({where_there}) than at the source ({where_here}): the source's QEMU \
+                     has locked its file, and at the destination no lock is seen; make sure that both are one file",
+                    cleaned(path)
+                ),
+            )),
         }
     }
 }
@@ -333,6 +414,10 @@ mod tests {
         assert_eq!(names(&[("machine", "a")], &[("machine", "")])[0], NONE);
         assert_eq!(names(&[("net.user", "2")], &[("net.user", "1")])[0], ["net.user"]);
         assert_eq!(names(&[("net.user", "1")], &[("net.user", "2")])[0], NONE);
+        assert_eq!(names(&[("net.h/06.0", "tap")], &[("net.h/06.0", "user")])[0], ["net.h/06.0"]);
+        for (ours, theirs) in [("user", "tap"), ("tap", "vhost-user"), ("none", "user")] {
+            assert_eq!(names(&[("net.h/06.0", ours)], &[("net.h/06.0", theirs)])[0], NONE);
+        }
     }
 
     #[test]

@@ -7,11 +7,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use sterna_wire::description::Description;
 use sterna_wire::text::cleaned;
 
-use super::describe::{IDENTITY, SIZES};
 use super::difference::{Difference, listed};
 
 /// The name of the difference that only `--force-cpu` allows.
 pub(super) const FEATURES: &str = "cpu.features";
+
+/// Properties of a vCPU that are no features, and that the guest sees.
+pub(super) const IDENTITY: &[&str] = &["vendor", "family", "model", "stepping"];
+/// As [`IDENTITY`], numbers of which more is better.
+pub(super) const SIZES: &[&str] = &["level", "xlevel", "phys-bits"];
+/// The rate of a vCPU's time-stamp counter under KVM, in Hz; 0 under TCG.
+pub(super) const TSC_FREQUENCY: &str = "tsc-frequency";
 
 /// Flags of a vCPU that are no features, and that a running guest does not see (QEMU's target/i386/cpu.c, `x86_cpu_properties`). Those whose
 /// names begin with `x-` are not either.
@@ -47,6 +53,11 @@ const DERIVED_BITS: &[(&str, u64)] = &[("1.0.EDX", 1 << 28), ("80000001.0.ECX", 
 
 /// Further names that QEMU has for features.
 const ALIASES: &[&str] = &["ffxsr", "i64", "pclmuldq", "sse3", "xd"];
+
+/// Returns whether a flag of this name may matter to the guest.
+pub(super) fn is_feature(name: &str) -> bool {
+    !ALIASES.contains(&name) && !UNSEEN.contains(&name) && !name.starts_with("x-")
+}
 
 /// The vCPUs of a machine, by QEMU's index: their places in the topology.
 type Places<'a> = BTreeMap<u32, &'a str>;
@@ -157,7 +168,7 @@ impl<'a> Vcpu<'a> {
     fn flags(&self, what: &str) -> BTreeSet<String> {
         // Some have a second name with `_`, or `.`.
         let names = self.fact(what).unwrap_or_default().split(' ').filter(|name| !name.is_empty());
-        let names = names.filter(|name| !ALIASES.contains(name) && !UNSEEN.contains(name) && !name.starts_with("x-"));
+        let names = names.filter(|name| is_feature(name));
         let names = names.map(|name| name.replace(['_', '.'], "-"));
         names.filter(|name| !DERIVED.contains(&name.as_str())).collect()
     }
@@ -245,6 +256,20 @@ fn vcpu(which: &str, here: &Vcpu<'_>, there: &Vcpu<'_>, found: &mut Vec<Differen
         found.push(Difference::warning("cpu.settings", text));
     }
     identity(which, here, there, found);
+    clock(which, here, there, found);
+}
+
+/// KVM scales the counter where the CPU can do that. What it need not scale is within KVM's own tolerance of 250 in a million.
+fn clock(which: &str, here: &Vcpu<'_>, there: &Vcpu<'_>, found: &mut Vec<Difference>) {
+    let rate = |of: &Vcpu<'_>| of.fact(TSC_FREQUENCY)?.parse::<u64>().ok().filter(|rate| *rate > 0);
+    let (Some(ours), Some(theirs)) = (rate(here), rate(there)) else { return };
+    if ours.abs_diff(theirs) > ours / 4000 {
+        let text = format!(
+            "{which} has a time-stamp counter of {ours} Hz at the source, {theirs} Hz at the destination: a host that cannot scale the counter \
+             (tsc_scaling in /proc/cpuinfo of AMD; Intel since Skylake servers) lets the guest's clock run wrongly, or refuses the guest"
+        );
+        found.push(Difference::warning("cpu.tsc-frequency", text));
+    }
 }
 
 fn identity(which: &str, here: &Vcpu<'_>, there: &Vcpu<'_>, found: &mut Vec<Difference>) {
@@ -381,6 +406,20 @@ mod tests {
         assert_eq!(names(&identity("GenuineIntel", "7", "40")), [("cpu.model".to_owned(), false)]);
         assert_eq!(names(&identity("GenuineIntel", "6", "39")), [("cpu.phys-bits".to_owned(), true)]);
         assert_eq!(names(&identity("GenuineIntel", "6", "41")), [("cpu.model".to_owned(), false)]);
+    }
+
+    #[test]
+    fn another_rate_of_the_time_stamp_counter_is_a_warning() {
+        let at = |rate: &'static str| [("cpu.0", ""), ("cpu.0:on", ""), ("cpu.0:tsc-frequency", rate)];
+        let source = at("2000000000");
+        for (other, differs) in [("2000400000", false), ("2001000000", true), ("0", false)] {
+            let found = compared(&source, &at(other));
+            let expected: &[(&str, bool)] = if differs { &[("cpu.tsc-frequency", false)] } else { &[] };
+            assert!(
+                found.iter().map(|(name, refuses, _)| (name.as_str(), *refuses)).eq(expected.iter().copied()),
+                "{found:?}"
+            );
+        }
     }
 
     #[test]

@@ -8,31 +8,56 @@
 //! | `ram.NAME` | the bytes in use of a RAM block, and those to which it may grow |
 //! | `device.PATH`, `device.PATH:vectors` … | a device: its type, and properties on which its saved state depends |
 //! | `disk.PATH`, `disk.PATH:bytes` … | the drive of a device, for people, and what is in it |
-//! | `machine` | the machine type |
+//! | `disk.PATH:storage`, `disk.PATH:sample` | what identifies its storage, and for a read-only one a checksum of some of it |
+//! | `host.boot`, `host.cpu`, `host.kernel` | the host: its present boot; what a guest sees of it that has the host's CPU under KVM |
+//! | `machine`, `machine.PROPERTY` | the machine type, and properties that change what the guest sees |
+//! | `memory.ADDRESS` | a memory device |
 //! | `net.user` | how many network back ends of the type `user` there are: QEMU saves their state, and that of no other |
+//! | `net.PATH` | the type of the back end of a virtio network device, on which its offloads depend |
 //! | `uuid` | the machine's UUID |
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use sterna_wire::description::Description;
 use sterna_wire::limits::MAX_CONTROL_MESSAGE;
 use sterna_wire::text::cleaned;
 
+use super::facts::Facts;
+use super::storage::{self, Disk};
 use super::tree::{self, Device};
-use crate::discover;
+use super::{cpu, host, memory};
 use crate::gateway::qemu;
 use crate::qmp::{Qmp, QmpError};
+use crate::{discover, vcpus};
 
-/// Properties of a vCPU that are no features, and that the guest sees.
-pub(super) const IDENTITY: &[&str] = &["vendor", "family", "model", "stepping"];
-/// As [`IDENTITY`], numbers of which more is better.
-pub(super) const SIZES: &[&str] = &["level", "xlevel", "phys-bits"];
-/// Properties of a device on which the length or the meaning of its saved state depends.
-const DEVICE_NUMBERS: &[&str] = &["vectors", "num-queues", "num_queues", "max_ports"];
+/// Properties of a machine that change what the guest sees, and that no device shows: the guest's memory map, NVDIMMs, system management mode.
+const MACHINE_PROPERTIES: &[&str] = &["max-ram-below-4g", "nvdimm", "smm"];
+/// Properties of a device on which the length or the meaning of its saved state depends, or what the guest sees of the device.
+const DEVICE_NUMBERS: &[&str] =
+    &["vectors", "num-queues", "num_queues", "max_ports", "logical_block_size", "physical_block_size"];
+/// As [`DEVICE_NUMBERS`], flags: features of virtio devices, and what a disk is to its guest.
+const DEVICE_FLAGS: &[&str] = &[
+    "packed",
+    "iommu_platform",
+    "event_idx",
+    "indirect_desc",
+    "ctrl_vq",
+    "discard",
+    "write-zeroes",
+    "config-wce",
+    "removable",
+    "intremap",
+];
+/// As [`DEVICE_NUMBERS`], texts.
+const DEVICE_TEXTS: &[&str] = &["serial", "wwn"];
 /// QEMU's value for a number that nobody has set.
 const UNSET: u64 = u32::MAX as u64;
+/// The type of a virtio network device.
+const NETWORK: &str = "virtio-net-device";
+/// Beginning of the types of flash memory, whose content is RAM: it moves with the guest, and the destination writes it into its own file.
+const FLASH: &str = "cfi.pflash";
 /// Beginning of the names of VMX features, of which QEMU has a hundred.
 const VMX: &str = "vmx-";
 
@@ -51,12 +76,26 @@ pub(super) fn describe(qmp: &Qmp) -> Result<Description, String> {
     };
     described.family("machine", |facts| {
         facts.insert("machine".into(), cleaned(&qemu::machine(qmp, Duration::ZERO).machine_type));
+        // The state of memory hotplug has an entry for each slot.
+        if let Ok(memory) = qmp.execute("qom-get", json!({ "path": "/machine", "property": "memory" })) {
+            for size in ["max-size", "slots"] {
+                let number = memory[size].as_u64().map(|number| number.to_string());
+                facts.extend(number.map(|number| (format!("machine.memory-{size}"), number)));
+            }
+        }
+        for property in MACHINE_PROPERTIES {
+            // Other machine types have none of them.
+            if let Ok(value) = qmp.execute("qom-get", json!({ "path": "/machine", "property": property })) {
+                let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                facts.insert(format!("machine.{property}"), cleaned(&value));
+            }
+        }
         Ok(())
     })?;
     described.family("cpu", |facts| cpus(qmp, facts))?;
     described.family("ram", |facts| ram(qmp, facts))?;
     described.family("uuid", |facts| uuid(qmp, facts))?;
-    described.family("net", |facts| networks(qmp, facts))?;
+    described.family("net", |facts| networks(qmp, tree.as_deref().unwrap_or_default(), facts))?;
     if let Some(devices) = tree {
         described.family("device", |facts| {
             devices.iter().for_each(|device| of_device(device, facts));
@@ -64,6 +103,8 @@ pub(super) fn describe(qmp: &Qmp) -> Result<Description, String> {
         })?;
         described.family("disk", |facts| disks(qmp, &devices, facts))?;
     }
+    described.family("host", |facts| host::describe(qmp, facts))?;
+    described.family("memory", |facts| memory::describe(qmp, facts))?;
     let description = described.0;
     description.check().map_err(|error| format!("this machine cannot be described: {error}"))?;
     // Its message must be readable at the other side.
@@ -73,8 +114,6 @@ pub(super) fn describe(qmp: &Qmp) -> Result<Description, String> {
     }
     Ok(description)
 }
-
-type Facts = BTreeMap<String, String>;
 
 #[derive(Default)]
 struct Described(Description);
@@ -112,11 +151,30 @@ fn uuid(qmp: &Qmp, facts: &mut Facts) -> Result<(), QmpError> {
     Ok(())
 }
 
-fn networks(qmp: &Qmp, facts: &mut Facts) -> Result<(), QmpError> {
-    // ` \ n0: index=0,type=user,net=10.0.2.0,restrict=off`
-    let users = qmp.human("info network")?.lines().filter(|line| line.contains(",type=user,")).count();
+fn networks(qmp: &Qmp, devices: &[Device], facts: &mut Facts) -> Result<(), QmpError> {
+    let listed = qmp.human("info network")?;
+    let back_ends = back_ends(&listed);
+    let users = back_ends.iter().filter(|(_, kind)| *kind == "user").count();
     facts.insert("net.user".into(), users.to_string());
+    // What the device offers is known only by `x-query-virtio-status`, at which QEMU 11.1 aborts (qapi-visit-core.c, visit_start_struct).
+    for device in devices.iter().filter(|device| device.kind == NETWORK) {
+        let name = device.property("netdev").unwrap_or_default();
+        let kind = back_ends.iter().find(|(back_end, _)| *back_end == name).map_or("none", |(_, kind)| kind);
+        facts.insert(format!("net.{}", device.path), cleaned(kind));
+    }
     Ok(())
+}
+
+/// Returns the names and types of back ends in the output of `info network`.
+fn back_ends(listed: &str) -> Vec<(&str, &str)> {
+    // ` \ n0: index=0,type=user,net=10.0.2.0,restrict=off`
+    let mut found = Vec::new();
+    for line in listed.lines() {
+        let Some((name, properties)) = line.trim_start_matches([' ', '\\']).split_once(": ") else { continue };
+        let kind = properties.split(',').find_map(|property| property.strip_prefix("type="));
+        found.extend(kind.filter(|kind| *kind != "nic").map(|kind| (name, kind)));
+    }
+    found
 }
 
 fn ram(qmp: &Qmp, facts: &mut Facts) -> Result<(), QmpError> {
@@ -137,11 +195,23 @@ fn of_device(device: &Device, facts: &mut Facts) {
             facts.insert(format!("{name}:{property}"), number.to_string());
         }
     }
+    for property in DEVICE_FLAGS {
+        if let Some(value) = device.property(property).filter(|value| matches!(*value, "true" | "false" | "on" | "off"))
+        {
+            facts.insert(format!("{name}:{property}"), value.to_owned());
+        }
+    }
+    for property in DEVICE_TEXTS {
+        if let Some(value) = device.shown(property) {
+            facts.insert(format!("{name}:{property}"), cleaned(value));
+        }
+    }
     facts.insert(name, device.kind.clone());
 }
 
 fn disks(qmp: &Qmp, devices: &[Device], facts: &mut Facts) -> Result<(), QmpError> {
     let drives = qmp.execute("query-block", json!({}))?;
+    let mut inserted_disks = Vec::new();
     for device in devices {
         let Some(drive) = device.property("drive") else { continue };
         // A drive of `-blockdev` has no name of its own, and the device names the node.
@@ -155,14 +225,21 @@ fn disks(qmp: &Qmp, devices: &[Device], facts: &mut Facts) -> Result<(), QmpErro
             if let Some(bytes) = inserted["image"]["virtual-size"].as_u64() {
                 facts.insert(format!("{name}:bytes"), bytes.to_string());
             }
-            facts.insert(format!("{name}:read-only"), (inserted["ro"] == true).to_string());
+            let read_only = inserted["ro"] == true;
+            facts.insert(format!("{name}:read-only"), read_only.to_string());
             if let Some(format) = inserted["drv"].as_str() {
                 facts.insert(format!("{name}:format"), cleaned(format));
+            }
+            if !device.kind.starts_with(FLASH) {
+                inserted_disks.push(Disk { name, file: file.to_owned(), read_only });
             }
         } else {
             facts.insert(format!("{name}:medium"), "none".into());
             facts.insert(name, cleaned(drive));
         }
+    }
+    if let (Ok(pid), false) = (vcpus::process_of(qmp), inserted_disks.is_empty()) {
+        facts.extend(storage::facts(pid, inserted_disks).into_iter().map(|(name, value)| (name, cleaned(&value))));
     }
     Ok(())
 }
@@ -209,7 +286,7 @@ fn features(qmp: &Qmp, path: &str, name: &str, words: &Value, facts: &mut Facts)
     };
     facts.insert(format!("{name}:on"), named(true));
     facts.insert(format!("{name}:off"), named(false));
-    for property in IDENTITY.iter().chain(SIZES) {
+    for property in cpu::IDENTITY.iter().chain(cpu::SIZES).chain(&[cpu::TSC_FREQUENCY]) {
         match properties.get(*property) {
             Some(Value::String(text)) => facts.insert(format!("{name}:{property}"), cleaned(text)),
             Some(Value::Number(number)) => facts.insert(format!("{name}:{property}"), number.to_string()),
@@ -219,9 +296,10 @@ fn features(qmp: &Qmp, path: &str, name: &str, words: &Value, facts: &mut Facts)
     Ok(())
 }
 
-/// Returns a vCPU's flags, and those of [`IDENTITY`] and [`SIZES`].
+/// Returns a vCPU's flags, its identity, its sizes ([`cpu::IDENTITY`], [`cpu::SIZES`]) and the rate of its time-stamp counter.
 fn properties(qmp: &Qmp, path: &str) -> Result<BTreeMap<String, Value>, QmpError> {
-    let wanted = |name: &str, kind: &str| kind == "bool" || IDENTITY.contains(&name) || SIZES.contains(&name);
+    let numbers = [cpu::IDENTITY, cpu::SIZES, &[cpu::TSC_FREQUENCY]].concat();
+    let wanted = |name: &str, kind: &str| numbers.contains(&name) || kind == "bool" && cpu::is_feature(name);
     let text = |property: &Value, key: &str| property[key].as_str().unwrap_or_default().to_owned();
     if qmp.version().at_least(10, 1) {
         // All at once, since 10.1.
@@ -233,25 +311,50 @@ fn properties(qmp: &Qmp, path: &str) -> Result<BTreeMap<String, Value>, QmpError
     }
     let listed = qmp.execute("qom-list", json!({ "path": path }))?;
     let listed = listed.as_array().into_iter().flatten();
-    let mut names: Vec<String> = listed
+    let names: Vec<String> = listed
         .filter(|property| wanted(&text(property, "name"), &text(property, "type")))
         .map(|property| text(property, "name"))
         // The same names with `-`: each takes a command.
         .filter(|name| !name.contains('_'))
         .collect();
-    // `vmx` comes before the features that need it.
-    names.sort();
+    let (vmx, others): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| name.starts_with(VMX));
+    let mut found = get_all(qmp, path, others)?;
+    if found.get("vmx") != Some(&Value::Bool(false)) {
+        found.append(&mut get_all(qmp, path, vmx)?);
+    }
+    Ok(found)
+}
+
+/// Reads properties of an object. All are asked for at once, as a vCPU has hundreds. Those that can only be set are left out.
+fn get_all(qmp: &Qmp, path: &str, names: Vec<String>) -> Result<BTreeMap<String, Value>, QmpError> {
+    const COMMAND: &str = "qom-get";
+    let limit = qmp.timeout_of(COMMAND);
+    let deadline = Instant::now() + limit;
+    let ask = |name: String| Ok((qmp.begin(COMMAND, json!({ "path": path, "property": name }))?, name));
+    let asked = names.into_iter().map(ask).collect::<Result<Vec<_>, QmpError>>()?;
     let mut found = BTreeMap::new();
-    for name in names {
-        if name.starts_with(VMX) && found.get("vmx") == Some(&Value::Bool(false)) {
-            continue;
-        }
-        match qmp.execute("qom-get", json!({ "path": path, "property": name })) {
-            Ok(value) => drop(found.insert(name, value)),
-            // A property that can only be set.
+    for (mut pending, name) in asked {
+        match pending.wait(deadline) {
+            Ok(Some(value)) => drop(found.insert(name, value)),
+            Ok(None) => {
+                return Err(QmpError::Timeout { command: COMMAND.into(), waited: limit, stopped: qmp.stopped() });
+            }
             Err(QmpError::Refused { .. }) => {}
             Err(error) => return Err(error),
         }
     }
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn back_ends_are_read_without_the_devices_that_use_them() {
+        let listed = "virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\n \\ n0: index=0,type=tap,ifname=t0\n\
+                      n1: index=0,type=user,net=10.0.2.0,restrict=off\nhub 0\n \\ hub0port0: #net123: index=0,type=hubport\n";
+        assert_eq!(back_ends(listed), [("n0", "tap"), ("n1", "user"), ("hub0port0", "hubport")]);
+        assert_eq!(back_ends(""), []);
+    }
 }

@@ -8,8 +8,17 @@ mod compare;
 mod cpu;
 mod describe;
 mod difference;
+mod facts;
+mod host;
+mod locks;
+mod memory;
+mod same_storage;
+mod storage;
+#[cfg(test)]
+mod table;
 mod tree;
 
+use std::thread;
 use std::time::Duration;
 
 use sterna_codec::Encoding;
@@ -167,8 +176,18 @@ pub(super) fn with_destination(qmp: &Qmp, options: &SendOptions, cancel: &Cancel
         encoding: Encoding::default(),
         patience: Duration::ZERO,
     };
-    let destination = session::describe(&offer, cancel).map_err(NotCompared::There)?;
-    let source = describe(qmp).map_err(|reason| NotCompared::Here(GatewayError::untouched(reason)))?;
+    // Both at the same time.
+    let (destination, source) = thread::scope(|scope| {
+        let source = thread::Builder::new().name("sterna-machine".into()).spawn_scoped(scope, || describe(qmp));
+        let destination = session::describe(&offer, cancel);
+        let source = match source {
+            Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            Err(error) => Err(format!("no thread describes this machine: {error}")),
+        };
+        (destination, source)
+    });
+    let destination = destination.map_err(NotCompared::There)?;
+    let source = source.map_err(|reason| NotCompared::Here(GatewayError::untouched(reason)))?;
     Ok(Verdict::of(compare::compare(&source, &destination), &options.allowed))
 }
 

@@ -29,6 +29,11 @@ impl Device {
         self.properties.get(name).map(|value| value.trim_matches('"')).filter(|value| !value.is_empty())
     }
 
+    /// Returns the value of a property as QEMU shows it, with quotation marks, also of an empty text.
+    pub(super) fn shown(&self, name: &str) -> Option<&str> {
+        self.properties.get(name).map(String::as_str)
+    }
+
     /// Returns a property that is a number.
     pub(super) fn number(&self, name: &str) -> Option<u64> {
         // `vectors = 2 (0x2)`
