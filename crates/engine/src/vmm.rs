@@ -98,9 +98,9 @@ pub trait SourceVmm {
         Ok(())
     }
 
-    /// Returns why the guest, which was paused, is not in the migration's hands any more, if another program has taken it: resumed it, for
-    /// example. Called when the destination has failed, which may follow from that; then it is the reason. Waits for nothing. Returns none by
-    /// default, which is right where only the monitor resumes its guest.
+    /// Returns why the guest, which was paused, cannot be moved any more, if the monitor has found that since: another program has resumed the
+    /// guest, for example. Called again and again until the decision, and when the destination has failed, which may follow from that; then it
+    /// is the reason. Waits for no other program. Returns none by default, which is right where only the monitor resumes its guest.
     fn changed_by_others(&mut self) -> Option<VmmError> {
         None
     }

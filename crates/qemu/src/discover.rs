@@ -151,7 +151,18 @@ pub fn discover(qmp: &Qmp) -> Result<Vec<RamBlock>, DiscoverError> {
 
 /// Lists the RAM blocks of the QEMU behind `qmp`, as QEMU reports them.
 pub fn list(qmp: &Qmp) -> Result<Vec<ListedBlock>, DiscoverError> {
-    monitor::ram_blocks(&qmp.human("info ramblock")?)
+    listed(&qmp.human(LIST)?)
+}
+
+/// The command of the human monitor that lists the RAM blocks.
+pub(crate) const LIST: &str = "info ramblock";
+
+/// Returns the RAM blocks of what QEMU has printed for [`LIST`].
+///
+/// # Errors
+/// The text is not what QEMU prints.
+pub(crate) fn listed(text: &str) -> Result<Vec<ListedBlock>, DiscoverError> {
+    monitor::ram_blocks(text)
 }
 
 /// All RAM blocks of a QEMU with their mapped memory, including ROMs and video memory.

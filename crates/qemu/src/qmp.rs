@@ -299,10 +299,27 @@ impl Qmp {
         timeout: Duration,
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Value, QmpError> {
-        let deadline = Instant::now() + timeout;
-        let answer = self.send(command, arguments, descriptor)?.wait(deadline)?;
-        let stopped = || self.connection.stopped();
-        answer.ok_or_else(|| QmpError::Timeout { command: command.to_owned(), waited: timeout, stopped: stopped() })
+        let begun = Instant::now();
+        let answer = self.send(command, arguments, descriptor)?.wait(begun + timeout)?;
+        answer.ok_or_else(|| self.no_answer(command, timeout))
+    }
+
+    fn no_answer(&self, command: &str, waited: Duration) -> QmpError {
+        QmpError::Timeout { command: command.to_owned(), waited, stopped: self.connection.stopped() }
+    }
+
+    /// Waits for the answers of commands that were begun, within the connection's time limit.
+    ///
+    /// # Errors
+    /// That of the first command that has failed, or was not answered in time.
+    pub(crate) fn answers<const N: usize>(&self, commands: &mut [PendingCommand; N]) -> Result<[Value; N], QmpError> {
+        let waited = self.connection.timeout;
+        let deadline = Instant::now() + waited;
+        let mut answers = [const { Value::Null }; N];
+        for (command, answer) in commands.iter_mut().zip(&mut answers) {
+            *answer = command.wait(deadline)?.ok_or_else(|| self.no_answer(&command.command, waited))?;
+        }
+        Ok(answers)
     }
 
     /// Sends a command and does not wait for its answer.
@@ -475,6 +492,12 @@ pub struct PendingCommand {
 }
 
 impl PendingCommand {
+    /// Returns whether [`PendingCommand::wait`] would return at once.
+    pub(crate) fn is_answered(&self) -> bool {
+        let state = self.shared.lock();
+        state.closed.is_some() || matches!(state.pending.get(&self.id), Some(Some(_)))
+    }
+
     /// Waits for the answer. Returns none when the deadline passes: the answer can be waited for again. An answer is returned once.
     pub fn wait(&mut self, deadline: Instant) -> Result<Option<Value>, QmpError> {
         let answer = self.shared.wait(deadline, |state| {

@@ -213,9 +213,8 @@ fn another_machine_type_and_other_memory_are_refused_while_the_guest_runs() {
     }
 }
 
-/// Moves a guest and executes `commands` at its source meanwhile. Checks that the move ends by `reason`, and that the
-/// guest continues.
-fn plugged_in(options: &QemuOptions, commands: &[(&str, Value)], reason: &str) {
+/// Moves a guest and executes `commands` at its source meanwhile. Checks that the move ends for `reasons` before the guest is paused.
+fn plugged_in(options: &QemuOptions, commands: &[(&str, Value)], reasons: [&str; 2]) {
     let Some(pair) = pair(options, &options.incoming()) else { return };
     let mut migration = Migration::start_by("direct", pair, LONG_ROUNDS, None, None);
     let sender = migration.sender.take().unwrap();
@@ -225,8 +224,9 @@ fn plugged_in(options: &QemuOptions, commands: &[(&str, Value)], reason: &str) {
     }
     assert_eq!(sender.finish().0.code(), FAILED);
     let message = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
-    assert!(message.contains(reason), "{message}");
+    assert!(reasons.iter().all(|words| message.contains(words)), "{message}");
     migration.receiver.take().unwrap().finish();
+    assert_eq!(migration.pair.source.ran().len(), 1, "the guest was paused");
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
 }
 
@@ -237,7 +237,8 @@ fn memory_that_is_plugged_in_during_the_move_ends_it_and_the_guest_runs_on() {
     options.extra.extend(["-m".into(), "slots=2,maxmem=1G".into()]);
     let backend = json!({ "qom-type": "memory-backend-ram", "id": "plugged", "size": 256 << 20 });
     let module = json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "plugged" });
-    plugged_in(&options, &[("object-add", backend), ("device_add", module)], "memory was plugged in or out");
+    let commands = [("object-add", backend), ("device_add", module)];
+    plugged_in(&options, &commands, ["was plugged in or out during the migration", "send again"]);
 }
 
 #[test]
@@ -690,7 +691,11 @@ fn a_device_that_is_plugged_in_during_the_move_ends_it_and_the_guest_runs_on() {
     let mut options = boot_sector();
     options.extra.extend(["-device".into(), "pcie-root-port,id=root".into()]);
     let device = json!({ "driver": "virtio-rng-pci", "id": "plugged", "bus": "root" });
-    plugged_in(&options, &[("device_add", device)], "a device was plugged in or out");
+    plugged_in(
+        &options,
+        &[("device_add", device)],
+        ["a device was plugged in or out", "plugged, child<virtio-rng-pci>"],
+    );
 }
 
 #[test]

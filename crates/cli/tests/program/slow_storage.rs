@@ -352,12 +352,11 @@ fn a_move_of_a_guest_that_another_program_resumes_in_the_pause_names_that_and_no
     let node = json!({ "driver": "raw", "node-name": "second-node", "file": file });
     let Some(pair) = pair(QemuVersion::V10_0, &node) else { return };
     let resume = |pair: &Pair| drop(execute(&pair.source.monitor, "cont", json!({})));
-    let (pair, codes, [lines, _]) = while_held(pair, Side::Source, "source.before-state", resume);
+    // Noticed before the destination tries to lock the disk.
+    let (pair, codes, _) = while_held(pair, Side::Source, "source.before-state", resume);
     assert_eq!(codes[0], FAILED);
     let reason = report(&pair.report())["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("another program let the guest run") && !reason.contains("lock"), "{reason}");
-    // What followed from it is reported, too.
-    assert!(lines.iter().any(|line| line.contains("the destination failed") && line.contains("lock")), "{lines:?}");
     assert_eq!(Migration { pair, sender: None, receiver: None }.exactly_one(), Ok(Side::Source));
 }
 

@@ -53,7 +53,7 @@ pub(super) enum PausePoint {
     BeforeStop,
     /// The guest was stopped, and nothing was done to it since.
     Stopped,
-    /// The devices were saved, and all was checked that is checked before the destination is prepared.
+    /// The devices were saved, and QEMU was asked what is checked before the decision.
     Saved,
     /// The saved state is about to be sent.
     SendingState,

@@ -67,9 +67,11 @@ pub fn run_source<'a, D: SourceDriver<'a>>(
             Err(RecvTimeoutError::Timeout) => {
                 next_tick = Instant::now() + TICK;
                 driver.tick();
-                let undecided = driver.kernel().machine.undecided();
-                if let Some(end) = driver.guest_end().filter(|end| undecided && end.by_itself) {
-                    actions = feed(driver, SourceEvent::Failed { reason: reason_of(&end) });
+                if driver.kernel().machine.undecided() {
+                    let end = driver.guest_end().filter(|end| end.by_itself).map(|end| reason_of(&end));
+                    if let Some(reason) = end.or_else(|| driver.changed_by_others()) {
+                        actions = feed(driver, SourceEvent::Failed { reason });
+                    }
                 }
             }
             Err(RecvTimeoutError::Disconnected) => unreachable!("the kernel holds a sender"),

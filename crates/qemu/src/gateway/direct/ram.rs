@@ -24,10 +24,11 @@ use sterna_memory::place::TargetProcess;
 use sterna_memory::ram::{self as memory, GuestRam};
 use sterna_memory::userfault::Userfault;
 use sterna_wire::control::Block;
+use sterna_wire::text::cleaned;
 
 use super::post_copy::QemuProcess;
 use crate::discover::{self, Backing, FileKind, ListedBlock, MappedRam, list};
-use crate::qmp::Qmp;
+use crate::qmp::{PendingCommand, Qmp, QmpError};
 
 /// The memory of a source, with its dirty log.
 pub(super) struct DirectRam {
@@ -262,23 +263,43 @@ fn resident(smaps: &str, start: u64, bytes: u64) -> u64 {
 }
 
 impl Watched {
-    /// Checks, once the guest has stopped, that its memory is still at the same addresses, and that no new process
-    /// writes it.
+    /// Checks that the guest's memory is still at the same addresses, that its devices are the same, and that no new process writes its
+    /// memory.
     ///
     /// # Errors
-    /// Which condition has changed.
+    /// What has changed.
     pub(super) fn check(&self, qmp: &Qmp, guest: &GuestRam) -> Result<(), String> {
-        if list(qmp).map_err(|error| error.to_string())? != self.listed {
-            return Err(
-                "the guest's RAM blocks are not those that the migration began with: memory was plugged in or out"
-                    .into(),
-            );
+        let answers = Self::ask(qmp).and_then(|mut asked| qmp.answers(&mut asked));
+        self.check_answers(&answers.map_err(|error| error.to_string())?, guest)
+    }
+
+    /// Asks QEMU what [`Watched::check_answers`] checks.
+    pub(super) fn ask(qmp: &Qmp) -> Result<[PendingCommand; 3], QmpError> {
+        let [named, unnamed] = PLUGGED.map(|path| qmp.begin("qom-list", json!({ "path": path })));
+        Ok([qmp.begin("human-monitor-command", json!({ "command-line": discover::LIST }))?, named?, unnamed?])
+    }
+
+    /// As [`Watched::check`], with QEMU's answers.
+    pub(super) fn check_answers(&self, [blocks, plugged @ ..]: &[Value; 3], guest: &GuestRam) -> Result<(), String> {
+        let changed = |what: &str, names: &[String]| {
+            format!(
+                "{what} during the migration ({}), and the destination's QEMU has what the guest had before: start that with what the guest has \
+                 now, and send again",
+                names.join(", ")
+            )
+        };
+        let listed = discover::listed(blocks.as_str().unwrap_or_default()).map_err(|error| error.to_string())?;
+        if listed != self.listed {
+            let names = differing(&self.listed, &listed, |block| format!("RAM block {}", cleaned(&block.name)));
+            return Err(changed("memory was plugged in or out", &names));
         }
-        if plugged(qmp)? != self.plugged {
-            return Err(
-                "the guest's devices are not those that the migration began with: a device was plugged in or out"
-                    .into(),
-            );
+        let plugged = entries(plugged);
+        if plugged != self.plugged {
+            let names = differing(&self.plugged, &plugged, |device| {
+                let text = |key: &str| cleaned(device[key].as_str().unwrap_or_default());
+                format!("{}, {}", text("name"), text("type"))
+            });
+            return Err(changed("a device was plugged in or out", &names));
         }
         for mapper in &self.mappers {
             let blocks = mapped_by(mapper.pid, &self.files, guest).map_err(|error| error.to_string())?;
@@ -322,14 +343,31 @@ fn devices(qmp: &Qmp) -> Result<Vec<String>, String> {
     Ok(tree.lines().filter_map(|line| line.trim_start().strip_prefix("dev: ")).map(str::to_owned).collect())
 }
 
+/// Maximum number of blocks or devices that an error names.
+const MAX_NAMED: usize = 8;
+
 /// Where QEMU has the devices that options or `device_add` have made, with and without an id. No other device is plugged in or out.
 const PLUGGED: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
-/// Returns the devices that were plugged in. For a paused guest: [`devices`] takes 5 to 16 ms of a machine with 60 devices, because QEMU prints
-/// all properties of each.
+/// Returns the devices that were plugged in. [`devices`] takes 5 to 16 ms of a machine with 60 devices, because QEMU prints all properties of
+/// each.
 fn plugged(qmp: &Qmp) -> Result<Vec<Value>, String> {
     let list = |path: &str| qmp.execute("qom-list", json!({ "path": path })).map_err(|error| error.to_string());
-    PLUGGED.into_iter().map(list).collect()
+    let lists: Result<Vec<_>, _> = PLUGGED.into_iter().map(list).collect();
+    Ok(entries(&lists?))
+}
+
+fn entries(lists: &[Value]) -> Vec<Value> {
+    lists.iter().filter_map(Value::as_array).flatten().cloned().collect()
+}
+
+/// Names what only one of two lists has.
+fn differing<T: PartialEq>(before: &[T], now: &[T], name: impl Fn(&T) -> String) -> Vec<String> {
+    let gone = before.iter().filter(|one| !now.contains(one));
+    let mut names: Vec<String> = gone.chain(now.iter().filter(|one| !before.contains(one))).map(name).collect();
+    names.dedup();
+    names.truncate(MAX_NAMED);
+    names
 }
 
 /// Returns whether the guest can give memory back to the host by this device while it runs.

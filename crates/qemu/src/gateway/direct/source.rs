@@ -20,7 +20,7 @@ use crate::gateway::fault::{self, PausePoint};
 use crate::gateway::neighbours::{self, Media};
 use crate::gateway::qemu::{self, SOURCE_QUIT_TIME};
 use crate::gateway::storage::{Patience, STORAGE_TIME, Storage, StorageError};
-use crate::qmp::{Event, Meaning, Qmp, QmpError, RunState};
+use crate::qmp::{Event, Meaning, PendingCommand, Qmp, QmpError, RunState};
 
 /// How long to wait for the guest's disks when the guest is to continue here: until the destination's QEMU is ended.
 const DISKS_TIME: Duration = Duration::from_secs(30);
@@ -65,6 +65,9 @@ pub(super) struct QemuSource<'a> {
     stopped: bool,
     /// The devices' state, once the guest is stopped.
     state: Option<Vec<u8>>,
+    /// What QEMU was asked once the devices were saved: blocks of RAM, devices (two lists), drives, nodes. QEMU takes some milliseconds to answer
+    /// for a machine with many devices. Meanwhile the state travels, so that the pause is not longer for it. Looked at before the decision.
+    asked: Option<[PendingCommand; 5]>,
     longest_settling: Duration,
     /// Slows the guest down as long as it is there.
     throttle: Option<VcpuThrottle>,
@@ -91,6 +94,7 @@ impl<'a> QemuSource<'a> {
             record,
             stopped: false,
             state: None,
+            asked: None,
             longest_settling,
             throttle: None,
         }
@@ -140,7 +144,19 @@ impl<'a> QemuSource<'a> {
     fn check_neighbours(&self) -> Result<(), String> {
         neighbours::check_jobs(&self.qmp)?;
         neighbours::check_migration(&self.qmp)?;
-        self.media.check(&self.qmp)
+        Ok(())
+    }
+
+    fn check_running(&self) -> Result<(), VmmError> {
+        match self.qmp.status()?.as_str() {
+            "running" => Ok(()),
+            // The destination starts every guest that it receives, so a guest that an operator paused, or that stopped by itself, must
+            // stay here.
+            other => {
+                Err(format!("the guest stopped during the migration (QEMU: {other}); only a running guest is moved")
+                    .into())
+            }
+        }
     }
 
     /// Stops the guest.
@@ -171,18 +187,27 @@ impl<'a> QemuSource<'a> {
         }
     }
 
-    /// Checks the guest, which is paused, and saves its devices.
-    fn check_and_save(&self, patience: Patience) -> Result<Vec<u8>, VmmError> {
-        self.watched.check(&self.qmp, &self.guest)?;
+    /// Checks the guest, which is paused, and saves its devices. Then asks QEMU what [`QemuSource::check_answers`] checks.
+    fn check_and_save(&mut self, patience: Patience) -> Result<Vec<u8>, VmmError> {
         self.check_neighbours()?;
         let state = self.save_devices(patience)?;
-        neighbours::check_inactive(&self.qmp)?;
+        let [blocks, named, unnamed] = Watched::ask(&self.qmp)?;
+        self.asked = Some([blocks, named, unnamed, Media::ask(&self.qmp)?, neighbours::ask_nodes(&self.qmp)?]);
         if has_nested_guest(&state) {
             return Err(
                 "the guest runs guests of its own, whose hardware pages are not tracked: use --mode stream".into()
             );
         }
         Ok(state)
+    }
+
+    /// Checks that the guest's memory, devices, drives and nodes were as they have to be once its devices were saved. Waits for QEMU's answers.
+    fn check_answers(&mut self) -> Result<(), VmmError> {
+        let Some(mut asked) = self.asked.take() else { return Ok(()) };
+        let [blocks, named, unnamed, drives, nodes] = self.qmp.answers(&mut asked)?;
+        self.watched.check_answers(&[blocks, named, unnamed], &self.guest)?;
+        self.media.check_answer(&drives)?;
+        Ok(neighbours::check_inactive(&self.qmp, &nodes, &drives)?)
     }
 
     /// Returns the error for a paused guest that another program has resumed; none if no program has. That program is responsible for the guest
@@ -226,7 +251,9 @@ impl SourceVmm for QemuSource<'_> {
     }
 
     fn check_migratable(&mut self) -> Result<(), VmmError> {
-        Ok(self.check_neighbours()?)
+        self.watched.check(&self.qmp, &self.guest)?;
+        self.check_neighbours()?;
+        Ok(self.media.check(&self.qmp)?)
     }
 
     fn settle_io(&mut self) -> Result<(), VmmError> {
@@ -258,15 +285,9 @@ impl SourceVmm for QemuSource<'_> {
     }
 
     fn may_pause(&mut self) -> Result<(), VmmError> {
-        match self.qmp.status()?.as_str() {
-            "running" => Ok(()),
-            // The destination starts every guest that it receives, so a guest that an operator paused, or that stopped by itself, must
-            // stay here.
-            other => {
-                Err(format!("the guest stopped during the migration (QEMU: {other}); only a running guest is moved")
-                    .into())
-            }
-        }
+        self.check_running()?;
+        // What has changed since the last round ends the migration without a pause.
+        self.check_migratable()
     }
 
     fn confirm_paused(&mut self) -> Result<(), VmmError> {
@@ -281,10 +302,8 @@ impl SourceVmm for QemuSource<'_> {
         }
         match state.meaning() {
             Meaning::Stopped if state.name() == "paused" => {
-                // Another program's migration may have begun since the guest was paused. One that fails or is cancelled makes the disks
-                // active again (`migration_block_activate` in QEMU's migration/block-active.c), which the destination could not lock then.
-                neighbours::check_migration(&self.qmp)?;
-                Ok(neighbours::check_inactive(&self.qmp)?)
+                self.check_answers()?;
+                Ok(neighbours::check_still_inactive(&self.qmp)?)
             }
             // A reset that the guest requested just before it was stopped is carried out here and would be lost at the destination, where
             // the guest would wait for it for ever. `prelaunch` is the state after it; `cont` lets the guest boot.
@@ -305,13 +324,14 @@ impl SourceVmm for QemuSource<'_> {
     }
 
     fn changed_by_others(&mut self) -> Option<VmmError> {
-        self.resumed_meanwhile()
+        let answered = self.asked.as_ref().is_some_and(|asked| asked.iter().all(PendingCommand::is_answered));
+        self.resumed_meanwhile().or_else(|| answered.then(|| self.check_answers().err()).flatten())
     }
 
     fn pause(&mut self) -> Result<(), VmmError> {
         // Before the state is looked at, so that every change after that is seen.
         self.qmp.clear_events();
-        self.may_pause()?;
+        self.check_running()?;
         // The throttle ends first: in `stop`, QEMU waits for each vCPU thread.
         self.throttle = None;
         let patience = Patience::of_a_step();
@@ -328,7 +348,7 @@ impl SourceVmm for QemuSource<'_> {
     }
 
     fn resume(&mut self, reason: ResumeReason) -> Result<(), VmmError> {
-        (self.state, self.throttle) = (None, None);
+        (self.state, self.asked, self.throttle) = (None, None, None);
         if let Some(end) = qemu::ended_by_itself(&self.qmp) {
             return Err(end.into());
         }
