@@ -36,7 +36,7 @@ enum Writes {
 use Writes::{Counters, CountersByKvm, Stamps};
 
 const LINUX_MEMORY: u64 = 320 << 20;
-const FILLED: u64 = 96 << 20;
+const FILLED: u64 = 48 << 20;
 const MEMORY: u64 = 128 << 20;
 
 const SLOW: &str = "--bandwidth 40MB/s";

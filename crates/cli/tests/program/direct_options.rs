@@ -17,7 +17,7 @@ use sterna_qemu_lab::{
 };
 
 const MEMORY: u64 = 256 << 20;
-const FILLED: u64 = 64 << 20;
+const FILLED: u64 = 32 << 20;
 /// More than a guest can write, so that the actual rate depends on its vCPU's time.
 pub(crate) const ALL_THE_TIME: u64 = 2 << 30;
 

@@ -17,7 +17,7 @@ use Backing::{Anonymous, HugeTmpfs as Tmpfs, Hugetlb, Memfd};
 use QemuVersion::{V7_2, V10_0, V11_1};
 
 const MEMORY: u64 = 320 << 20;
-const FILLED: u64 = 96 << 20;
+const FILLED: u64 = 32 << 20;
 const DIRTY_RATE: u64 = 20 << 20;
 
 struct Row {
