@@ -233,6 +233,43 @@ fn a_destination_waits_for_its_storage_before_it_is_prepared() {
     }
 }
 
+#[test]
+fn a_direct_move_is_cancelled_while_a_round_waits_for_storage() {
+    let Some((pair, storage)) = with_slow_disk(QemuVersion::V10_0) else { return };
+    hold(&storage, SOURCE, |request| request.command == NbdCommand::Write);
+    let write = json!({ "command-line": format!("qemu-io -d {DISK} \"aio_write 0 4k\"") });
+    execute(&pair.source.monitor, "human-monitor-command", write);
+    let receiver = start_receive(&pair, |_| {});
+    let sender = start_send(&pair, &receiver, |_| {});
+    waits(&sender, &storage, "transaction");
+    sender.interrupt();
+    // The destination is released at once, although QEMU still waits.
+    assert!(!receiver.finish().0.success());
+    assert!(!storage.held().is_empty());
+    answer(&storage);
+    assert_eq!(sender.finish().0.code(), CANCELLED);
+    assert_eq!(report(&pair.report())["outcome"], "cancelled");
+    assert_eq!(Migration { pair, sender: None, receiver: None }.exactly_one(), Ok(Side::Source));
+}
+
+#[test]
+fn a_cancelled_move_goes_on_at_the_source_while_the_destination_waits_for_its_storage() {
+    let Some((pair, storage)) = with_slow_disk(QemuVersion::V10_0) else { return };
+    hold(&storage, DESTINATION, |_| true);
+    let receiver = start_receive(&pair, |_| {});
+    let sender = start_send(&pair, &receiver, |_| {});
+    waits(&receiver, &storage, "blockdev-set-active");
+    sender.interrupt();
+    assert_eq!(sender.finish().0.code(), CANCELLED);
+    let (received, output) = receiver.finish();
+    assert!(!received.success());
+    // Its QEMU hangs, and is named for the operator.
+    assert!(output.contains(&format!("kill -KILL {}", pair.destination.qemu.pid())), "{output}");
+    assert!(!storage.held().is_empty());
+    answer(&storage);
+    assert_eq!(Migration { pair, sender: None, receiver: None }.exactly_one(), Ok(Side::Source));
+}
+
 /// Moves a guest whose destination's storage has ceased to answer when the guest is to be started.
 fn started_slowly(version: QemuVersion) {
     let Some((pair, storage)) = with_slow_disk(version) else { return };

@@ -5,6 +5,8 @@
 //! wait any more. A client that gives up early is therefore wrong about the guest a moment later; here the late answer is awaited.
 
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -19,7 +21,7 @@ use crate::qmp::{Qmp, QmpError, RunState};
 
 /// How long the storage may take where a guest that is paused, or that has its main loop held, could go on elsewhere: enough for a slow
 /// network store, but not for one that hangs.
-pub(super) const STORAGE_TIME: Duration = Duration::from_secs(30);
+const STORAGE_TIME: Duration = Duration::from_secs(30);
 /// Pause between two looks at the cancellation while an answer is awaited.
 const LOOK_PAUSE: Duration = Duration::from_millis(200);
 
@@ -90,6 +92,8 @@ pub(super) struct Storage<'a> {
     /// The disks' files.
     disks: String,
     context: Option<(&'a Cancel, &'a dyn Observer)>,
+    /// Set when the step that waits is ended for another reason than a cancellation here.
+    step_ended: Arc<AtomicBool>,
 }
 
 impl fmt::Debug for Storage<'_> {
@@ -101,17 +105,17 @@ impl fmt::Debug for Storage<'_> {
 impl<'a> Storage<'a> {
     /// Returns the storage of this QEMU's disks. Made before the storage may hang, because QEMU does not answer any more then.
     pub(super) fn of(qmp: &Qmp, cancel: &'a Cancel, observer: &'a dyn Observer) -> Self {
-        Self { disks: disk_files(qmp), context: Some((cancel, observer)) }
+        Self { disks: disk_files(qmp), context: Some((cancel, observer)), step_ended: Arc::default() }
+    }
+
+    /// Has every wait end once `step_ended` is set, as by a cancellation.
+    pub(super) fn ended_by(self, step_ended: Arc<AtomicBool>) -> Self {
+        Self { step_ended, ..self }
     }
 
     /// Returns the storage of disks that are not known yet.
     pub(super) fn unknown() -> Self {
-        Self { disks: "not known".into(), context: None }
-    }
-
-    /// Returns the files of the disks, for texts.
-    pub(super) fn disks(&self) -> &str {
-        &self.disks
+        Self { disks: "not known".into(), context: None, step_ended: Arc::default() }
     }
 
     /// Executes a command and awaits its answer.
@@ -154,7 +158,7 @@ impl<'a> Storage<'a> {
                 }
                 return Err(StorageError::Silent { command: command.into(), disks: self.disks.clone(), waited });
             }
-            if !matches!(patience, Patience::Endless) && self.context.is_some_and(|(cancel, _)| cancel.is_cancelled()) {
+            if !matches!(patience, Patience::Endless) && self.is_cancelled() {
                 return Err(StorageError::Cancelled { command: command.into(), disks: self.disks.clone() });
             }
             if !noted && now >= note_at {
@@ -213,6 +217,10 @@ impl<'a> Storage<'a> {
             return Ok(());
         }
         Err(QmpError::Unexpected { command: "cont".into(), reason: format!("the guest is {state} after it") }.into())
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.step_ended.load(Ordering::Acquire) || self.context.is_some_and(|(cancel, _)| cancel.is_cancelled())
     }
 
     fn note(&self, text: &str) {

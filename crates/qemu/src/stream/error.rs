@@ -17,7 +17,9 @@ pub enum StreamError {
         source: io::Error,
     },
     /// The stream ended within an item.
-    #[error("the stream ended while reading {reading}; QEMU at the other side stopped or cancelled the migration")]
+    #[error(
+        "the stream ended while reading {reading}: the QEMU that writes it has failed or cancelled the migration, or has ended"
+    )]
     Truncated {
         /// What was being read.
         reading: &'static str,

@@ -57,7 +57,9 @@ impl Driver<'_> {
         let settled = if permitted.is_ok() { self.vmm.settle_io() } else { Ok(()) };
         drop(inside);
         permitted.map_err(|error| Reason::new(ErrorKind::Monitor, error))?;
-        settled.map_err(monitor("the guest's input and output does not settle"))?;
+        // A cancellation, or the loss of the destination, ends the wait for the storage, and is the reason then.
+        let failed = monitor("the guest's input and output does not settle");
+        settled.map_err(|error| self.kernel.abort.reason().unwrap_or_else(|| failed(error)))?;
         // The time limit does not count the wait, in which no page could be sent.
         self.await_progress();
         self.moving.iter().for_each(|moving| moving.order(Order::Settled));

@@ -85,7 +85,7 @@ pub(in crate::gateway) fn receive(
 ) -> Result<ReceiveReport, GatewayError> {
     let Ready { vmm, guest, process } = ready;
     let mut vmm: QemuDestination<'_> = vmm;
-    vmm.storage = Storage::of(&vmm.qmp, cancel, observer);
+    vmm.storage = Storage::of(&vmm.qmp, cancel, observer).ended_by(Arc::clone(&vmm.load_ended));
     let record = MonitorRecord {
         mode: Mode::Direct,
         qmp: qemu::socket_name(&options.qmp),

@@ -19,7 +19,7 @@ use super::throttle::VcpuThrottle;
 use crate::gateway::fault::{self, PausePoint};
 use crate::gateway::neighbours::{self, Media};
 use crate::gateway::qemu::{self, SOURCE_QUIT_TIME};
-use crate::gateway::storage::{Patience, STORAGE_TIME, Storage, StorageError};
+use crate::gateway::storage::{Patience, Storage, StorageError};
 use crate::qmp::{Event, Meaning, PendingCommand, Qmp, QmpError, RunState};
 
 /// How long to wait for the guest's disks when the guest is to continue here: until the destination's QEMU is ended.
@@ -262,10 +262,9 @@ impl SourceVmm for QemuSource<'_> {
             return Ok(());
         }
         let begun = Instant::now();
-        let limit = fault::settling_time(STORAGE_TIME);
         tracing::debug!("waiting until QEMU's block layer has nothing under way");
         // `transaction` drains all of the block layer before it processes its actions (`qmp_transaction` in blockdev.c).
-        let settled = self.qmp.execute_within("transaction", json!({ "actions": [] }), limit);
+        let settled = self.storage.execute(&self.qmp, "transaction", json!({ "actions": [] }), Patience::of_a_step());
         let took = begun.elapsed();
         self.longest_settling = self.longest_settling.max(took);
         match settled {
@@ -273,11 +272,10 @@ impl SourceVmm for QemuSource<'_> {
                 tracing::debug!(?took, "QEMU's block layer has nothing under way");
                 Ok(())
             }
-            Err(QmpError::Timeout { stopped: None, .. }) => Err(format!(
-                "the storage of the guest's disks has not answered within {:.1} s ({}); the guest is not stopped, but it and QEMU's \
+            Err(StorageError::Silent { disks, waited, .. }) => Err(format!(
+                "the storage of the guest's disks has not answered within {:.1} s ({disks}); the guest is not stopped, but it and QEMU's \
                  monitor wait for this storage whenever they use a device; see to the storage and send again, or use --mode stream",
-                limit.as_secs_f64(),
-                self.storage.disks()
+                waited.as_secs_f64()
             )
             .into()),
             Err(error) => Err(error.into()),
