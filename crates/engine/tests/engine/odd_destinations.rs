@@ -125,8 +125,8 @@ impl Sinks for Gated {
     }
 }
 
-/// Takes a source's migration as far as it goes, and answers what it says with what `answers` gives for it. Returns what the
-/// source said, when it has hung up.
+/// Takes a source's migration as far as it goes, and answers each of its messages by `answers`. Returns the messages of the
+/// source, when it has hung up.
 fn odd_destination(
     listener: Listener,
     sinks: impl Sinks + 'static,
@@ -153,7 +153,7 @@ fn odd_destination(
     let stop = incoming.stop_handle();
     let mut peer = Peer::new(link);
     peer.send(&ControlMessage::Welcome(accepted.welcome));
-    let mut said = Vec::new();
+    let mut messages = Vec::new();
     std::thread::scope(|scope| {
         let acceptor = &acceptor;
         scope.spawn(move || {
@@ -168,7 +168,7 @@ fn odd_destination(
             match peer.handle(news) {
                 Some(PeerEvent::Message(message, _share)) => {
                     answers(&message).iter().for_each(|answer| peer.send(answer));
-                    said.push(message);
+                    messages.push(message);
                 }
                 Some(PeerEvent::Lost(_)) => break,
                 _ => {}
@@ -179,12 +179,12 @@ fn odd_destination(
     abort.finish();
     drop(answers);
     acceptor.join();
-    said
+    messages
 }
 
 pub(crate) fn news() -> (OnConnectionEvent, Receiver<ConnectionEvent>) {
-    let (told, news) = channel();
-    (Arc::new(move |event| drop(told.send(event))), news)
+    let (sender, news) = channel();
+    (Arc::new(move |event| drop(sender.send(event))), news)
 }
 
 /// A source with a busy guest against a destination that answers so.
@@ -208,7 +208,7 @@ fn source_against(
         .time_limits(limits)
         .bandwidth(Some(20 << 20))
         .downtime(Duration::from_millis(1));
-    let (sent, said) = std::thread::scope(|scope| {
+    let (sent, messages) = std::thread::scope(|scope| {
         let sinks = Nowhere(SHAPES.into(), Arc::default());
         let odd = scope.spawn(move || odd_destination(listener, sinks, answers));
         let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
@@ -216,7 +216,7 @@ fn source_against(
     });
     let runs = from.runs();
     from.stop();
-    (sent.unwrap_err(), said, runs)
+    (sent.unwrap_err(), messages, runs)
 }
 
 #[test]
@@ -315,8 +315,9 @@ fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pau
     });
 }
 
-pub(crate) fn failures(said: &[ControlMessage]) -> Vec<&str> {
-    said.iter()
+pub(crate) fn failures(messages: &[ControlMessage]) -> Vec<&str> {
+    messages
+        .iter()
         .filter_map(|message| match message {
             ControlMessage::Failed(reason) => Some(reason.text.as_str()),
             _ => None,
@@ -328,13 +329,13 @@ pub(crate) fn failures(said: &[ControlMessage]) -> Vec<&str> {
 fn a_destination_that_begins_or_ends_post_copy_unasked_is_refused_and_the_guest_stays() {
     within_a_minute(|| {
         for unasked in [SwitchoverMessage::PostCopyReady, SwitchoverMessage::RunningIncomplete] {
-            let (error, said, runs) = source_against(NotConverging::GoOn, |message| match message {
+            let (error, messages, runs) = source_against(NotConverging::GoOn, |message| match message {
                 ControlMessage::Ready { .. } => vec![ControlMessage::Switchover(unasked.clone())],
                 _ => Vec::new(),
             });
             assert_eq!(error.guest, GuestState::RunsAtSource, "{error}");
             assert!(runs && error.reason.contains("a message that does not belong here"), "{error}");
-            assert_eq!(failures(&said), [error.reason.as_str()], "{said:?}");
+            assert_eq!(failures(&messages), [error.reason.as_str()], "{messages:?}");
         }
     });
 }
@@ -350,7 +351,7 @@ fn a_destination_that_sends_what_it_may_not_send_now_is_refused_by_its_name_and_
             (vec![ready("one"), checked], "`checked`"),
             (vec![totals], "`totals`"),
         ] {
-            let (error, said, runs) = source_against(NotConverging::GoOn, |message| match message {
+            let (error, messages, runs) = source_against(NotConverging::GoOn, |message| match message {
                 // Of the destination itself, in the place of what the source sends first.
                 ControlMessage::Ready { .. } => sent.clone(),
                 _ => Vec::new(),
@@ -358,7 +359,7 @@ fn a_destination_that_sends_what_it_may_not_send_now_is_refused_by_its_name_and_
             assert!(runs && error.guest == GuestState::RunsAtSource, "{error}");
             assert!(error.reason.contains(&format!("the destination sent {named}")), "{error}");
             assert!(!error.to_string().contains("secret") && error.reason.len() < 100, "{error}");
-            assert_eq!(failures(&said), [error.reason.as_str()], "{said:?}");
+            assert_eq!(failures(&messages), [error.reason.as_str()], "{messages:?}");
         }
     });
 }

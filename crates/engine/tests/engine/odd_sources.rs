@@ -42,7 +42,7 @@ struct OddSource {
     news: Receiver<ConnectionEvent>,
     tell: OnConnectionEvent,
     abort: Arc<Abort>,
-    said: Vec<ControlMessage>,
+    answers: Vec<ControlMessage>,
 }
 
 impl OddSource {
@@ -72,7 +72,7 @@ impl OddSource {
         let (link, session) = session::dial(&offer, &Cancel::new(), &tell).unwrap();
         let (peer, abort, address) = (Peer::new(link), Arc::new(Abort::default()), address.clone());
         let redial = Redial::new(Duration::ZERO);
-        Self { address, session, redial, peer, news, tell, abort, said: Vec::new() }
+        Self { address, session, redial, peer, news, tell, abort, answers: Vec::new() }
     }
 
     /// Says this.
@@ -89,8 +89,8 @@ impl OddSource {
         while let Ok(news) = self.news.recv() {
             match self.peer.handle(news) {
                 Some(PeerEvent::Message(message, _share)) => {
-                    self.said.push(message);
-                    if self.said.last().is_some_and(&wanted) {
+                    self.answers.push(message);
+                    if self.answers.last().is_some_and(&wanted) {
                         return true;
                     }
                 }
@@ -101,10 +101,10 @@ impl OddSource {
         false
     }
 
-    /// All that is said until the destination hangs up.
+    /// Returns the destination's messages, once it has hung up.
     fn until_it_hangs_up(mut self) -> Vec<ControlMessage> {
         while self.hears(|_| true) {}
-        self.said
+        self.answers
     }
 
     /// Opens its channels: two for RAM, and the stream.
@@ -223,8 +223,8 @@ fn destination_that_waits<R: Send>(
     let outcome = std::thread::scope(|scope| {
         let (to, cancelled) = (&mut to, destined.cancel.clone());
         let receiving = scope.spawn(move || listening.run(to, &cancelled, &()));
-        let said = source(OddSource::new(&address, features), &destined);
-        (receiving.join().unwrap(), said)
+        let answers = source(OddSource::new(&address, features), &destined);
+        (receiving.join().unwrap(), answers)
     });
     // Started it is stopped by nobody here, whatever it lacks.
     let started = outcome.0.as_ref().err().is_none_or(|error| error.phase == Phase::PostCopy);
@@ -237,20 +237,20 @@ fn is_post_copy_ready(message: &ControlMessage) -> bool {
 }
 
 fn is_switchover(wanted: &SwitchoverMessage) -> impl Fn(&ControlMessage) -> bool {
-    move |message| matches!(message, ControlMessage::Switchover(said) if said == wanted)
+    move |message| matches!(message, ControlMessage::Switchover(message) if message == wanted)
 }
 
 #[test]
 fn a_source_that_begins_post_copy_without_having_agreed_on_it_is_refused() {
     within_a_minute(|| {
-        let (received, said) = destination_against(NOTHING, |source, _| {
+        let (received, answers) = destination_against(NOTHING, |source, _| {
             source.say_of_the_switchover(SwitchoverMessage::PostCopy);
             source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
         assert!(error.reason.contains("it was not agreed on"), "{error}");
         assert_eq!(error.guest, GuestState::NotHere);
-        assert_eq!(failures(&said), [error.reason.as_str()]);
+        assert_eq!(failures(&answers), [error.reason.as_str()]);
     });
 }
 
@@ -259,16 +259,16 @@ fn a_source_that_claims_pages_that_it_did_not_send_is_refused() {
     within_a_minute(|| {
         for ram in [vec![7, 0], vec![], vec![0; 9]] {
             let totals = ControlMessage::Totals(Totals { ram, normal_pages: 7, zero_pages: 0 });
-            let (received, said) = destination_against(NOTHING, |source, _| {
+            let (received, answers) = destination_against(NOTHING, |source, _| {
                 source.send(&totals);
                 source.until_it_hangs_up()
             });
             let error = received.unwrap_err();
             assert!(error.reason.contains("pages are missing"), "{error}");
-            let told = said.iter().any(|message| {
+            let aborted = answers.iter().any(|message| {
                 matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort(reason)) if reason.text == error.reason)
             });
-            assert!(told, "{said:?}");
+            assert!(aborted, "{answers:?}");
         }
     });
 }
@@ -293,7 +293,7 @@ fn a_source_that_sends_what_it_may_not_send_now_is_refused_by_its_name() {
             (vec![nothing_sent(), nothing_sent()], "`totals`"),
             (vec![ControlMessage::SwitchoverAck], "`switchover_ack`"),
         ] {
-            let (received, said) = destination_against(NOTHING, |source, _| {
+            let (received, answers) = destination_against(NOTHING, |source, _| {
                 sent.iter().for_each(|message| source.send(message));
                 source.until_it_hangs_up()
             });
@@ -301,7 +301,7 @@ fn a_source_that_sends_what_it_may_not_send_now_is_refused_by_its_name() {
             assert!(error.reason.contains(&format!("the source sent {named}")), "{error}");
             assert!(!error.to_string().contains("secret") && error.reason.len() < 100, "{error}");
             assert_eq!(error.guest, GuestState::NotHere);
-            assert_eq!(failures(&said), [error.reason.as_str()], "{said:?}");
+            assert_eq!(failures(&answers), [error.reason.as_str()], "{answers:?}");
         }
     });
 }
@@ -413,7 +413,7 @@ impl OddSource {
         self.send(&ControlMessage::Totals(Totals { ram: vec![last, 0], normal_pages: 0, zero_pages: 0 }));
         send_state(&stream, &state(), true);
         self.say_of_the_switchover(SwitchoverMessage::Prepare);
-        assert!(self.hears(is_switchover(&SwitchoverMessage::Prepared)), "{:?}", self.said);
+        assert!(self.hears(is_switchover(&SwitchoverMessage::Prepared)), "{:?}", self.answers);
         (ram, stream, halves)
     }
 }
@@ -463,11 +463,11 @@ fn memory_that_somebody_else_touched_in_post_copy_is_told_and_not_tried_again() 
         if !faults_can_be_watched() {
             return;
         }
-        let (received, said) = destination_against(POST_COPY, |mut source, destined| {
+        let (received, answers) = destination_against(POST_COPY, |mut source, destined| {
             // Of the block that is a file.
             let (_ram, _stream, (mut writer, _reader)) = source.prepares_without(1, 7);
             source.say_of_the_switchover(SwitchoverMessage::Commit);
-            assert!(source.hears(is_switchover(&SwitchoverMessage::RunningIncomplete)), "{:?}", source.said);
+            assert!(source.hears(is_switchover(&SwitchoverMessage::RunningIncomplete)), "{:?}", source.answers);
             let ram = destined.memory.ram();
             let Backing::Shared(file, _) = ram.blocks()[1].backing() else { panic!("a file is behind it") };
             file.write_all_at(&[1], 7 * 4096).unwrap();
@@ -475,14 +475,14 @@ fn memory_that_somebody_else_touched_in_post_copy_is_told_and_not_tried_again() 
             let lost = |message: &ControlMessage| {
                 matches!(message, ControlMessage::Switchover(SwitchoverMessage::MemoryLost(_)))
             };
-            assert!(source.hears(lost), "{:?}", source.said);
-            source.said
+            assert!(source.hears(lost), "{:?}", source.answers);
+            source.answers
         });
         let error = received.unwrap_err();
         assert_eq!((error.guest, error.phase), (GuestState::LacksMemory, Phase::PostCopy), "{error}");
         assert!(error.reason.contains("another mapping"), "{error}");
-        let told = SwitchoverMessage::MemoryLost(Reason::new(ErrorKind::Memory, &error.reason));
-        assert!(said.iter().any(is_switchover(&told)), "{said:?}");
+        let lost = SwitchoverMessage::MemoryLost(Reason::new(ErrorKind::Memory, &error.reason));
+        assert!(answers.iter().any(is_switchover(&lost)), "{answers:?}");
     });
 }
 
@@ -492,7 +492,7 @@ fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
         if !faults_can_be_watched() {
             return;
         }
-        let (received, said) = destination_against(POST_COPY, |mut source, _| {
+        let (received, answers) = destination_against(POST_COPY, |mut source, _| {
             let (ram, stream, halves) = source.prepares_without(0, 7);
             // All data channels break there, because of a page that is none.
             let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
@@ -514,12 +514,12 @@ fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
             let complete = source.hears(is_switchover(&SwitchoverMessage::Running));
             source.say_of_the_switchover(SwitchoverMessage::Goodbye);
             // Whether it also reports that it runs without a page depends on which comes first, the page or the guest's start.
-            assert!(wants_more && complete, "{:?}", source.said);
+            assert!(wants_more && complete, "{:?}", source.answers);
             source.abort.finish();
-            source.said
+            source.answers
         });
         received.unwrap();
-        assert_eq!(failures(&said), [""; 0]);
+        assert_eq!(failures(&answers), [""; 0]);
     });
 }
 
@@ -529,10 +529,10 @@ fn what_starts_the_guest_gets_its_page_over_new_channels() {
         if !faults_can_be_watched() {
             return;
         }
-        let (received, said) = destination_that_touches(Some(7), POST_COPY, |mut source, destined| {
+        let (received, answers) = destination_that_touches(Some(7), POST_COPY, |mut source, destined| {
             let (ram, stream, (writer, mut reader)) = source.prepares_without(0, 7);
             source.say_of_the_switchover(SwitchoverMessage::Commit);
-            // The monitor waits for its page, for which it is told that the guest is not started yet.
+            // The monitor waits for its page, and learns that the guest is not started yet.
             let page = PageRequest { block: 0, first: 7, count: 1 };
             assert_eq!(request(&mut reader), page);
             assert!(destined.calls.try_iter().any(|call| call == "start"));
@@ -540,19 +540,23 @@ fn what_starts_the_guest_gets_its_page_over_new_channels() {
             // A failure that the source names, and even its wish to cancel, is not the monitor's.
             source.send(&ControlMessage::Failed(Reason::new(ErrorKind::TimeLimit, "a step took too long")));
             source.comes_back();
-            assert!(source.hears(is_post_copy_ready), "{:?}", source.said);
-            assert!(!source.said.iter().any(is_switchover(&SwitchoverMessage::RunningIncomplete)), "{:?}", source.said);
+            assert!(source.hears(is_post_copy_ready), "{:?}", source.answers);
+            assert!(
+                !source.answers.iter().any(is_switchover(&SwitchoverMessage::RunningIncomplete)),
+                "{:?}",
+                source.answers
+            );
             source.abort = Arc::default();
             let (mut writer, mut reader) =
                 source.session.open_post_copy(&Security::Insecure, &source.address, &source.abort).unwrap();
             assert_eq!((request(&mut reader), request(&mut reader).count), (page, 0));
             answer(&mut writer, &page);
-            assert!(source.hears(is_switchover(&SwitchoverMessage::Running)), "{:?}", source.said);
+            assert!(source.hears(is_switchover(&SwitchoverMessage::Running)), "{:?}", source.answers);
             source.say_of_the_switchover(SwitchoverMessage::Goodbye);
             source.abort.finish();
-            source.said
+            source.answers
         });
         received.unwrap();
-        assert_eq!(failures(&said), [""; 0]);
+        assert_eq!(failures(&answers), [""; 0]);
     });
 }
