@@ -313,27 +313,13 @@ fn disks(source: &Description, destination: &Description, found: &mut Vec<Differ
         let is_read_only = both("read-only") == (Some("true".into()), Some("true".into()));
         let name = format!("disk.{path}:storage");
         let (ours, theirs) = both("storage");
-        match same_storage::judge(ours.as_deref(), theirs.as_deref(), one_host) {
+        let judged = same_storage::judge(ours.as_deref(), theirs.as_deref(), one_host);
+        match judged {
             Judgement::Same | Judgement::Unknown => {}
-            Judgement::Other(why) if is_read_only => match both("sample") {
-                (Some(ours), Some(theirs)) if ours == theirs => {}
-                (Some(_), Some(_)) => found.push(Difference::refusal(
-                    name,
-                    format!(
-                        "the read-only disk at {} has another content at the destination ({where_there}) than at the source ({where_here}): \
-                         give the destination's QEMU the same image, or a copy of it",
-                        cleaned(path)
-                    ),
-                )),
-                _ => found.push(Difference::warning(
-                    name,
-                    format!(
-                        "the read-only disk at {} is another one at the destination ({where_there}) than at the source ({where_here}): {why}; \
-                         make sure that both have the same content",
-                        cleaned(path)
-                    ),
-                )),
-            },
+            Judgement::Other(why) if is_read_only => {
+                let what = format!("the read-only disk at {}", cleaned(path));
+                found.extend(other_read_only(name, &what, [&where_here, &where_there], why, both("sample")));
+            }
             Judgement::Other(why) => found.push(Difference::refusal(
                 name,
                 format!(
@@ -351,7 +337,62 @@ fn disks(source: &Description, destination: &Description, found: &mut Vec<Differ
                 ),
             )),
         }
+        let (Some(ours), Some(theirs)) = both("backing") else { continue };
+        // Of the same image, only options give it other backing files. A copy may have none.
+        if ours != theirs && judged == Judgement::Same {
+            found.push(Difference::refusal(
+                format!("disk.{path}:backing"),
+                format!(
+                    "the disk at {} is based on {} images at the source and on {} at the destination ({where_there}): start the destination's \
+                     QEMU with the same backing files",
+                    cleaned(path),
+                    cleaned(&ours),
+                    cleaned(&theirs)
+                ),
+            ));
+        }
+        for number in 1.. {
+            let fact = format!("backing-{number}");
+            let (Some(ours), Some(theirs)) = both(&fact) else { break };
+            let (storage, other_storage) = both(&format!("{fact}:storage"));
+            let judged = same_storage::judge(storage.as_deref(), other_storage.as_deref(), one_host);
+            if let Judgement::Other(why) = judged {
+                let what = format!("the backing file {number} of the disk at {}", cleaned(path));
+                let samples = both(&format!("{fact}:sample"));
+                let files = [&*cleaned(&ours), &*cleaned(&theirs)];
+                found.extend(other_read_only(format!("disk.{path}:{fact}"), &what, files, why, samples));
+            }
+        }
     }
+}
+
+/// Returns the difference between two read-only images in other storage, because of `why`; none if they have the same content.
+/// `files`: those of the source and of the destination. `samples`: checksums of both.
+fn other_read_only(
+    name: String,
+    what: &str,
+    files: [&str; 2],
+    why: &str,
+    samples: (Option<String>, Option<String>),
+) -> Option<Difference> {
+    let [here, there] = files;
+    Some(match samples {
+        (Some(ours), Some(theirs)) if ours == theirs => return None,
+        (Some(_), Some(_)) => Difference::refusal(
+            name,
+            format!(
+                "{what} has another content at the destination ({there}) than at the source ({here}): give the destination's QEMU the same \
+                 image, or a copy of it"
+            ),
+        ),
+        _ => Difference::warning(
+            name,
+            format!(
+                "{what} is another one at the destination ({there}) than at the source ({here}): {why}; make sure that both have the same \
+                 content"
+            ),
+        ),
+    })
 }
 
 /// Returns the class of a driver: that of a plain disk, or the format. None where it does not say.
@@ -482,6 +523,33 @@ mod tests {
         assert_eq!(names(&empty, &empty)[0], NONE);
         // Its device is missing, which is another refusal.
         assert_eq!(names(&source, &[])[0], NONE);
+    }
+
+    #[test]
+    fn backing_files_are_the_same_files_or_have_the_same_content() {
+        let with = |storage: &'static str, sample: Option<&'static str>| {
+            let mut facts = vec![
+                ("disk.d", "d0, /a"),
+                ("disk.d:storage", "rbd p//i"),
+                ("disk.d:backing", "1"),
+                ("disk.d:backing-1", "/base"),
+                ("disk.d:backing-1:storage", storage),
+            ];
+            facts.extend(sample.map(|sample| ("disk.d:backing-1:sample", sample)));
+            facts
+        };
+        let (here, there) = ("file system=local device=1 inode=7", "file system=local device=1 inode=8");
+        let source = with(here, Some("512 aa"));
+        assert_eq!(names(&source, &source), [NONE, NONE]);
+        assert_eq!(names(&source, &with(there, Some("512 aa"))), [NONE, NONE]);
+        assert_eq!(names(&source, &with(there, Some("512 bb")))[0], ["disk.d:backing-1"]);
+        assert_eq!(names(&source, &with(there, None))[1], ["disk.d:backing-1"]);
+        let flat = [("disk.d", "d0, /a"), ("disk.d:storage", "rbd p//i"), ("disk.d:backing", "0")];
+        assert_eq!(names(&source, &flat)[0], ["disk.d:backing"]);
+        // A copy in storage that cannot be compared may have no backing files; an older version does not name them.
+        let copy = [("disk.d", "d0, nbd://x"), ("disk.d:backing", "0")];
+        assert_eq!(names(&source, &copy), [NONE, NONE]);
+        assert_eq!(names(&source, &flat[..2]), [NONE, NONE]);
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! | `device.PATH`, `device.PATH:vectors` … | a device: its type, and properties on which its saved state depends |
 //! | `disk.PATH`, `disk.PATH:bytes` … | the drive of a device, for people, and what is in it |
 //! | `disk.PATH:storage`, `disk.PATH:sample` | what identifies its storage, and for a read-only one a checksum of some of it |
+//! | `disk.PATH:backing` | how many images it is based on, each of which has facts as a read-only disk has: `disk.PATH:backing-1`, `disk.PATH:backing-1:storage` … |
 //! | `host.boot`, `host.cpu`, `host.kernel` | the host: its present boot; what a guest sees of it that has the host's CPU under KVM |
 //! | `machine`, `machine.PROPERTY` | the machine type, and properties that change what the guest sees |
 //! | `memory.ADDRESS` | a memory device |
@@ -58,6 +59,8 @@ const UNSET: u64 = u32::MAX as u64;
 const NETWORK: &str = "virtio-net-device";
 /// Beginning of the types of flash memory, whose content is RAM: it moves with the guest, and the destination writes it into its own file.
 const FLASH: &str = "cfi.pflash";
+/// Maximum number of images below one disk that are compared.
+const MAX_BACKING_FILES: usize = 64;
 /// Beginning of the names of VMX features, of which QEMU has a hundred.
 const VMX: &str = "vmx-";
 
@@ -230,9 +233,17 @@ fn disks(qmp: &Qmp, devices: &[Device], facts: &mut Facts) -> Result<(), QmpErro
             if let Some(format) = inserted["drv"].as_str() {
                 facts.insert(format!("{name}:format"), cleaned(format));
             }
-            if !device.kind.starts_with(FLASH) {
-                inserted_disks.push(Disk { name, file: file.to_owned(), read_only });
+            if device.kind.starts_with(FLASH) {
+                continue;
             }
+            let backing = backing_files(&inserted["image"]);
+            facts.insert(format!("{name}:backing"), backing.len().to_string());
+            for (number, file) in (1..).zip(backing) {
+                let name = format!("{name}:backing-{number}");
+                facts.insert(name.clone(), cleaned(file));
+                inserted_disks.push(Disk { name, file: file.to_owned(), read_only: true });
+            }
+            inserted_disks.push(Disk { name, file: file.to_owned(), read_only });
         } else {
             facts.insert(format!("{name}:medium"), "none".into());
             facts.insert(name, cleaned(drive));
@@ -242,6 +253,17 @@ fn disks(qmp: &Qmp, devices: &[Device], facts: &mut Facts) -> Result<(), QmpErro
         facts.extend(storage::facts(pid, inserted_disks).into_iter().map(|(name, value)| (name, cleaned(&value))));
     }
     Ok(())
+}
+
+/// Returns the names of the files on which an image is based, the nearest first.
+fn backing_files(image: &Value) -> Vec<&str> {
+    let mut files = Vec::new();
+    let mut image = image;
+    while let (Some(backing), true) = (image.get("backing-image"), files.len() < MAX_BACKING_FILES) {
+        files.push(backing["filename"].as_str().unwrap_or_default());
+        image = backing;
+    }
+    files
 }
 
 fn cpus(qmp: &Qmp, facts: &mut Facts) -> Result<(), QmpError> {

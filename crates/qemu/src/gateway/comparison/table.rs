@@ -297,6 +297,38 @@ fn back_ends_of_networks_are_known_and_the_lock_of_the_sources_qemu_is_seen_at_t
     assert!(theirs.ends_with(" held= seen=101,201"), "{theirs}");
 }
 
+#[test]
+fn the_files_below_an_image_are_compared_by_what_is_in_them() {
+    let files = tempfile::tempdir().unwrap();
+    make_files(files.path());
+    for (name, content) in [("base", 1), ("copy", 1), ("other", 2)] {
+        fs::write(files.path().join(name), vec![content; MIB as usize]).unwrap();
+    }
+    let with = |base: Option<&str>| {
+        let top = "-S -blockdev driver=qcow2,node-name=top,file.driver=file,file.filename=DIR/disk.qcow2";
+        let below = base.map_or_else(String::new, |base| {
+            format!(",backing.driver=raw,backing.file.driver=file,backing.file.filename=DIR/{base}")
+        });
+        let words = format!("{top}{below} -device virtio-blk-pci,drive=top,addr=05.0");
+        words.replace("DIR", &files.path().display().to_string())
+    };
+    let Some((_source, source)) = start(&with(Some("base")), true) else { return };
+    let source = describe(&source).unwrap();
+    let disk = "disk.q35-pcihost/05.0/virtio-blk-device";
+    for (base, refused) in [
+        (Some("base"), None),
+        (Some("copy"), None),
+        (Some("other"), Some(format!("{disk}:backing-1"))),
+        (None, Some(format!("{disk}:backing"))),
+    ] {
+        let (_destination, destination) = start(&with(base), false).expect("a second QEMU");
+        let found = compare::compare(&source, &describe(&destination).unwrap());
+        let names: Vec<_> = found.iter().map(|one| one.name.clone()).collect();
+        assert_eq!(names, Vec::from_iter(refused), "{base:?}: {found:#?}");
+        assert!(found.iter().all(|one| one.refuses));
+    }
+}
+
 /// Prints how long it takes; in the soak, as other tests take the CPUs meanwhile in the gate.
 mod soak {
     use std::time::{Duration, Instant};
