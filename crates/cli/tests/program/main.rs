@@ -33,3 +33,4 @@ mod table;
 mod unresponsive;
 mod usage;
 mod virtiofs;
+mod waiting;
