@@ -341,3 +341,28 @@ fn the_machines_of_different_releases_are_compared_and_fit() {
     let mut waiting = receiver(&pair);
     refused(&pair, &mut waiting, &[&["features", "sha-ni", "rdpid"]]);
 }
+
+/// As docs/operating.md lists it: QEMU 9.0 and newer end when they move such a guest by their stream.
+#[test]
+fn a_fault_of_qemu_that_would_end_the_guest_is_warned_of_in_stream_mode_only() {
+    use QemuVersion::{V7_2, V10_0};
+    let words =
+        "-machine nvdimm=on -m slots=2,maxmem=1G -object memory-backend-ram,id=m,size=64M -device nvdimm,memdev=m";
+    for (version, has_it) in [(V10_0, true), (V7_2, false)] {
+        let options = emulated(version, &words.split(' ').collect::<Vec<_>>());
+        let Some(pair) = start(&options, &options) else { return };
+        let waiting = receiver(&pair);
+        for (mode, warns) in [("stream", has_it), ("direct", false)] {
+            let (_, text, result) = sent(&pair, mode, &waiting, &["--dry-run"]);
+            let warnings = result.expect("a dry run has a result")["warnings"].to_string();
+            assert_eq!(
+                warnings.contains("ends with a failed assertion"),
+                warns,
+                "{version} by {mode}: {warnings}: {text}"
+            );
+        }
+        if has_it {
+            moves(pair, waiting, "direct", &[]);
+        }
+    }
+}

@@ -15,6 +15,8 @@ pub struct ListedBlock {
     pub name: String,
     /// Size of a page of its backing, bytes.
     pub page_size: u64,
+    /// Its place among all of QEMU's RAM, in bytes (`ram_addr_t`).
+    pub offset: u64,
     /// Bytes in use.
     pub used: u64,
     /// Bytes to which it may grow.
@@ -72,7 +74,7 @@ fn ram_block(line: &str, has_address: bool) -> Option<ListedBlock> {
     };
     let total = hexadecimal(words.next()?)?;
     let used = hexadecimal(words.next()?)?;
-    let _offset = hexadecimal(words.next()?)?;
+    let offset = hexadecimal(words.next()?)?;
     let unit = match words.next()? {
         "B" => 1,
         "KiB" => 1 << 10,
@@ -88,7 +90,7 @@ fn ram_block(line: &str, has_address: bool) -> Option<ListedBlock> {
     // What remains in front of the page size is the name, right-aligned.
     let before_unit = &line[..line.rfind(&format!("{psize} "))?];
     let name = before_unit.trim();
-    Some(ListedBlock { name: name.to_owned(), page_size, used, total, address, read_only })
+    Some(ListedBlock { name: name.to_owned(), page_size, offset, used, total, address, read_only })
 }
 
 fn hexadecimal(text: &str) -> Option<u64> {

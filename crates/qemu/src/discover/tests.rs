@@ -33,7 +33,15 @@ FlatView #1\r
 ";
 
 fn block(name: &str) -> ListedBlock {
-    ListedBlock { name: name.into(), page_size: 4096, used: 1 << 28, total: 1 << 28, address: None, read_only: None }
+    ListedBlock {
+        name: name.into(),
+        page_size: 4096,
+        offset: 0,
+        used: 1 << 28,
+        total: 1 << 28,
+        address: None,
+        read_only: None,
+    }
 }
 
 #[test]

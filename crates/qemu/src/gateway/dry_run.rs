@@ -22,6 +22,7 @@ use super::claim::Claim;
 use super::comparison::{self, NotCompared};
 use super::direct::{self, Inspected};
 use super::error::Cause;
+use super::faults;
 use super::features::DRY;
 use super::neighbours;
 use super::{GatewayError, SendMode, SendOptions, earlier, qemu};
@@ -142,6 +143,9 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
             Err(NotCompared::Here(error)) => found.source(&error),
             Err(NotCompared::There(error)) => found.add("destination", error.kind(), error.to_string()),
         }
+    }
+    if mode == Mode::Owner {
+        warnings.extend(faults::of_stream(&qmp).into_iter().map(str::to_owned));
     }
     let mut round_trip = None;
     match answer {

@@ -30,6 +30,7 @@ mod dry_run;
 mod earlier;
 mod error;
 mod fault;
+mod faults;
 mod features;
 mod feeder;
 mod layout;

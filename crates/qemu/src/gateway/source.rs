@@ -39,6 +39,7 @@ use super::backlog::Backlog;
 use super::claim::Claim;
 use super::comparison::Compared;
 use super::fault::WithFaultPoints;
+use super::faults;
 use super::features::{FEATURES, WITH_DELTAS};
 use super::neighbours::{self, Media};
 use super::qemu;
@@ -80,6 +81,9 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         }
         Direct::Not(why) => why,
     };
+    let faults = faults::of_stream(&qmp);
+    faults.iter().for_each(|fault| observer.note(&format!("warning: {fault}")));
+    compared.warnings.extend(faults.into_iter().map(str::to_owned));
     // Before the destination is contacted: a `migrate` that QEMU refuses would end the destination's QEMU. Direct mode needs no migration of
     // QEMU's.
     qemu::wait_cleaned_up(&qmp).map_err(GatewayError::untouched)?;
