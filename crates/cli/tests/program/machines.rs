@@ -10,7 +10,7 @@ use sterna_qemu_lab::{Accel, Guest, QemuOptions, QemuVersion};
 
 use crate::support::pair::{Pair, Watched};
 use crate::support::settle::{Migration, Side};
-use crate::support::{LONG, PEER_REFUSED, Sterna, receive, report, send_by};
+use crate::support::{FAILED, LONG, PEER_REFUSED, Sterna, receive, report, send_by};
 
 const MIB: u64 = 1 << 20;
 
@@ -340,6 +340,31 @@ fn the_machines_of_different_releases_are_compared_and_fit() {
     let Some(pair) = start(&with(V10_0), &with(V7_2)) else { return };
     let mut waiting = receiver(&pair);
     refused(&pair, &mut waiting, &[&["features", "sha-ni", "rdpid"]]);
+}
+
+/// Both have a virtio device at the same address, of another type at the destination: allowed by a person, this fails when its state is loaded.
+#[test]
+fn the_destinations_qemu_reports_why_it_could_not_load_the_guest() {
+    use QemuVersion::{V10_0, V11_1};
+    // Newer releases report what they have not found.
+    for (version, why) in [(V10_0, "load of migration failed"), (V11_1, "virtio")] {
+        for mode in ["direct", "stream"] {
+            println!("{version} by {mode}");
+            let source = emulated(version, &["-device", "virtio-rng-pci,addr=05.0"]);
+            let destination = emulated(version, &["-device", "virtio-balloon-pci,addr=05.0"]);
+            let Some(mut pair) = start(&source, &destination) else { return };
+            let waiting = receiver(&pair);
+            let (status, text, report) = sent(&pair, mode, &waiting, &["--allow-difference", "device"]);
+            assert_eq!(status.code(), FAILED, "{text}");
+            let reason = report.expect("a report")["reason"].as_str().unwrap().to_owned();
+            assert!(reason.contains("QEMU could not load the guest: ") && reason.contains(why), "{reason}");
+            let (received, at_destination) = waiting.finish();
+            assert_eq!(received.code(), FAILED, "{at_destination}");
+            assert!(at_destination.contains(why), "{at_destination}");
+            pair.destination.qemu.wait_exit(LONG).unwrap();
+            pair.source.wait_progress().expect("the guest runs on");
+        }
+    }
 }
 
 /// As docs/operating.md lists it: QEMU 9.0 and newer end when they move such a guest by their stream.

@@ -16,11 +16,12 @@ use sterna_engine::vmm::GuestEnd;
 use sterna_wire::control::{Machine, Mode};
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter, SourceGuest};
+use sterna_wire::text::cleaned;
 
 use super::backlog::BacklogEntry;
 use super::sockets::{Listens, SocketPlace, accept_until};
 use super::{GatewayError, SocketDirectory};
-use crate::qmp::{Meaning, Qmp, QmpError, RunState};
+use crate::qmp::{Meaning, MigrationInfo, Qmp, QmpError, RunState};
 use crate::stream::MultifdInit;
 use crate::vcpus;
 
@@ -44,6 +45,8 @@ const EXIT_TIME: Duration = Duration::from_secs(5);
 const POLL_PAUSE: Duration = Duration::from_millis(5);
 /// How long a destination QEMU may take from having loaded everything until it reports that it is paused.
 const PAUSE_TIME: Duration = Duration::from_secs(10);
+/// How long QEMU may take to report why it could not load a guest.
+const REASON_TIME: Duration = Duration::from_secs(1);
 /// As [`POLL_PAUSE`], while the guest is paused.
 const LOADED_POLL_PAUSE: Duration = Duration::from_millis(1);
 
@@ -99,12 +102,31 @@ pub(super) fn watch(
     thread.map(drop).map_err(|error| format!("no thread for QEMU's events: {error}"))
 }
 
+/// Has QEMU receive a guest at `uri`. A QEMU that cannot load the guest lives on to report why, since 9.1; older ones exit.
+pub(super) fn migrate_incoming(qmp: &Qmp, uri: &str) -> Result<(), QmpError> {
+    let mut arguments = json!({ "uri": uri });
+    if qmp.version().at_least(9, 1) {
+        arguments["exit-on-error"] = json!(false);
+    }
+    qmp.execute("migrate-incoming", arguments).map(drop)
+}
+
+/// Returns why QEMU could not load the guest, if it reports that.
+pub(super) fn load_failure(qmp: &Qmp) -> Option<String> {
+    let answer = qmp.execute_within("query-migrate", json!({}), REASON_TIME).ok()?;
+    let info = MigrationInfo::from_json(&answer);
+    let why = || info.error_desc.as_deref().map_or_else(|| "see its output".to_owned(), cleaned);
+    (info.status == "failed").then(|| format!("QEMU could not load the guest: {}", why()))
+}
+
 /// Waits until QEMU, which has loaded the guest, reports that it is paused. This is downtime, so the pauses are short.
 pub(super) fn wait_paused(qmp: &Qmp) -> Result<(), String> {
     let deadline = Instant::now() + PAUSE_TIME;
     loop {
         match qmp.status().map_err(|error| error.to_string())?.as_str() {
             "paused" => return Ok(()),
+            // QEMU reports the end of its stream in the same way where it has failed after that.
+            "inmigrate" if let Some(why) = load_failure(qmp) => return Err(why),
             "inmigrate" if Instant::now() < deadline => std::thread::sleep(LOADED_POLL_PAUSE),
             status => return Err(format!("QEMU is {status} where it should be loaded and paused")),
         }

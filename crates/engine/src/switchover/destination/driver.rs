@@ -104,6 +104,11 @@ pub trait DestinationDriver<'a> {
 
     /// Returns the figures of post-copy, if it was begun.
     fn post_copy_figures(&mut self) -> Option<PostCopyFigures> {
+    /// Returns the reason of channels that have failed by something at this side, with what the monitor reports about it.
+    fn explained(&mut self, reason: Reason) -> Reason {
+        reason
+    }
+
         None
     }
 

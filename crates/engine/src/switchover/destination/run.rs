@@ -285,8 +285,11 @@ fn channels_failed<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<Desti
     let kernel = driver.kernel();
     let reason = kernel.abort.reason()?;
     if kernel.may_give_up() {
-        kernel.send_failure(&reason);
-    } else if kernel.lacks_memory() && kernel.peer.is_connected() {
+        let reason = if kernel.abort.was_lost() { reason } else { driver.explained(reason) };
+        driver.kernel().send_failure(&reason);
+        return Some(DestinationEvent::ChannelsLost { reason });
+    }
+    if kernel.lacks_memory() && kernel.peer.is_connected() {
         kernel.observer.note(&format!("the channels of the guest's memory failed, and are made anew: {reason}"));
     }
     Some(DestinationEvent::ChannelsLost { reason })

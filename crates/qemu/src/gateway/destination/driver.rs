@@ -74,7 +74,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     fn clear_autostart(&mut self) -> Result<(), Reason> {
         let uri = format!("unix:{}", self.sockets.path_for_qemu().display());
         let failed = qemu::failed("QEMU does not take the migration");
-        self.qmp.execute("migrate-incoming", json!({ "uri": uri })).map_err(&failed)?;
+        qemu::migrate_incoming(&self.qmp, &uri).map_err(&failed)?;
         // Accepted while `inmigrate`: it clears the autostart flag and changes nothing else.
         self.qmp.execute("stop", json!({})).map_err(&failed)?;
         match self.qmp.status().map_err(failed)?.as_str() {
@@ -163,6 +163,14 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         figures.faults = faults(self.kernel.ledger.record().monitor_process).saturating_sub(self.faults_before);
         figures.guest_ended = qemu::ended_by_itself(&self.qmp);
     }
+    /// A channel that cannot write to QEMU has failed because QEMU has.
+    fn explained(&mut self, reason: Reason) -> Reason {
+        match qemu::load_failure(&self.qmp) {
+            Some(why) => Reason { text: format!("{}; {why}", reason.text), ..reason },
+            None => reason,
+        }
+    }
+
 }
 
 impl Driver<'_> {
@@ -177,10 +185,8 @@ impl Driver<'_> {
             }
             QemuEvent::Resumed => Some(DestinationEvent::Guest(DestinationGuest::Running)),
             QemuEvent::Migration(status) if status == "failed" => {
-                let why = self.qmp.query_migrate().ok().and_then(|info| info.error_desc);
-                let why = why.as_deref().unwrap_or("see its output");
-                let text = format_args!("QEMU could not load the guest: {why}");
-                Some(self.kernel.fail(Reason::new(ErrorKind::Monitor, text)))
+                let reason = self.load_failure();
+                Some(self.kernel.fail(reason))
             }
             QemuEvent::Stopped | QemuEvent::Ends | QemuEvent::Migration(_) => None,
         }
@@ -215,17 +221,19 @@ impl Driver<'_> {
             ReturnMessage::Shut(0) => {
                 let since = self.loading.ram_placed;
                 self.receiving.figures.load_ms = since.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
+        // The source's QEMU fails at it, and the source learns why before.
+        let failed = matches!(message, ReturnMessage::Shut(status) if status != 0).then(|| {
+            let reason = self.load_failure();
+            self.kernel.fail(reason)
+        });
                 if let Err(text) = qemu::wait_paused(&self.qmp) {
-                    return Some(DestinationEvent::Failed { reason: Reason::new(ErrorKind::Monitor, text) });
+                    return Some(self.kernel.fail(Reason::new(ErrorKind::Monitor, text)));
                 }
                 self.loading.loaded = true;
                 self.if_complete()
             }
-            // QEMU sends 1 for every reason.
-            ReturnMessage::Shut(_) => {
-                let reason = Reason::new(ErrorKind::Monitor, "QEMU could not load the guest: see its output");
-                Some(DestinationEvent::Failed { reason })
-            }
+            // Of any other number.
+            ReturnMessage::Shut(_) => failed,
             _ => None,
         }
     }
@@ -235,6 +243,12 @@ impl Driver<'_> {
         let totals = self.loading.totals.as_ref().filter(|_| self.loading.loaded)?;
         Some(match self.receiving.check(totals) {
             Ok(()) => DestinationEvent::AllPlacedAndLoaded,
+    /// Returns why QEMU could not load the guest, as far as it reports that.
+    fn load_failure(&self) -> Reason {
+        let text = qemu::load_failure(&self.qmp);
+        Reason::new(ErrorKind::Monitor, text.as_deref().unwrap_or("QEMU could not load the guest: see its output"))
+    }
+
             Err(reason) => DestinationEvent::Failed { reason },
         })
     }

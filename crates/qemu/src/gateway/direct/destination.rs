@@ -169,7 +169,7 @@ impl QemuDestination<'_> {
         qmp.execute_with_descriptor("getfd", json!({ "fdname": DESCRIPTOR }), theirs.as_fd())
             .map_err(|error| Refusal::Untouched(failed(error)))?;
         drop(theirs);
-        if let Err(error) = qmp.execute("migrate-incoming", json!({ "uri": format!("fd:{DESCRIPTOR}") })) {
+        if let Err(error) = qemu::migrate_incoming(&qmp, &format!("fd:{DESCRIPTOR}")) {
             // QEMU may have executed a command that it did not answer.
             if !matches!(error, QmpError::Refused { .. }) {
                 return Err(Refusal::Begun(failed(error)));
