@@ -33,6 +33,8 @@ pub(crate) enum Exit {
     NotPermitted = 9,
     /// The guest has ended by itself at the source.
     GuestEnded = 10,
+    /// The guest has arrived and does not run.
+    DoesNotRun = 11,
 }
 
 /// All exit codes with their meaning, in the order of their numbers.
@@ -53,6 +55,10 @@ pub(crate) const EXITS: &[(Exit, &str)] = &[
     (
         Exit::GuestEnded,
         "the guest has ended by itself at the source (it has shut down, or has panicked) before it was moved; nothing is to be recovered",
+    ),
+    (
+        Exit::DoesNotRun,
+        "arrived, does not run: the guest was started at the destination and certainly does not run; the source's QEMU is kept, paused",
     ),
 ];
 
@@ -79,6 +85,7 @@ impl From<Outcome> for Exit {
             Outcome::Unconfirmed | Outcome::Stuck => Self::Unconfirmed,
             Outcome::Lost => Self::Lost,
             Outcome::GuestEnded => Self::GuestEnded,
+            Outcome::DoesNotRun => Self::DoesNotRun,
         }
     }
 }
@@ -113,7 +120,7 @@ mod tests {
     #[test]
     fn the_table_has_every_code_once_in_order() {
         let codes: Vec<u8> = EXITS.iter().map(|(exit, _)| *exit as u8).collect();
-        assert_eq!(codes, (0..=10).collect::<Vec<u8>>());
+        assert_eq!(codes, (0..=11).collect::<Vec<u8>>());
     }
 
     #[test]

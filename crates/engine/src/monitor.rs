@@ -125,6 +125,10 @@ impl<'a> SourceMonitor<'a> {
         self.monitor.attempt("guest_moved", |vmm| vmm.guest_moved())
     }
 
+    pub(crate) fn guest_does_not_run(&mut self) -> Result<AfterMove, VmmError> {
+        self.monitor.attempt("guest_does_not_run", |vmm| vmm.guest_does_not_run())
+    }
+
     pub(crate) fn may_pause(&mut self) -> Result<(), VmmError> {
         self.monitor.attempt("may_pause", |vmm| vmm.may_pause())
     }
@@ -200,6 +204,11 @@ impl<'a> DestinationMonitor<'a> {
     pub(crate) fn guest_end(&mut self) -> Option<GuestEnd> {
         // A monitor that panics here does not know.
         self.monitor.call("guest_end", |vmm| vmm.guest_end()).unwrap_or(None)
+    }
+
+    pub(crate) fn why_not_running(&mut self) -> Option<String> {
+        // A monitor that panics here does not know.
+        self.monitor.call("why_not_running", |vmm| vmm.why_not_running()).unwrap_or(None)
     }
 
     /// Returns what the monitor has prepared for the guest of `opening`. An error refuses one source and is no failure of a migration.

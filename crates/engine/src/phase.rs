@@ -68,6 +68,9 @@ pub enum GuestState {
     EndedAtSource,
     /// The guest belongs to the destination; whether it runs there was not confirmed. It must never run at the source again.
     BelongsToDestination,
+    /// The guest belongs to the destination, was started there, and certainly does not run. The source's monitor is kept, with the guest as
+    /// it was when it was paused.
+    DoesNotRun,
     /// The guest belongs to the destination and is paused: the destination could not resume it.
     PausedAtDestination,
     /// The guest belongs to the destination, and the sides lost each other for good before all of its memory was known to have arrived.
@@ -88,6 +91,9 @@ impl fmt::Display for GuestState {
             Self::EndedAtSource => "the guest has ended at the source, and is nowhere else",
             Self::BelongsToDestination => {
                 "the guest belongs to the destination and must not run at the source; look whether it runs there"
+            }
+            Self::DoesNotRun => {
+                "the guest belongs to the destination and does not run there; the source keeps the guest as it was when it was paused"
             }
             Self::PausedAtDestination => {
                 "the guest belongs to the destination and is paused there: let the monitor resume it"

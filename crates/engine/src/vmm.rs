@@ -185,6 +185,16 @@ pub trait SourceVmm {
     fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {
         Ok(AfterMove::Kept)
     }
+
+    /// Called in the place of [`SourceVmm::guest_moved`] when the destination has reported that the guest, which it has started, certainly does
+    /// not run there ([`DestinationVmm::why_not_running`]). The guest belongs to the destination all the same. The monitor should be kept: it
+    /// has the guest as it was when it was paused, for a person who looks into that. Keeps it by default.
+    ///
+    /// # Errors
+    /// What is wrong with the monitor. The report warns of it.
+    fn guest_does_not_run(&mut self) -> Result<AfterMove, VmmError> {
+        Ok(AfterMove::Kept)
+    }
 }
 
 /// The monitor at the destination.
@@ -248,6 +258,17 @@ pub trait DestinationVmm {
     /// Returns how the guest, which was resumed here, has ended by itself, if it has: its first instructions may shut it down. Its migration has
     /// completed all the same, and the reports of both sides name the end. Called once the guest was resumed. Returns none by default.
     fn guest_end(&mut self) -> Option<GuestEnd> {
+        None
+    }
+
+    /// Returns why the guest, which was resumed here, certainly does not run, if that is so: its monitor cannot execute it, or it has failed at
+    /// once. A guest that has shut down, or that waits for an interrupt, is no such guest; nor is one of which this is only likely. The source
+    /// then keeps its monitor, and both sides' migrations end as [`ErrorKind::DoesNotRun`]. Called once, after [`guest_started`], and
+    /// before the source ends its monitor: this method may watch the guest for up to a second, which is no downtime. Returns none by default.
+    ///
+    /// [`ErrorKind::DoesNotRun`]: crate::migration::ErrorKind::DoesNotRun
+    /// [`guest_started`]: DestinationVmm::guest_started
+    fn why_not_running(&mut self) -> Option<String> {
         None
     }
 

@@ -10,6 +10,7 @@
 //! Protocol: docs/interop/qmp-spec in QEMU's documentation.
 
 mod answers;
+mod first_moment;
 mod guest_end;
 mod input;
 mod run_state;
@@ -34,6 +35,8 @@ use sterna_engine::transport::peer_process;
 use sterna_wire::text::cleaned;
 
 pub use answers::{MigrationInfo, RamInfo, Version};
+pub(crate) use first_moment::FirstMoment;
+use first_moment::GuestStart;
 pub use guest_end::GuestEnd;
 use input::{Message, Messages};
 pub use run_state::{Meaning, RunState};
@@ -173,6 +176,8 @@ struct State {
     guest_end: Option<GuestEnd>,
     /// How often QEMU has let the guest run.
     resumes: u64,
+    /// What is seen of the guest since it was last let run.
+    start: GuestStart,
 }
 
 #[derive(Debug)]
@@ -428,6 +433,22 @@ impl Qmp {
         self.connection.shared.lock().resumes
     }
 
+    /// Waits until the guest's first moment has passed since QEMU has last let it run, as far as this connection has seen that, or until the guest
+    /// executes no more.
+    pub(crate) fn watch_first_moment(&self) -> FirstMoment {
+        let shared = &self.connection.shared;
+        let deadline = {
+            let state = shared.lock();
+            state.start.first_moment_ends(Instant::now())
+        };
+        let seen = shared.wait(deadline, |state| match state.start.failure() {
+            Some(failure) => Some(FirstMoment::Failed(failure)),
+            None if state.closed.is_some() => Some(FirstMoment::Closed),
+            None => state.start.is_stopped().then_some(FirstMoment::Passed),
+        });
+        seen.unwrap_or(FirstMoment::Passed)
+    }
+
     /// Returns the process that serves the socket, if it is stopped (SIGSTOP).
     pub(crate) fn stopped(&self) -> Option<u32> {
         self.connection.stopped()
@@ -629,6 +650,7 @@ impl State {
                 self.guest_end = None;
             }
             self.resumes += u64::from(event.name == "RESUME");
+            self.start.note(&event.name, &event.data, Instant::now());
             if self.events.len() == MAX_EVENTS {
                 self.events.pop_front();
             }

@@ -205,6 +205,18 @@ pub struct DestinationFigures {
     /// How the guest, which was started here, has ended by itself, if it has: for people.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_ended: Option<String>,
+    /// Why the guest, which was started here, certainly does not run, where that was seen in its first moment: for people.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub does_not_run: Option<String>,
+    /// Milliseconds for which the message that the guest runs was held back, to watch its first moment. No downtime: it runs meanwhile.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub watched_ms: f64,
+}
+
+// For serde: by reference.
+#[allow(clippy::trivially_copy_pass_by_ref)]
+fn is_zero(value: &f64) -> bool {
+    *value == 0.0
 }
 
 /// The source's progress, for what the destination shows.

@@ -39,6 +39,8 @@ pub enum ErrorKind {
     NotConverging,
     /// The guest has ended at its source before it was moved: it has shut down, or has panicked.
     GuestEnded,
+    /// The guest has arrived at the destination, and certainly does not run there.
+    DoesNotRun,
     /// The other side has failed, and has sent the reason.
     OtherSide,
     /// None of these.
@@ -47,7 +49,7 @@ pub enum ErrorKind {
 
 impl ErrorKind {
     /// All kinds.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Cancelled,
         Self::Settings,
         Self::NotPermitted,
@@ -60,6 +62,7 @@ impl ErrorKind {
         Self::TimeLimit,
         Self::NotConverging,
         Self::GuestEnded,
+        Self::DoesNotRun,
         Self::OtherSide,
         Self::Other,
     ];
@@ -84,6 +87,7 @@ impl ErrorKind {
             Self::TimeLimit => "time_limit",
             Self::NotConverging => "not_converging",
             Self::GuestEnded => "guest_ended",
+            Self::DoesNotRun => "does_not_run",
             Self::OtherSide => "other_side",
             Self::Other => "other",
         }

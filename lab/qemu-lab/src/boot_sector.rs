@@ -6,7 +6,8 @@
 //! It runs within milliseconds of the firmware, also under a KVM that runs no Linux. At any instant its counters are all
 //! equal, or the first ones are ahead by one: a page that a migration lost or set back breaks that, and [`check`] finds it.
 //!
-//! Before each page it looks at a word that is otherwise zero: an [`End`] that is written there from outside makes it end by itself.
+//! Before each page it looks at a word that is otherwise zero: an [`End`] that is written there from outside makes it end by itself, a [`Task`]
+//! makes it leave its passes for good.
 
 use std::fs::File;
 use std::io::Write;
@@ -51,6 +52,26 @@ impl End {
     }
 }
 
+/// What the guest can do for good in the place of its passes, without handlers of interrupts and faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// It executes the instruction MOVBE again and again. A CPU that lacks the feature resets the machine, by a triple fault.
+    UseMovbe = 1,
+    /// It waits for an interrupt, with interrupts off.
+    Halt = 2,
+}
+
+/// The addresses of the instructions that the guest executes once it has begun any [`Task`], up to the end of the last one.
+pub const TASKS: std::ops::Range<u64> = 0x7cc7..0x7cdb;
+
+/// Makes the guest in this RAM, which runs or will, leave its passes for `task`.
+///
+/// # Errors
+/// As [`Ram::write`].
+pub fn begin(ram: &Ram, task: Task) -> Result<(), Error> {
+    ram.write(REQUEST, &(task as u32).to_le_bytes())
+}
+
 /// Makes the guest in this RAM, which runs or will, end by itself before it writes another page.
 ///
 /// # Errors
@@ -61,7 +82,7 @@ pub fn end(ram: &Ram, end: End) -> Result<(), Error> {
 
 /// The machine code, loaded and started at 0x7c00 in 16-bit mode.
 #[rustfmt::skip]
-const CODE: [u8; 0xbc] = [
+const CODE: [u8; 0xe1] = [
     // 7c00, 16-bit.
     0xfa,                               // cli
     0x31, 0xc0,                         // xor ax, ax
@@ -103,7 +124,7 @@ const CODE: [u8; 0xbc] = [
     0xb8, 0x00, 0x00, 0x10, 0x00,       // mov eax, 0x100000
     // 7c63: has the guest to end?
     0x83, 0x3d, 0xf8, 0x7d, 0x00, 0x00, 0x00,// cmp dword [0x7df8], 0
-    0x75, 0x10,                         // jne 0x7c7c
+    0x75, 0x50,                         // jne 0x7cbc
     0xff, 0x00,                         // inc dword [eax]
     0x05, 0x00, 0x10, 0x00, 0x00,       // add eax, 0x1000
     0x3d, 0x00, 0x00, 0x40, 0x06,       // cmp eax, 0x6400000
@@ -129,6 +150,21 @@ const CODE: [u8; 0xbc] = [
     // 7cae, of interrupts: the size less one of the table of nine, and its place, of which only the last entry is one. 7cb4, that entry.
     0x47, 0x00, 0x74, 0x7c, 0x00, 0x00,
     0x8a, 0x7c, 0x08, 0x00, 0x00, 0x8e, 0x00, 0x00,
+    // 7cbc: a task, or an end?
+    0xa1, 0xf8, 0x7d, 0x00, 0x00,       // mov eax, [0x7df8]
+    0x48,                               // dec eax
+    0x74, 0x06,                         // jz 0x7cca
+    0x48,                               // dec eax
+    0x75, 0xb5,                         // jnz 0x7c7c
+    // 7cc7: interrupts are off.
+    0xf4,                               // hlt
+    0xeb, 0xfd,                         // jmp 0x7cc7
+    // 7cca: without a table of interrupts, a fault becomes a triple fault.
+    0x0f, 0x01, 0x1d, 0xdb, 0x7c, 0x00, 0x00,// lidt [0x7cdb]
+    0x0f, 0x38, 0xf0, 0x05, 0x00, 0x00, 0x10, 0x00,// 7cd1: movbe eax, [0x100000]
+    0xeb, 0xf6,                         // jmp 0x7cd1
+    // 7cdb, no interrupts.
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00,
 ];
 
 /// The 512 bytes, with the signature that firmware requires.
@@ -201,7 +237,18 @@ mod tests {
         assert_eq!(at(0x7cae)[..4], [0x47, 0x00, 0x74, 0x7c]);
         assert_eq!(0x7c74 + 8 * 8, 0x7cb4);
         assert_eq!((at(0x7cb4)[..2].to_vec(), at(0x7c8a)[..2].to_vec()), (vec![0x8a, 0x7c], vec![0xb0, 0x20]));
-        let jumps = [(0x7c4e, 0x7c3e), (0x7c6a, 0x7c7c), (0x7c78, 0x7c63), (0x7c7a, 0x7c52), (0x7c88, 0x7c88)];
+        assert_eq!(at(0x7cca)[3..7], 0x7cdb_u32.to_le_bytes());
+        let jumps = [
+            (0x7c4e, 0x7c3e),
+            (0x7c6a, 0x7cbc),
+            (0x7c78, 0x7c63),
+            (0x7c7a, 0x7c52),
+            (0x7c88, 0x7c88),
+            (0x7cc2, 0x7cca),
+            (0x7cc5, 0x7c7c),
+            (0x7cc8, 0x7cc7),
+            (0x7cd9, 0x7cd1),
+        ];
         for (jump, target) in jumps {
             let distance = at(jump)[1] as i8;
             assert_eq!(jump as isize + 2 + isize::from(distance), target, "jump at {jump:#x}");

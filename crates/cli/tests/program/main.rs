@@ -14,6 +14,7 @@ mod direct_options;
 mod disks;
 mod dry_run;
 mod exit_codes;
+mod first_moment;
 mod forwarded_monitor;
 mod guest_ends;
 mod machines;

@@ -33,6 +33,11 @@ pub trait DestinationRemains {
     /// Called when this recovery has started the guest.
     fn guest_started(&mut self);
 
+    /// Watches the first moment of the guest. Returns why it certainly does not run, if that is so.
+    fn why_not_running(&mut self) -> Option<String> {
+        None
+    }
+
     /// Called when it is settled that the guest runs here.
     fn runs(&mut self) {}
 
@@ -146,6 +151,10 @@ impl<'a> DestinationDriver<'a> for Driver<'a, '_> {
 
     fn guest_started(&mut self) {
         self.remains.guest_started();
+    }
+
+    fn why_not_running(&mut self) -> Option<String> {
+        self.remains.why_not_running()
     }
 
     fn discard(&mut self) -> Result<(), Reason> {

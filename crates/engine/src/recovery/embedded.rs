@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use sterna_wire::control::Mode;
 use sterna_wire::reason::Reason;
-use sterna_wire::switchover::{DestinationGuest, RecordState, SourceGuest};
+use sterna_wire::switchover::{DestinationGuest, Record, RecordState, SourceGuest};
 
 use super::{
     DestinationRemains, GaveUp, Means, RecoveredDestination, RecoveredSource, SourceRemains, recover_destination,
@@ -183,6 +183,7 @@ impl Recovery {
         let RecoveredSource { end, ending, ledger, left: _ } = recovered;
         use sterna_wire::switchover::SourceEnd as E;
         let settled = match end {
+            E::Finished if ending.outcome == Outcome::DoesNotRun => None,
             E::Finished => Some(Settled::RunsAtDestination),
             E::Aborted { .. } => Some(Settled::RunsAtSource),
             E::GuestGone => Some(Settled::NothingHere),
@@ -224,6 +225,7 @@ impl Recovery {
         use crate::switchover::DestinationOutcome::Machine;
         use sterna_wire::switchover::DestinationEnd as E;
         let settled = match outcome {
+            Machine(E::Running) if ending.outcome == Outcome::DoesNotRun => None,
             Machine(E::Running) => Some(Settled::RunsAtDestination),
             Machine(E::Discarded { .. }) => Some(Settled::NothingHere),
             _ => None,
@@ -302,9 +304,10 @@ impl SourceRemains for EmbeddedSource<'_> {
         Ok(SourceGuest::Running)
     }
 
-    fn end_guest(&mut self) -> Result<SourceGuest, Reason> {
+    fn end_guest(&mut self, record: &Record) -> Result<SourceGuest, Reason> {
         let Some(monitor) = &mut self.monitor else { return Ok(SourceGuest::Gone) };
-        match monitor.guest_moved() {
+        let after = if record.does_not_run.is_some() { monitor.guest_does_not_run() } else { monitor.guest_moved() };
+        match after {
             Ok(AfterMove::Kept) => Ok(SourceGuest::Completed),
             Ok(AfterMove::Ended) => Ok(SourceGuest::Gone),
             Ok(AfterMove::RunsHere) => Ok(SourceGuest::Running),
@@ -338,6 +341,10 @@ impl DestinationRemains for EmbeddedDestination<'_> {
         if let Some(Err(error)) = self.monitor.as_mut().map(DestinationMonitor::guest_started) {
             tracing::warn!(%error, "after a recovery");
         }
+    }
+
+    fn why_not_running(&mut self) -> Option<String> {
+        self.monitor.as_mut().and_then(DestinationMonitor::why_not_running)
     }
 
     fn discard(&mut self) -> Result<(), Reason> {

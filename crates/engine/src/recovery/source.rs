@@ -36,11 +36,12 @@ pub trait SourceRemains {
     /// Called when the guest runs here and stays.
     fn guest_stays(&mut self) {}
 
-    /// Ends the monitor, or keeps it: the guest runs at the destination. Returns the state of the guest here.
+    /// Ends the monitor, or keeps it, as `record` asks for: the guest belongs to the destination, and runs there unless the record names why it
+    /// does not. Returns the state of the guest here.
     ///
     /// # Errors
     /// Why the monitor still lives although it was to be ended.
-    fn end_guest(&mut self) -> Result<SourceGuest, Reason>;
+    fn end_guest(&mut self, record: &Record) -> Result<SourceGuest, Reason>;
 
     /// Returns why the pages that the destination lacks cannot be sent.
     fn unserved(&mut self) -> Unserved;
@@ -159,7 +160,7 @@ impl<'a> SourceDriver<'a> for Driver<'a, '_> {
     }
 
     fn end_guest(&mut self) -> Result<SourceGuest, Reason> {
-        self.remains.end_guest()
+        self.remains.end_guest(self.kernel.ledger.record())
     }
 
     fn serve_pages(&mut self) -> Result<(), Unserved> {

@@ -41,6 +41,8 @@ pub struct Moments {
     pub prepared: Option<Instant>,
     /// The decision was on disk.
     pub decided: Option<Instant>,
+    /// For how long the destination held the report back that the guest runs with all of its memory, to watch the guest's first moment.
+    pub watched: Duration,
     /// The destination reported that the guest runs.
     pub running: Option<Instant>,
     /// The destination reported that the guest runs with all of its memory.
@@ -64,6 +66,14 @@ impl Moments {
     /// Records that the guest runs on after all.
     pub fn runs_on(&mut self) {
         (self.pausing, self.paused) = (None, None);
+    }
+
+    /// Records that the destination has reported now that the guest runs with all of its memory. It did so before the destination watched it.
+    pub(crate) fn runs_complete(&mut self) {
+        let now = Instant::now();
+        let since = now.checked_sub(self.watched).unwrap_or(now).max(self.decided.unwrap_or(now));
+        let complete = *self.complete.get_or_insert(since);
+        self.running.get_or_insert(complete);
     }
 
     /// From the guest's stop to its running at the destination, ms.

@@ -38,6 +38,8 @@ pub enum Outcome {
     Stuck,
     /// The source's monitor died during the migration, and the guest with it.
     Lost,
+    /// The guest was started at the destination and certainly does not run there. The source's monitor is kept, paused.
+    DoesNotRun,
     /// The guest has ended at the source by itself before it was moved: it has shut down, or has panicked. Nothing is left to recover.
     GuestEnded,
 }
@@ -200,6 +202,12 @@ impl Report {
                 };
                 format!("migration {} completed: {now}", self.id)
             }
+            (Outcome::DoesNotRun, reason) => format!(
+                "migration {}: THE GUEST DOES NOT RUN: it has arrived at {} and was started there, but {}",
+                self.id,
+                self.destination,
+                reason.as_deref().unwrap_or("no reason given")
+            ),
             (Outcome::GuestEnded, reason) => format!(
                 "migration {}: {}; that was at the source, before it was moved: there is nothing to recover",
                 self.id,
@@ -256,7 +264,7 @@ impl Report {
             line("mode", self.mode_text(mode));
         }
         line("total time", format!("{:.0} ms", self.total_ms));
-        if self.outcome == Outcome::Completed {
+        if matches!(self.outcome, Outcome::Completed | Outcome::DoesNotRun) {
             let parts = &self.downtime;
             line(
                 "downtime",
@@ -403,6 +411,11 @@ impl ReceiveReport {
             Outcome::Unconfirmed | Outcome::Stuck | Outcome::Lost => format!(
                 "migration {} from {}: {reason}; run `sterna recover {}` on both hosts",
                 self.id, self.source, self.id
+            ),
+            Outcome::DoesNotRun => format!(
+                "migration {} from {}: THE GUEST DOES NOT RUN: it has arrived and was started here, but {reason}. The source's monitor was \
+                 kept, paused",
+                self.id, self.source
             ),
             Outcome::Failed | Outcome::Cancelled | Outcome::GuestEnded => {
                 format!("migration {} from {} ended: {reason}; nothing runs here", self.id, self.source)
@@ -675,6 +688,7 @@ mod tests {
             Outcome::Unconfirmed,
             Outcome::Stuck,
             Outcome::Lost,
+            Outcome::DoesNotRun,
             Outcome::GuestEnded,
         ];
         for outcome in outcomes {

@@ -4,7 +4,7 @@ use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, SourceEnd};
 
 use super::receiving::Receiving;
-use super::{DestinationKernel, DestinationOutcome, SourceKernel};
+use super::{DestinationKernel, DestinationOutcome, Ledger, SourceKernel};
 use crate::migration::GuestState;
 use crate::report::{Outcome, ReceiveReport};
 
@@ -50,14 +50,21 @@ impl Ending {
         }
     }
 
-    /// Makes the ending of a migration that completed, unless its record is `unsettled` on the disk: that has to be durable before the
-    /// migration is reported as completed. `runs`: what is known of the guest.
-    fn completed(unsettled: Option<&str>, runs: &str) -> Self {
+    /// Makes the ending of a migration whose guest was started at the destination, unless its record is not settled on the disk: that has to be
+    /// durable before the migration is reported as ended. `runs`: what is known of a guest that runs.
+    fn started(ledger: &Ledger, runs: &str) -> Self {
+        let does_not_run = ledger.record().does_not_run.as_deref();
         let guest = GuestState::BelongsToDestination;
-        match unsettled {
-            None => Self { outcome: Outcome::Completed, guest, reason: None },
-            Some(why) => {
-                let text = format_args!("{runs}, but the record could not be written: {why}");
+        match (ledger.unsettled(), does_not_run) {
+            (None, None) => Self { outcome: Outcome::Completed, guest, reason: None },
+            (None, Some(why)) => {
+                let reason = Reason::new(ErrorKind::DoesNotRun, why);
+                Self::failed(Outcome::DoesNotRun, GuestState::DoesNotRun, reason)
+            }
+            (Some(unwritten), why) => {
+                let started = why.map(|why| format!("the guest does not run at the destination ({why})"));
+                let started = started.as_deref().unwrap_or(runs);
+                let text = format_args!("{started}, but the record could not be written: {unwritten}");
                 Self::failed(Outcome::Unconfirmed, guest, Reason::new(ErrorKind::Record, text))
             }
         }
@@ -70,7 +77,7 @@ impl<E: Send + 'static> SourceKernel<'_, E> {
         let not_moved = if self.cancelled() { Outcome::Cancelled } else { Outcome::Failed };
         match end {
             SourceEnd::Finished => {
-                Ending::completed(self.ledger.unsettled(), "the destination has confirmed that the guest runs there")
+                Ending::started(&self.ledger, "the destination has confirmed that the guest runs there")
             }
             SourceEnd::Aborted { reason } => match &self.guest_end {
                 Some(end) => {
@@ -141,7 +148,7 @@ impl<E: Send + 'static> DestinationKernel<'_, E> {
             }
         };
         match end {
-            DestinationEnd::Running => Ending::completed(self.ledger.unsettled(), "the guest runs here"),
+            DestinationEnd::Running => Ending::started(&self.ledger, "the guest runs here"),
             // The first failure is the reason, and the source may have cancelled too.
             DestinationEnd::Discarded { reason } if self.cancelled() && reason.kind == ErrorKind::Cancelled => {
                 Ending::failed(Outcome::Cancelled, GuestState::NotHere, reason)

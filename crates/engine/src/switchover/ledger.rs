@@ -85,6 +85,7 @@ impl Ledger {
             completion_permitted: false,
             pausing: false,
             disputed: None,
+            does_not_run: None,
             source_after: monitor.source_after,
             key: session.key.clone(),
             pid: std::process::id(),

@@ -6,9 +6,10 @@ mod run;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_wire::control::ControlMessage;
+use sterna_wire::control::{ControlMessage, DestinationFigures};
 use sterna_wire::reason::{ErrorKind, Reason};
-use sterna_wire::switchover::{SourceEvent, SourceSwitchover};
+use sterna_wire::switchover::{SourceAfter, SourceEvent, SourceSwitchover};
+use sterna_wire::text::cleaned;
 
 pub use self::driver::{SourceDriver, Unserved};
 pub use self::run::run_source;
@@ -281,6 +282,24 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
             self.observer.note(&format!("the record does not say that the destination's claim is wrong: {error}"));
         }
         SourceEvent::GaveUp { reason: Reason::new(ErrorKind::OtherSide, text) }
+    }
+
+    /// Keeps what the destination reports of the guest's first moment there, before it reports that it runs. The monitor of a guest that does
+    /// not run is kept; the record that follows says so, because a later `recover` must keep it too.
+    fn note_first_moment(&mut self, figures: &DestinationFigures) {
+        if !self.decided() {
+            return;
+        }
+        // The peer may have sent any number.
+        self.moments.watched = Duration::try_from_secs_f64(figures.watched_ms / 1e3).unwrap_or_default();
+        if let Some(why) = &figures.does_not_run {
+            let why = cleaned(why);
+            self.observer.note(&format!("the guest does not run at the destination: {why}"));
+            self.ledger.amend(|record| {
+                record.does_not_run = Some(why);
+                record.source_after = SourceAfter::Keep;
+            });
+        }
     }
 
     /// Begins to wait for the destination's answer to the decision.

@@ -36,6 +36,7 @@ fn left(dir: &Path, state: RecordState, mode: Mode) {
         completion_permitted: false,
         pausing: true,
         disputed: None,
+        does_not_run: None,
         source_after: SourceAfter::Keep,
         key: MigrationKey::from_bytes([2; 32]),
         pid: 0,

@@ -106,6 +106,7 @@ mod tests {
             completion_permitted: false,
             pausing: true,
             disputed: None,
+            does_not_run: None,
             source_after: SourceAfter::Keep,
             key: MigrationKey::from_bytes([2; 32]),
             pid: 1,

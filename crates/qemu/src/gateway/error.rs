@@ -55,6 +55,13 @@ impl GatewayError {
         Self { outcome: Some(Outcome::Lost), ..Self::new(text) }
     }
 
+    /// Makes the error of a guest that was started at the destination and does not run there: `why`. `next`: what to do on this host.
+    pub(super) fn does_not_run(why: &str, next: impl Display) -> Self {
+        let text =
+            format!("the guest has arrived at the destination, was started there, and does not run: {why}; {next}");
+        Self { kind: ErrorKind::DoesNotRun, outcome: Some(Outcome::DoesNotRun), text }
+    }
+
     /// Returns this error as one of another kind.
     pub(super) fn of(self, kind: ErrorKind) -> Self {
         Self { kind, ..self }

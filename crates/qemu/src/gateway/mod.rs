@@ -33,6 +33,7 @@ mod fault;
 mod faults;
 mod features;
 mod feeder;
+mod first_moment;
 mod layout;
 mod neighbours;
 mod plane;

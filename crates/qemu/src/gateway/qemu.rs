@@ -251,6 +251,7 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
         completion_permitted: false,
         pausing: false,
         disputed: None,
+        does_not_run: None,
         source_after: SourceAfter::Keep,
         key: session.key.clone(),
         pid: std::process::id(),
@@ -382,6 +383,16 @@ pub(super) fn kept_warning(qemu: Option<ProcessIdentity>, source_after: SourceAf
     format!(
         "the source's QEMU{process} still holds a stopped copy of the guest, {why}: never resume it (`virsh resume`, QMP \
          `cont`), or the guest runs on both hosts and its disks are lost; end it (QMP `quit`, `virsh destroy`)"
+    )
+}
+
+/// Returns the warning for a source QEMU that is kept because its guest has arrived and does not run.
+pub(super) fn does_not_run_warning(qemu: Option<ProcessIdentity>) -> String {
+    let process = qemu.map_or(String::new(), |qemu| format!(" (process {})", qemu.pid));
+    format!(
+        "the source's QEMU{process} is kept, whatever --source-after asks for: it holds the guest as it was when it was paused. The guest belongs \
+         to the destination: before anything resumes this copy (QMP `cont`), end the destination's QEMU, and consider what the guest may have \
+         written to its disks there; if the copy is of no use, end it (QMP `quit`, `virsh destroy`)"
     )
 }
 

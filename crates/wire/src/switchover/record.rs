@@ -164,6 +164,9 @@ pub struct Record {
     /// any more: the paused guest here has memory that was never sent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disputed: Option<String>,
+    /// Settled, and the guest certainly does not run at the destination: why, for people. The source's monitor was kept, paused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub does_not_run: Option<String>,
     /// Source: what happens to its monitor when the guest runs at the destination.
     #[serde(default)]
     pub source_after: SourceAfter,
@@ -283,6 +286,7 @@ mod tests {
             completion_permitted: false,
             pausing: false,
             disputed: None,
+            does_not_run: None,
             source_after: SourceAfter::Quit,
             key: MigrationKey::from_bytes([0xab; 32]),
             pid: 11,
@@ -353,6 +357,13 @@ mod tests {
         let disputed = Record { disputed: Some("it has all, it says".into()), ..record() };
         assert_eq!(Record::from_json(&disputed.to_json().unwrap()).unwrap(), disputed);
         assert!(!String::from_utf8(record().to_json().unwrap()).unwrap().contains("disputed"));
+    }
+
+    #[test]
+    fn the_reason_why_a_guest_does_not_run_survives_the_file_and_other_records_have_none() {
+        let stopped = Record { does_not_run: Some("the guest has panicked".into()), ..record() };
+        assert_eq!(Record::from_json(&stopped.to_json().unwrap()).unwrap(), stopped);
+        assert!(!String::from_utf8(record().to_json().unwrap()).unwrap().contains("does_not_run"));
     }
 
     #[test]

@@ -27,6 +27,7 @@ pub(crate) const REFUSED: Option<i32> = Some(6);
 pub(crate) const UNREACHABLE: Option<i32> = Some(7);
 pub(crate) const PEER_REFUSED: Option<i32> = Some(8);
 pub(crate) const NOT_PERMITTED: Option<i32> = Some(9);
+pub(crate) const DOES_NOT_RUN: Option<i32> = Some(11);
 
 /// Whether an exit code says that nothing was touched.
 pub(crate) fn nothing_was_touched(code: Option<i32>) -> bool {
@@ -39,9 +40,14 @@ pub(crate) const LONG: Duration = Duration::from_secs(300);
 /// An address at which no process listens: no system assigns this port to a socket that asks for any.
 pub(crate) const NOWHERE: &str = "127.0.0.1:1";
 
-/// The program under test.
+/// The milliseconds for which `receive` watches a guest that it has started, in the environment.
+pub(crate) const FIRST_MOMENT: &str = "STERNA_FIRST_MOMENT";
+
+/// The program under test. It watches no guest for long: a guest that does not run is watched for as long as a test chooses.
 pub(crate) fn sterna() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_sterna"))
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sterna"));
+    command.env(FIRST_MOMENT, "10");
+    command
 }
 
 /// A running sterna process. Its lines of standard error are kept and printed. It is killed when this is dropped.

@@ -112,6 +112,11 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         }
     }
 
+    fn why_not_running(&mut self) -> Option<String> {
+        // The guest was resumed, so no call of the monitor is under way.
+        self.vmm.call(|vmm| vmm.why_not_running())
+    }
+
     fn discard(&mut self) -> Result<(), Reason> {
         // Dropped, because the channel of the state may be waiting for its readers.
         self.loading = Loading::Over;

@@ -338,7 +338,9 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
             self.kernel.abort.finish();
             self.end_data_plane();
         }
-        match self.vmm.guest_moved() {
+        let runs = self.kernel.ledger.record().does_not_run.is_none();
+        let after = if runs { self.vmm.guest_moved() } else { self.vmm.guest_does_not_run() };
+        match after {
             Ok(AfterMove::Kept) => Ok(SourceGuest::Completed),
             Ok(AfterMove::Ended) => {
                 self.ended = true;

@@ -57,6 +57,11 @@ pub trait DestinationDriver<'a> {
     /// Called when the guest runs here.
     fn guest_started(&mut self);
 
+    /// Watches the first moment of the guest, which was started. Returns why the guest certainly does not run, if that is so.
+    fn why_not_running(&mut self) -> Option<String> {
+        None
+    }
+
     /// Ends the monitor: its copy of the guest never ran and never will.
     ///
     /// # Errors
@@ -99,16 +104,16 @@ pub trait DestinationDriver<'a> {
         None
     }
 
-    /// Completes the figures about this side: the guest runs here.
-    fn count_figures(&mut self, _figures: &mut DestinationFigures) {}
-
-    /// Returns the figures of post-copy, if it was begun.
-    fn post_copy_figures(&mut self) -> Option<PostCopyFigures> {
     /// Returns the reason of channels that have failed by something at this side, with what the monitor reports about it.
     fn explained(&mut self, reason: Reason) -> Reason {
         reason
     }
 
+    /// Completes the figures about this side: the guest runs here.
+    fn count_figures(&mut self, _figures: &mut DestinationFigures) {}
+
+    /// Returns the figures of post-copy, if it was begun.
+    fn post_copy_figures(&mut self) -> Option<PostCopyFigures> {
         None
     }
 

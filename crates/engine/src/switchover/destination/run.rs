@@ -4,7 +4,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use sterna_memory::PAGE_SIZE;
-use sterna_wire::control::ControlMessage;
+use sterna_wire::control::{ControlMessage, DestinationFigures};
 use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, Moment, Outcome,
@@ -140,6 +140,10 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
                 kernel.decided = Some(Instant::now());
                 kernel.phase = Phase::Committed;
             }
+            if state == DestinationState::Running {
+                watch_first_moment(driver);
+            }
+            let kernel = driver.kernel();
             Some(match kernel.ledger.write(RecordState::Destination(state), kernel.observer) {
                 true => DestinationEvent::RecordWritten,
                 false => DestinationEvent::RecordFailed,
@@ -235,6 +239,19 @@ fn end_channels<'a, D: DestinationDriver<'a>>(driver: &mut D) {
     }
 }
 
+/// Watches the guest, which runs with all of its memory, before the source receives that and ends its monitor.
+fn watch_first_moment<'a, D: DestinationDriver<'a>>(driver: &mut D) {
+    let begun = Instant::now();
+    let does_not_run = driver.why_not_running();
+    if let Some(receiving) = driver.receiving() {
+        receiving.figures.watched_ms = begun.elapsed().as_secs_f64() * 1e3;
+    }
+    if let Some(why) = does_not_run {
+        driver.kernel().observer.note(&format!("the guest does not run: {why}"));
+        driver.kernel().ledger.amend(|record| record.does_not_run = Some(why));
+    }
+}
+
 /// Returns the event that the guest is in `state`. Takes the time until it runs, the first time.
 fn guest_is<'a, D: DestinationDriver<'a>>(driver: &mut D, state: DestinationGuest) -> DestinationEvent {
     let since = driver.kernel().decided.take_if(|_| state == DestinationGuest::Running);
@@ -251,8 +268,14 @@ fn send_figures<'a, D: DestinationDriver<'a>>(driver: &mut D, message: &Switchov
     {
         driver.kernel().peer.send(&ControlMessage::PostCopyFigures(figures));
     }
-    let Some(mut figures) = driver.receiving().map(|receiving| receiving.figures.clone()) else { return };
+    let does_not_run = driver.kernel().ledger.record().does_not_run.clone();
+    let figures = driver.receiving().map(|receiving| receiving.figures.clone());
+    // `sterna recover` has no figures, and reports such a guest all the same.
+    let Some(mut figures) = figures.or_else(|| does_not_run.as_ref().map(|_| DestinationFigures::default())) else {
+        return;
+    };
     driver.count_figures(&mut figures);
+    figures.does_not_run = does_not_run;
     if let Some(receiving) = driver.receiving() {
         receiving.figures.guest_ended.clone_from(&figures.guest_ended);
     }

@@ -305,15 +305,16 @@ fn handle_peer<'a, D: SourceDriver<'a>>(driver: &mut D, news: ConnectionEvent) -
                     SwitchoverMessage::RunningIncomplete => {
                         kernel.moments.running.get_or_insert_with(Instant::now);
                     }
-                    SwitchoverMessage::Running => {
-                        let now = *kernel.moments.complete.get_or_insert_with(Instant::now);
-                        kernel.moments.running.get_or_insert(now);
-                    }
+                    SwitchoverMessage::Running => kernel.moments.runs_complete(),
                     _ => {}
                 }
                 Some(SourceEvent::Message(message))
             }
             ControlMessage::Failed(reason) | ControlMessage::Refused(reason) => kernel.destination_failed(reason),
+            ControlMessage::Figures(figures) => {
+                kernel.note_first_moment(&figures);
+                driver.receive(ControlMessage::Figures(figures))
+            }
             message => driver.receive(message),
         },
         PeerEvent::Lost(reason) => {

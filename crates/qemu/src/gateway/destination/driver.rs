@@ -17,6 +17,7 @@ use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest
 use super::return_path::read_return_path;
 use crate::gateway::backlog::Backlog;
 use crate::gateway::feeder::{Feeder, FeederEvent};
+use crate::gateway::first_moment;
 use crate::gateway::qemu::{self, QUIT_TIME, QemuEvent};
 use crate::gateway::sockets::SocketDir;
 use crate::gateway::storage::{Patience, Storage};
@@ -105,6 +106,10 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         qemu::announce(&self.qmp);
     }
 
+    fn why_not_running(&mut self) -> Option<String> {
+        first_moment::why_not_running(&self.qmp, self.kernel.ledger.record().monitor_process)
+    }
+
     fn discard(&mut self) -> Result<(), Reason> {
         let quit = qemu::quit(&self.qmp, self.kernel.ledger.record().monitor_process, QUIT_TIME);
         quit.map_err(|text| Reason::new(ErrorKind::Monitor, text))
@@ -113,7 +118,7 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
     fn ended(&mut self, end: &DestinationEnd) {
         match end {
             // QEMU is left as it was found, as the source's is where the guest stays there.
-            DestinationEnd::Running if self.receiving.figures.guest_ended.is_none() => self.restore_settings(),
+            DestinationEnd::Running if self.guest_goes_on() => self.restore_settings(),
             DestinationEnd::Running => self.restore.take().into_iter().for_each(Restore::keep),
             // The source waits for nothing that could still come.
             DestinationEnd::Stuck { .. } | DestinationEnd::Conflict => self.kernel.stop_lingering(),
@@ -158,11 +163,6 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         }
     }
 
-    fn count_figures(&mut self, figures: &mut DestinationFigures) {
-        figures.cpu_seconds = process::own_cpu_seconds();
-        figures.faults = faults(self.kernel.ledger.record().monitor_process).saturating_sub(self.faults_before);
-        figures.guest_ended = qemu::ended_by_itself(&self.qmp);
-    }
     /// A channel that cannot write to QEMU has failed because QEMU has.
     fn explained(&mut self, reason: Reason) -> Reason {
         match qemu::load_failure(&self.qmp) {
@@ -171,6 +171,11 @@ impl<'a> DestinationDriver<'a> for Driver<'a> {
         }
     }
 
+    fn count_figures(&mut self, figures: &mut DestinationFigures) {
+        figures.cpu_seconds = process::own_cpu_seconds();
+        figures.faults = faults(self.kernel.ledger.record().monitor_process).saturating_sub(self.faults_before);
+        figures.guest_ended = qemu::ended_by_itself(&self.qmp);
+    }
 }
 
 impl Driver<'_> {
@@ -216,16 +221,16 @@ impl Driver<'_> {
     }
 
     fn handle_return_path(&mut self, message: ReturnMessage) -> Option<DestinationEvent> {
-        self.kernel.peer.send(&ControlMessage::ReturnPath(message.into()));
-        match message {
-            ReturnMessage::Shut(0) => {
-                let since = self.loading.ram_placed;
-                self.receiving.figures.load_ms = since.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
         // The source's QEMU fails at it, and the source learns why before.
         let failed = matches!(message, ReturnMessage::Shut(status) if status != 0).then(|| {
             let reason = self.load_failure();
             self.kernel.fail(reason)
         });
+        self.kernel.peer.send(&ControlMessage::ReturnPath(message.into()));
+        match message {
+            ReturnMessage::Shut(0) => {
+                let since = self.loading.ram_placed;
+                self.receiving.figures.load_ms = since.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
                 if let Err(text) = qemu::wait_paused(&self.qmp) {
                     return Some(self.kernel.fail(Reason::new(ErrorKind::Monitor, text)));
                 }
@@ -238,19 +243,23 @@ impl Driver<'_> {
         }
     }
 
-    /// Returns the event that QEMU has loaded everything and every channel has placed what the source sent on it, once both are known.
-    fn if_complete(&mut self) -> Option<DestinationEvent> {
-        let totals = self.loading.totals.as_ref().filter(|_| self.loading.loaded)?;
-        Some(match self.receiving.check(totals) {
-            Ok(()) => DestinationEvent::AllPlacedAndLoaded,
     /// Returns why QEMU could not load the guest, as far as it reports that.
     fn load_failure(&self) -> Reason {
         let text = qemu::load_failure(&self.qmp);
         Reason::new(ErrorKind::Monitor, text.as_deref().unwrap_or("QEMU could not load the guest: see its output"))
     }
 
+    /// Returns the event that QEMU has loaded everything and every channel has placed what the source sent on it, once both are known.
+    fn if_complete(&mut self) -> Option<DestinationEvent> {
+        let totals = self.loading.totals.as_ref().filter(|_| self.loading.loaded)?;
+        Some(match self.receiving.check(totals) {
+            Ok(()) => DestinationEvent::AllPlacedAndLoaded,
             Err(reason) => DestinationEvent::Failed { reason },
         })
+    }
+
+    fn guest_goes_on(&self) -> bool {
+        self.receiving.figures.guest_ended.is_none() && self.kernel.ledger.record().does_not_run.is_none()
     }
 
     fn restore_settings(&mut self) {

@@ -28,7 +28,7 @@ use super::stream::{self, BlockLength, PING_VALUE};
 use crate::gateway::fault::WithFaultPoints;
 use crate::gateway::qemu::{self, QUIT_TIME};
 use crate::gateway::storage::{Patience, Storage, StorageError};
-use crate::gateway::{GatewayError, ReceiveOptions};
+use crate::gateway::{GatewayError, ReceiveOptions, first_moment};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{RequiredSettings, Restore, Role, Settings};
 use crate::stream::{ReturnMessage, ReturnPathReader, StreamError};
@@ -320,6 +320,10 @@ impl DestinationVmm for QemuDestination<'_> {
 
     fn guest_end(&mut self) -> Option<GuestEnd> {
         qemu::guest_end(&self.qmp).filter(|end| end.by_itself)
+    }
+
+    fn why_not_running(&mut self) -> Option<String> {
+        first_moment::why_not_running(&self.qmp, self.identity)
     }
 
     fn guest_started(&mut self) {

@@ -231,6 +231,12 @@ fn settle_source(report: &mut Report, record: &MonitorRecord) {
                 report.warnings.push(qemu::kept_warning(record.process, record.source_after, None));
             }
         }
+        Outcome::DoesNotRun => {
+            report.source_after = Some(SourceAfter::Keep);
+            if lives {
+                report.warnings.push(qemu::does_not_run_warning(record.process));
+            }
+        }
         Outcome::Unconfirmed if lives => report.warnings.push(qemu::unconfirmed_warning()),
         _ => {}
     }

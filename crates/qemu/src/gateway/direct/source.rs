@@ -390,6 +390,16 @@ impl SourceVmm for QemuSource<'_> {
     }
 
     fn guest_moved(&mut self) -> Result<AfterMove, VmmError> {
+        self.after_move(self.record.source_after)
+    }
+
+    fn guest_does_not_run(&mut self) -> Result<AfterMove, VmmError> {
+        self.after_move(SourceAfter::Keep)
+    }
+}
+
+impl QemuSource<'_> {
+    fn after_move(&self, source_after: SourceAfter) -> Result<AfterMove, VmmError> {
         let state = self.qmp.run_state();
         match state.as_ref().map(RunState::meaning) {
             // Another program has resumed it, and it may have stopped by itself since.
@@ -404,7 +414,7 @@ impl SourceVmm for QemuSource<'_> {
                 .into());
             }
         }
-        match self.record.source_after {
+        match source_after {
             SourceAfter::Keep => Ok(AfterMove::Kept),
             SourceAfter::Quit => {
                 qemu::quit(&self.qmp, self.record.process, SOURCE_QUIT_TIME)?;

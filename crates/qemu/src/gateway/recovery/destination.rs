@@ -9,9 +9,9 @@ use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, DestinationGuest, DestinationState, Record, RecordState};
 
 use super::{Recovery, durable, guest_here, restore_settings};
-use crate::gateway::GatewayError;
 use crate::gateway::qemu::{self, QUIT_TIME};
 use crate::gateway::storage::{Patience, Storage};
+use crate::gateway::{GatewayError, first_moment};
 use crate::qmp::{Meaning, Qmp};
 
 /// Settles the migration from a record in `state`.
@@ -24,6 +24,11 @@ pub(super) fn recover(recovery: Recovery<'_>, state: DestinationState) -> Result
     let RecoveredDestination { outcome, gave_up, ledger, .. } =
         recover_destination(means, state, guest, wait, &mut remains);
     match outcome {
+        DestinationOutcome::Machine(DestinationEnd::Running) if ledger.record().does_not_run.is_some() => {
+            durable(&ledger, "the guest does not run here".into())?;
+            let why = ledger.record().does_not_run.as_deref().unwrap_or_default();
+            Err(GatewayError::does_not_run(why, "its source was kept, paused"))
+        }
         DestinationOutcome::Machine(end) => {
             sentence(&end, ledger.record(), remains.qmp.as_ref()).and_then(|text| durable(&ledger, text))
         }
@@ -81,6 +86,10 @@ impl DestinationRemains for Remains<'_> {
 
     fn guest_started(&mut self) {
         self.qmp.iter().for_each(qemu::announce);
+    }
+
+    fn why_not_running(&mut self) -> Option<String> {
+        first_moment::why_not_running(self.qmp.as_ref()?, self.record.monitor_process)
     }
 
     fn runs(&mut self) {

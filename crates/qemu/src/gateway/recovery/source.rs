@@ -87,10 +87,10 @@ impl SourceRemains for Remains<'_> {
         self.qmp.iter().for_each(qemu::announce);
     }
 
-    fn end_guest(&mut self) -> Result<SourceGuest, Reason> {
+    fn end_guest(&mut self, record: &Record) -> Result<SourceGuest, Reason> {
         match &self.qmp {
             Some(qmp) => {
-                let ended = qemu::end_source(qmp, &self.record);
+                let ended = qemu::end_source(qmp, record);
                 ended.map_err(|text| Reason::new(ErrorKind::Monitor, text))
             }
             None => Ok(SourceGuest::Gone),
@@ -108,6 +108,12 @@ impl SourceRemains for Remains<'_> {
 impl Remains<'_> {
     /// Returns the sentence about how the migration is settled.
     fn settled(&self, recovered: &RecoveredSource) -> Result<String, GatewayError> {
+        if let Some(why) =
+            recovered.ledger.record().does_not_run.as_ref().filter(|_| recovered.end == SourceEnd::Finished)
+        {
+            durable(&recovered.ledger, "the guest does not run at the destination".into())?;
+            return Err(GatewayError::does_not_run(why, qemu::does_not_run_warning(self.record.monitor_process)));
+        }
         let mut text = self.sentence(&recovered.end)?;
         text += &self.warning(recovered).map(|warning| format!("; WARNING: {warning}")).unwrap_or_default();
         durable(&recovered.ledger, text)

@@ -92,6 +92,7 @@ impl Driver<'_> {
             Outcome::Completed if lives && self.source_after() == SourceAfter::Keep => {
                 warnings.push(qemu::kept_warning(record.monitor_process, record.source_after, self.kernel.left()));
             }
+            Outcome::DoesNotRun if lives => warnings.push(qemu::does_not_run_warning(record.monitor_process)),
             Outcome::Unconfirmed if lives => warnings.push(qemu::unconfirmed_warning()),
             Outcome::Failed | Outcome::Cancelled | Outcome::GuestEnded => {
                 warnings.extend(self.kernel.record_warning(ending));
@@ -109,7 +110,7 @@ impl Driver<'_> {
         let sent = self.sent();
         let outcome = ending.outcome;
         if let Stage::Begun(begun) = &mut self.stage
-            && outcome == Outcome::Completed
+            && matches!(outcome, Outcome::Completed | Outcome::DoesNotRun)
             && let Some(restore) = begun.restore.take()
         {
             restore.keep();
@@ -122,7 +123,11 @@ impl Driver<'_> {
             moving.plane.join();
         }
         let warnings = self.warnings(&ending);
-        let source_after = (outcome == Outcome::Completed).then(|| self.source_after());
+        let source_after = match outcome {
+            Outcome::Completed => Some(self.source_after()),
+            Outcome::DoesNotRun => Some(SourceAfter::Keep),
+            _ => None,
+        };
         let end = self.kernel.moments.running.unwrap_or_else(Instant::now);
         let (delta_cache, no_memory) = sent.delta_cache(self.delta_cache, self.options.channels);
         (self.delta_cache, self.no_deltas) = (delta_cache, self.no_deltas.or(no_memory));
