@@ -5,27 +5,12 @@ use std::time::Duration;
 
 use serde_json::Value;
 use sterna_qemu_lab::boot_sector::{TASKS, Task, begin};
-use sterna_qemu_lab::{Accel, Guest, QemuOptions, QemuVersion, ram::Ram};
+use sterna_qemu_lab::{QemuVersion, ram::Ram};
 use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
 
-use crate::support::pair::{Pair, Watched, eventually};
+use crate::support::pair::{Pair, Watched, emulated, eventually};
 use crate::support::settle::Side;
 use crate::support::{DOES_NOT_RUN, FIRST_MOMENT, Hold, LONG, MODES, Sterna, receive, report, send_by};
-
-/// The boot-sector guest, emulated: the same CPUs on every host.
-fn emulated(version: QemuVersion, words: &[&str]) -> QemuOptions {
-    let mut options = QemuOptions::new(version, Guest::BootSector);
-    options.accel = Accel::Tcg;
-    options.extra = words.iter().map(|word| (*word).to_owned()).collect();
-    options
-}
-
-/// Starts both, and waits until the guest works; none if the tools are missing.
-fn start(source: &QemuOptions, destination: &QemuOptions) -> Option<Pair> {
-    let pair = Pair::start(source, &destination.incoming())?;
-    pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
-    Some(pair)
-}
 
 /// Has the guest of this QEMU leave its passes for `task`, and waits until it has.
 fn set_to(source: &Watched, task: Task) {
@@ -102,7 +87,7 @@ fn a_guest_whose_new_cpu_lacks_what_it_uses_is_reported_and_its_source_is_kept()
     for mode in MODES {
         for weak in weak {
             println!("by {mode}, to {weak:?}");
-            let Some(mut pair) = start(&strong, &emulated(QemuVersion::V10_0, weak)) else { return };
+            let Some(mut pair) = Pair::start_boot_sector(&strong, &emulated(QemuVersion::V10_0, weak)) else { return };
             set_to(&pair.source, Task::UseMovbe);
             let (codes, report, texts) = moved(&mut pair, mode, &["--force-cpu", "--source-after", "quit"], LONG, None);
             assert_eq!(codes, [DOES_NOT_RUN; 2], "{texts:?}");
@@ -115,7 +100,7 @@ fn a_guest_whose_new_cpu_lacks_what_it_uses_is_reported_and_its_source_is_kept()
 fn the_oldest_and_the_newest_release_report_a_guest_that_does_not_run() {
     for version in [QemuVersion::V7_2, QemuVersion::V11_1] {
         let (strong, weak) = (emulated(version, &["-cpu", "max"]), emulated(version, &["-cpu", "qemu64"]));
-        let Some(mut pair) = start(&strong, &weak) else { return };
+        let Some(mut pair) = Pair::start_boot_sector(&strong, &weak) else { return };
         set_to(&pair.source, Task::UseMovbe);
         let (codes, report, texts) = moved(&mut pair, "stream", &["--force-cpu"], LONG, None);
         assert_eq!(codes, [DOES_NOT_RUN; 2], "{version}: {texts:?}");
@@ -129,7 +114,7 @@ fn a_guest_that_is_halted_or_runs_in_a_loop_counts_as_running() {
     for mode in MODES {
         for task in [Task::Halt, Task::UseMovbe] {
             println!("{task:?} by {mode}");
-            let Some(mut pair) = start(&options, &options) else { return };
+            let Some(mut pair) = Pair::start_boot_sector(&options, &options) else { return };
             set_to(&pair.source, task);
             let (codes, report, texts) = moved(&mut pair, mode, &[], Duration::from_millis(500), None);
             assert_eq!(codes, [Some(0); 2], "{texts:?}");
@@ -145,7 +130,7 @@ fn a_qemu_that_ends_right_after_it_has_started_the_guest_leaves_the_source_kept(
     let options = emulated(QemuVersion::V10_0, &[]);
     for mode in MODES {
         println!("by {mode}");
-        let Some(mut pair) = start(&options, &options) else { return };
+        let Some(mut pair) = Pair::start_boot_sector(&options, &options) else { return };
         let killed: (&str, fn(&mut Watched)) = ("destination.before-record-running", Watched::kill);
         let (codes, report, texts) = moved(&mut pair, mode, &[], LONG, Some(killed));
         assert_eq!(codes, [DOES_NOT_RUN; 2], "{texts:?}");

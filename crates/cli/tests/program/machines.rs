@@ -6,28 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 
 use serde_json::Value;
-use sterna_qemu_lab::{Accel, Guest, QemuOptions, QemuVersion};
+use sterna_qemu_lab::{QemuOptions, QemuVersion};
 
-use crate::support::pair::{Pair, Watched};
+use crate::support::pair::{Pair, Watched, emulated};
 use crate::support::settle::{Migration, Side};
 use crate::support::{FAILED, LONG, PEER_REFUSED, Sterna, receive, report, send_by};
 
 const MIB: u64 = 1 << 20;
-
-/// The boot-sector guest, emulated: the same CPUs on every host.
-fn emulated(version: QemuVersion, words: &[&str]) -> QemuOptions {
-    let mut options = QemuOptions::new(version, Guest::BootSector);
-    options.accel = Accel::Tcg;
-    options.extra = words.iter().map(|word| (*word).to_owned()).collect();
-    options
-}
-
-/// Starts both, and waits until the guest works; none if the tools are missing.
-fn start(source: &QemuOptions, destination: &QemuOptions) -> Option<Pair> {
-    let pair = Pair::start(source, &destination.incoming())?;
-    pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
-    Some(pair)
-}
 
 fn receiver(pair: &Pair) -> Sterna {
     let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
@@ -106,7 +91,7 @@ fn moves(pair: Pair, receiver: Sterna, mode: &str, words: &[&str]) -> String {
 fn a_cpu_that_lacks_features_of_the_guest_is_refused_by_their_names_and_the_right_one_takes_the_guest() {
     let strong = emulated(QemuVersion::V10_0, &["-cpu", "max", "-smp", "2"]);
     let weak = emulated(QemuVersion::V10_0, &["-cpu", "qemu64", "-smp", "2"]);
-    let Some(pair) = start(&strong, &weak) else { return };
+    let Some(pair) = Pair::start_boot_sector(&strong, &weak) else { return };
     let mut waiting = receiver(&pair);
     let reasons = refused(&pair, &mut waiting, &[&["features", "avx2", "bmi2", "smep", "-cpu", "--force-cpu"]]);
     assert!(!reasons[0].contains("hotplugged") && !reasons[0].contains("migratable"), "{reasons:?}");
@@ -127,7 +112,7 @@ fn a_guest_is_sent_to_a_cpu_without_its_features_only_where_a_person_forces_it()
     // This guest uses none of them.
     let strong = emulated(QemuVersion::V10_0, &["-cpu", "max"]);
     let weak = emulated(QemuVersion::V10_0, &["-cpu", "max,avx2=off"]);
-    let Some(pair) = start(&strong, &weak) else { return };
+    let Some(pair) = Pair::start_boot_sector(&strong, &weak) else { return };
     let mut waiting = receiver(&pair);
     let reasons = refused(&pair, &mut waiting, &[&["at the destination: avx2;"]]);
     assert!(!reasons[0].contains("CPUID"), "its name is enough: {reasons:?}");
@@ -140,7 +125,7 @@ fn a_cpu_with_more_features_takes_the_guest_with_a_warning() {
     let weak = emulated(QemuVersion::V10_0, &["-cpu", "max,avx2=off"]);
     let strong = emulated(QemuVersion::V10_0, &["-cpu", "max"]);
     for mode in ["direct", "stream"] {
-        let Some(pair) = start(&weak, &strong) else { return };
+        let Some(pair) = Pair::start_boot_sector(&weak, &strong) else { return };
         let waiting = receiver(&pair);
         let text = moves(pair, waiting, mode, &[]);
         assert!(text.contains("warning: ") && text.contains("further features at the destination: avx2"), "{text}");
@@ -151,7 +136,7 @@ fn a_cpu_with_more_features_takes_the_guest_with_a_warning() {
 fn other_topologies_and_numbers_of_vcpus_are_refused() {
     let source = emulated(QemuVersion::V10_0, &["-smp", "4,sockets=2,cores=2,threads=1"]);
     let destination = emulated(QemuVersion::V10_0, &["-smp", "2,sockets=1,cores=2,threads=1"]);
-    let Some(pair) = start(&source, &destination) else { return };
+    let Some(pair) = Pair::start_boot_sector(&source, &destination) else { return };
     let mut waiting = receiver(&pair);
     refused(
         &pair,
@@ -181,7 +166,7 @@ fn devices_that_only_one_machine_has_or_at_another_address_are_refused() {
     ]
     .concat();
     let (here, there) = (emulated(QemuVersion::V10_0, &here), emulated(QemuVersion::V10_0, &there));
-    let Some(pair) = start(&here, &there) else { return };
+    let Some(pair) = Pair::start_boot_sector(&here, &there) else { return };
     let mut waiting = receiver(&pair);
     refused(
         &pair,
@@ -203,7 +188,7 @@ const UUIDS: [&str; 2] = ["6d0f1c6e-0001-4000-8000-000000000001", "6d0f1c6e-0001
 fn another_amount_of_memory_is_refused_in_both_modes_and_the_destination_keeps_waiting() {
     let source = emulated(QemuVersion::V10_0, &[]);
     let smaller = QemuOptions { memory: 96 << 20, ..source.clone() };
-    let Some(pair) = start(&source, &smaller) else { return };
+    let Some(pair) = Pair::start_boot_sector(&source, &smaller) else { return };
     let mut waiting = receiver(&pair);
     refused(&pair, &mut waiting, &[&["pc.ram has 134217728 bytes at the source and 100663296 at the destination"]]);
 }
@@ -245,7 +230,7 @@ fn another_disk_at_the_same_address_is_refused_with_both_values() {
         ),
         (copy, raw, vec![]),
     ];
-    let Some(mut pair) = start(&source, &with(disk(&others[0].0, "system", raw))) else { return };
+    let Some(mut pair) = Pair::start_boot_sector(&source, &with(disk(&others[0].0, "system", raw))) else { return };
     for (number, (file, more, words)) in others.iter().enumerate() {
         if number > 0 {
             let options = with(disk(file, "another-name", more));
@@ -277,7 +262,9 @@ fn a_difference_that_a_person_allows_is_a_warning() {
         let words = disk(&file, "system", "format=raw");
         emulated(QemuVersion::V10_0, &words.iter().map(String::as_str).collect::<Vec<_>>())
     };
-    let Some(pair) = start(&with(file("a.raw", 64 * MIB)), &with(file("b.raw", 63 * MIB))) else { return };
+    let Some(pair) = Pair::start_boot_sector(&with(file("a.raw", 64 * MIB)), &with(file("b.raw", 63 * MIB))) else {
+        return;
+    };
     let waiting = receiver(&pair);
     let (status, text, _) = sent(&pair, "auto", &waiting, &["--allow-difference", "dis"]);
     assert_eq!(status.code(), PEER_REFUSED, "the beginning of a word is no name: {text}");
@@ -315,7 +302,7 @@ fn machines_that_only_look_different_fit() {
     let words = |all: &[&str]| all.join(" ").split(' ').map(str::to_owned).collect::<Vec<_>>();
     let with = |all: &[&str]| QemuOptions { extra: words(all), ..emulated(QemuVersion::V10_0, &[]) };
     for mode in ["direct", "stream"] {
-        let Some(pair) = start(&with(&one), &with(&two)) else { return };
+        let Some(pair) = Pair::start_boot_sector(&with(&one), &with(&two)) else { return };
         let waiting = receiver(&pair);
         assert_eq!(dry_refusals(&pair, mode, &waiting, &[]), [""; 0]);
         let text = moves(pair, waiting, mode, &[]);
@@ -329,7 +316,7 @@ fn the_machines_of_different_releases_are_compared_and_fit() {
     let words = ["-device", "virtio-rng-pci", "-device", "qemu-xhci", "-device", "virtio-scsi-pci", "-smp", "2"];
     for (from, to) in [(V7_2, V10_0), (V10_0, V7_2), (V10_0, V11_1)] {
         let old = |version: QemuVersion| QemuOptions { machine: V7_2.machine().into(), ..emulated(version, &words) };
-        let Some(pair) = start(&old(from), &old(to)) else { return };
+        let Some(pair) = Pair::start_boot_sector(&old(from), &old(to)) else { return };
         let waiting = receiver(&pair);
         let text = moves(pair, waiting, "auto", &[]);
         assert!(!text.contains("not compared"), "{from} to {to}: {text}");
@@ -337,7 +324,7 @@ fn the_machines_of_different_releases_are_compared_and_fit() {
     // What an older release cannot emulate is found.
     let machine = V7_2.machine().to_owned();
     let with = |version| QemuOptions { machine: machine.clone(), ..emulated(version, &["-cpu", "max"]) };
-    let Some(pair) = start(&with(V10_0), &with(V7_2)) else { return };
+    let Some(pair) = Pair::start_boot_sector(&with(V10_0), &with(V7_2)) else { return };
     let mut waiting = receiver(&pair);
     refused(&pair, &mut waiting, &[&["features", "sha-ni", "rdpid"]]);
 }
@@ -352,7 +339,7 @@ fn the_destinations_qemu_reports_why_it_could_not_load_the_guest() {
             println!("{version} by {mode}");
             let source = emulated(version, &["-device", "virtio-rng-pci,addr=05.0"]);
             let destination = emulated(version, &["-device", "virtio-balloon-pci,addr=05.0"]);
-            let Some(mut pair) = start(&source, &destination) else { return };
+            let Some(mut pair) = Pair::start_boot_sector(&source, &destination) else { return };
             let waiting = receiver(&pair);
             let (status, text, report) = sent(&pair, mode, &waiting, &["--allow-difference", "device"]);
             assert_eq!(status.code(), FAILED, "{text}");
@@ -375,7 +362,7 @@ fn a_fault_of_qemu_that_would_end_the_guest_is_warned_of_in_stream_mode_only() {
         "-machine nvdimm=on -m slots=2,maxmem=1G -object memory-backend-ram,id=m,size=64M -device nvdimm,memdev=m";
     for (version, has_it) in [(V10_0, true), (V7_2, false)] {
         let options = emulated(version, &words.split(' ').collect::<Vec<_>>());
-        let Some(pair) = start(&options, &options) else { return };
+        let Some(pair) = Pair::start_boot_sector(&options, &options) else { return };
         let waiting = receiver(&pair);
         for (mode, warns) in [("stream", has_it), ("direct", false)] {
             let (_, text, result) = sent(&pair, mode, &waiting, &["--dry-run"]);

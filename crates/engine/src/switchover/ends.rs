@@ -51,7 +51,7 @@ impl Ending {
     }
 
     /// Makes the ending of a migration whose guest was started at the destination, unless its record is not settled on the disk: that has to be
-    /// durable before the migration is reported as ended. `runs`: what is known of a guest that runs.
+    /// durable before the migration is reported as ended. `runs`: where the guest runs, and who has confirmed that.
     fn started(ledger: &Ledger, runs: &str) -> Self {
         let does_not_run = ledger.record().does_not_run.as_deref();
         let guest = GuestState::BelongsToDestination;

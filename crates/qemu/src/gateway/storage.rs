@@ -113,9 +113,9 @@ impl<'a> Storage<'a> {
         Self { step_ended, ..self }
     }
 
-    /// Returns the storage of disks that are not known yet.
-    pub(super) fn unknown() -> Self {
-        Self { disks: "not known".into(), context: None, step_ended: Arc::default() }
+    /// Returns the storage of disks that were not asked for yet.
+    pub(super) fn not_asked_for() -> Self {
+        Self { disks: "not asked for yet".into(), context: None, step_ended: Arc::default() }
     }
 
     /// Executes a command and awaits its answer.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 use sterna_qemu::qmp::Qmp;
-use sterna_qemu_lab::{Guest, Qemu, QemuOptions, QemuVersion, boot_sector, ram::Ram, skip_if_unavailable};
+use sterna_qemu_lab::{Accel, Guest, Qemu, QemuOptions, QemuVersion, boot_sector, ram::Ram, skip_if_unavailable};
 use tempfile::TempDir;
 
 use super::LONG;
@@ -164,11 +164,24 @@ pub(crate) struct Pair {
     pub(crate) scratch: TempDir,
 }
 
+/// The boot-sector guest, emulated: the same CPUs on every host.
+pub(crate) fn emulated(version: QemuVersion, words: &[&str]) -> QemuOptions {
+    let mut options = QemuOptions::new(version, Guest::BootSector);
+    options.accel = Accel::Tcg;
+    options.extra = words.iter().map(|word| (*word).to_owned()).collect();
+    options
+}
+
 impl Pair {
     /// Starts both, and waits until the boot-sector guest works; none if the tools are missing.
     pub(crate) fn boot_sector(version: QemuVersion) -> Option<Self> {
         let options = QemuOptions::new(version, Guest::BootSector);
-        let pair = Self::start(&options, &options.incoming())?;
+        Self::start_boot_sector(&options, &options)
+    }
+
+    /// Starts both with these options, the destination waiting, and waits until the boot-sector guest works; none if the tools are missing.
+    pub(crate) fn start_boot_sector(source: &QemuOptions, destination: &QemuOptions) -> Option<Self> {
+        let pair = Self::start(source, &destination.incoming())?;
         // The firmware writes nothing to the serial line, so these bytes are the guest's, which is past its first passes.
         pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
         Some(pair)

@@ -191,7 +191,7 @@ struct Lacking {
 impl Lacking {
     fn of(has: &Vcpu<'_>, lacks: &Vcpu<'_>) -> Self {
         let (on, also) = (has.flags("on"), lacks.flags("on"));
-        let known: BTreeSet<String> = lacks.flags("off");
+        let off: BTreeSet<String> = lacks.flags("off");
         let other = lacks.words();
         let words: Vec<_> =
             has.words().into_iter().map(|(word, bits)| (word, bits & !other.get(word).unwrap_or(&0))).collect();
@@ -199,7 +199,7 @@ impl Lacking {
             words.into_iter().filter(|(_, bits)| *bits != 0).map(|(word, bits)| (word.to_owned(), bits)).collect();
         let names = on.difference(&also).filter(|name| !SETTINGS.contains(&name.as_str()));
         // A name that the other QEMU does not know may be a new name for what it always did, unless bits are missing.
-        let names = names.filter(|name| known.contains(*name) || !words.is_empty());
+        let names = names.filter(|name| off.contains(*name) || !words.is_empty());
         Self { names: names.map(|name| cleaned(name)).collect(), words }
     }
 

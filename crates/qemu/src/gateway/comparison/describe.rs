@@ -159,7 +159,7 @@ fn networks(qmp: &Qmp, devices: &[Device], facts: &mut Facts) -> Result<(), QmpE
     let back_ends = back_ends(&listed);
     let users = back_ends.iter().filter(|(_, kind)| *kind == "user").count();
     facts.insert("net.user".into(), users.to_string());
-    // What the device offers is known only by `x-query-virtio-status`, at which QEMU 11.1 aborts (qapi-visit-core.c, visit_start_struct).
+    // What the device offers is shown only by `x-query-virtio-status`, at which QEMU 11.1 aborts (qapi-visit-core.c, visit_start_struct).
     for device in devices.iter().filter(|device| device.kind == NETWORK) {
         let name = device.property("netdev").unwrap_or_default();
         let kind = back_ends.iter().find(|(back_end, _)| *back_end == name).map_or("none", |(_, kind)| kind);

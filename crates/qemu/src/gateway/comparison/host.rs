@@ -12,7 +12,7 @@ use crate::qmp::{Qmp, QmpError};
 /// Identifies the host's present boot (random(4)): the same in all containers of a host.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 const KERNEL: &str = "/proc/sys/kernel/osrelease";
-/// Lines of /proc/cpuinfo by which a CPU is known.
+/// Lines of /proc/cpuinfo that identify a model of CPU.
 const CPU: &[&str] = &["vendor_id", "cpu family", "model", "model name", "stepping", "microcode"];
 
 /// Adds the facts about the host on which QEMU and this process are.
@@ -43,8 +43,8 @@ pub(super) fn describe(qmp: &Qmp, facts: &mut Facts) -> Result<(), QmpError> {
 fn cpu(info: &str) -> String {
     let first = info.split("\n\n").next().unwrap_or_default();
     let lines = first.lines().filter_map(|line| line.split_once(':')).map(|(name, value)| (name.trim(), value.trim()));
-    let known = lines.filter(|(name, _)| CPU.contains(name));
-    known.map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(", ")
+    let model = lines.filter(|(name, _)| CPU.contains(name));
+    model.map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(", ")
 }
 
 /// Compares the hosts of two guests that see their host's CPU.

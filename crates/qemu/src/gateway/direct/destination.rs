@@ -190,7 +190,7 @@ impl QemuDestination<'_> {
         let mut this = Self {
             identity: qemu::identity(&qmp),
             qmp,
-            storage: Storage::unknown(),
+            storage: Storage::not_asked_for(),
             settings_before,
             restore: Some(restore),
             stream: ours,
