@@ -145,7 +145,16 @@ fn headline(progress: &Progress) -> String {
         (deltas, same) => format!(" ({deltas} deltas, {same} same)"),
     };
     let Progress { phase, round, normal_pages, zero_pages, .. } = progress;
-    format!("{phase}, round {round}, {normal_pages} pages{deltas}, {zero_pages} zero")
+    let interrupted = interrupted(progress.interruptions, progress.interrupted_ms);
+    format!("{phase}, round {round}, {normal_pages} pages{deltas}, {zero_pages} zero{interrupted}")
+}
+
+/// Formats how often and for how long the migration was interrupted, if it was.
+fn interrupted(interruptions: u32, ms: f64) -> String {
+    match interruptions {
+        0 => String::new(),
+        _ => format!(", interrupted {}", report::interrupted(interruptions, ms)),
+    }
 }
 
 /// Formats the estimated time left, if there is an estimate.
@@ -182,7 +191,9 @@ fn placed(progress: &ReceiveProgress) -> String {
     let missing = if *missing_bytes > 0 { format!(", {} at the source", size(*missing_bytes)) } else { String::new() };
     let rate = report::rate(*placed_rate);
     let left = left(progress.time_left_ms);
-    format!("{}{of} placed ({normal_pages} pages, {zero_pages} zero){missing}, {rate}{left}", size(*placed_bytes))
+    let interrupted = interrupted(progress.interruptions, progress.interrupted_ms);
+    let placed = size(*placed_bytes);
+    format!("{placed}{of} placed ({normal_pages} pages, {zero_pages} zero){missing}, {rate}{left}{interrupted}")
 }
 
 /// Returns the share of RAM that is placed. Pages that are sent again count again.
@@ -243,6 +254,8 @@ mod tests {
             dirty_rate: 1.25e8,
             predicted_downtime_ms: 210.4,
             time_left_ms: Some(3_450),
+            interruptions: 0,
+            interrupted_ms: 0.0,
             devices: Vec::new(),
         }
     }
@@ -254,6 +267,12 @@ mod tests {
             "sending memory, round 2, 786432 pages, 1000 zero, 75 % of it done, 1.20 GB/s, wire 1.50 GiB at 600.00 MB/s, \
              dirty 125.00 MB/s, downtime 210 ms, ratio 2.00, 3.5 s left"
         );
+    }
+
+    #[test]
+    fn an_interruption_is_shown_with_its_duration() {
+        let progress = Progress { interruptions: 2, interrupted_ms: 1_250.0, ..sample() };
+        assert!(headline(&progress).ends_with(", 1000 zero, interrupted 2 times, 1.2 s all together"));
     }
 
     #[test]
@@ -291,6 +310,8 @@ mod tests {
             missing_bytes: 0,
             remaining_bytes: Some(3 << 30),
             time_left_ms: Some(2_500),
+            interruptions: 0,
+            interrupted_ms: 0.0,
         };
         let text = "1.00 GiB of 4.00 GiB of RAM placed (262000 pages, 144 zero), 1.20 GB/s, 2.5 s left";
         assert_eq!((placed(&progress).as_str(), percent_placed(&progress)), (text, 25.0));

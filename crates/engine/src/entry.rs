@@ -210,6 +210,22 @@ impl PageSearch {
         &self.pipeline
     }
 
+    /// Lets go of the channels, and passes the pages of open batches to `add`.
+    pub(crate) fn detach(&mut self, mut add: impl FnMut(u16, Range<u64>)) {
+        for (_, batch) in self.open.drain(..).flatten() {
+            batch.runs().iter().for_each(|run| add(batch.block, run.first..run.end()));
+        }
+        let Pipeline { pool, window, page_size, .. } = &*self.pipeline;
+        let (channels, pool, window) = (Vec::new(), Arc::clone(pool), Arc::clone(window));
+        self.pipeline = Arc::new(Pipeline { channels, pool, window, page_size: *page_size });
+    }
+
+    /// Goes on with the channels of `pipeline`. Of the pages that were handed over, `arrived` have arrived, and no more are on their way.
+    pub(crate) fn attach(&mut self, pipeline: Arc<Pipeline>, arrived: u64) {
+        self.open = pipeline.channels.iter().map(|_| None).collect();
+        (self.pipeline, self.handed_over) = (pipeline, arrived);
+    }
+
     /// Returns how many pages were handed over so far to be sent, those in open batches included.
     pub fn handed_over(&self) -> u64 {
         self.handed_over

@@ -6,7 +6,7 @@
 //! | stage | begins | changed by |
 //! |---|---|---|
 //! | [`Stage::NotBegun`] | with the control, or anew where a migration has failed without having begun anything | [`Steering`] |
-//! | [`Stage::Running`] | when both sides have agreed, and where a paused guest runs on | [`Control::agreed`], [`Control::stays_paused`] |
+//! | [`Stage::Running`] | when both sides have agreed, where a paused guest runs on, and where the destination was lost before the pause | [`Control::agreed`], [`Control::stays_paused`], [`Control::rounds_go_on`] |
 //! | [`Stage::Pausing`] | when the guest is about to be paused | [`Control::begin_ending`] |
 //! | [`Stage::Paused`] | when it is certain that the guest stays paused; in post-copy before it is paused | [`Control::stays_paused`] |
 //! | [`Stage::Decided`] | right before the decision is recorded | [`Control::decide`] |
@@ -294,6 +294,15 @@ impl Control {
         let stays = fits || state.requests.ending == Some(RoundsEnd::SwitchOver);
         state.stage = if stays { Stage::Paused } else { Stage::Running };
         stays
+    }
+
+    /// Records that the rounds go on although their end may have been [begun](Self::begin_ending): the destination was lost before the guest was
+    /// paused.
+    pub(crate) fn rounds_go_on(&self) {
+        let mut state = self.state();
+        if matches!(state.stage, Stage::Pausing | Stage::Paused) {
+            (state.stage, state.post_copy_begun) = (Stage::Running, false);
+        }
     }
 
     /// Makes the decision irrevocable: a cancellation comes too late from now on.

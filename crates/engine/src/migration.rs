@@ -37,6 +37,10 @@ pub const DELTA: &str = "delta-1";
 /// The capability to show the source's progress at the destination, version 1.
 pub(crate) const PROGRESS: &str = "progress-1";
 
+/// The capability to go on over new connections where the connection was lost while only pages were sent, version 1. A side that does not wait
+/// for the other one does not offer it.
+pub const RESUME: &str = "resume-1";
+
 /// The capability to send the state of devices separately from the monitor's, version 1.
 pub(crate) const DEVICE_STATE: &str = "device-state-1";
 
@@ -232,6 +236,7 @@ pub fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
         machine_type: String::new(),
         ram: ram.bytes(),
         downtime_ms,
+        retry_ms: 0,
         blocks: ram.blocks().iter().map(block).collect(),
         devices: Vec::new(),
         device_channels: DeviceChannels::default(),

@@ -35,31 +35,33 @@ struct State {
     inside: Option<Arc<Abort>>,
     /// By when the current call must have ended.
     deadline: Option<Deadline>,
-    /// Why every later call fails at once.
-    end: Option<End>,
+    /// Why every later call fails at once: the first of these.
+    ends: Vec<End>,
+    /// The incarnation of the channels that calls write to or read from.
+    incarnation: u32,
     /// Whether no deadline will be set any more.
     over: bool,
 }
 
 impl fmt::Debug for State {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { inside, deadline: _, end, over } = self;
-        f.debug_struct("State").field("inside", inside).field("end", end).field("over", over).finish_non_exhaustive()
+        let Self { inside, deadline: _, ends, incarnation: _, over } = self;
+        f.debug_struct("State").field("inside", inside).field("ends", ends).field("over", over).finish_non_exhaustive()
     }
 }
 
 /// Why calls of the monitor end.
 #[derive(Clone, Debug)]
 enum End {
-    /// The peer was lost, with this text.
-    Lost(String),
+    /// The peer of this incarnation was lost, with this text.
+    Lost(u32, String),
     Failed(Reason),
 }
 
 impl End {
     fn raise(&self, abort: &Abort) {
         match self.clone() {
-            Self::Lost(text) => abort.lost(text),
+            Self::Lost(_, text) => abort.lost(text),
             Self::Failed(reason) => abort.raise(reason),
         };
     }
@@ -84,7 +86,7 @@ impl Occupied {
     fn begin(&self, abort: &Arc<Abort>, deadline: Option<Deadline>) -> Inside<'_> {
         let mut state = self.state();
         // The driver has not handled the event yet.
-        if let Some(end) = &state.end {
+        if let Some(end) = state.ends.first() {
             end.raise(abort);
         }
         state.inside = Some(Arc::clone(abort));
@@ -99,17 +101,32 @@ impl Occupied {
         self.end(End::Failed(reason));
     }
 
-    /// Ends the current call, and every later one, because the peer was lost.
-    pub(crate) fn lost(&self, text: impl Display) {
-        self.end(End::Lost(text.to_string()));
+    /// Ends the current call because the peer was lost, whose control channel was of this incarnation; and every later call, until they have the
+    /// [channels](Occupied::renew) of a later incarnation.
+    pub(crate) fn lost(&self, incarnation: u32, text: impl Display) {
+        self.end(End::Lost(incarnation, text.to_string()));
+    }
+
+    /// Has the calls that begin from now on use the channels of `incarnation`.
+    pub(crate) fn renew(&self, incarnation: u32) {
+        let mut state = self.state();
+        state.incarnation = incarnation;
+        state.ends.retain(|end| !matches!(end, End::Lost(lost, _) if *lost < incarnation));
     }
 
     fn end(&self, end: End) {
         let mut state = self.state();
+        if let End::Lost(lost, _) = &end {
+            if *lost < state.incarnation {
+                return;
+            }
+            // The newest counts: a renewal may be for those before it.
+            state.ends.retain(|end| !matches!(end, End::Lost(earlier, _) if earlier < lost));
+        }
         if let Some(abort) = &state.inside {
             end.raise(abort);
         }
-        state.end.get_or_insert(end);
+        state.ends.push(end);
     }
 
     /// Ends each call that is still under way at its deadline.
@@ -194,7 +211,7 @@ mod tests {
         let deadlines = occupied.watch_deadlines().unwrap();
         let inside = deadlines.enter(&abort, within(Duration::from_secs(3600)));
         assert!(!abort.is_over());
-        occupied.clone().lost("amid");
+        occupied.clone().lost(1, "amid");
         drop(inside);
         let amid = Reason::new(ErrorKind::ConnectionLost, "amid");
         assert_eq!((abort.reason().as_ref(), abort.was_lost()), (Some(&amid), true));
@@ -202,6 +219,30 @@ mod tests {
         let later = Arc::new(Abort::default());
         drop(occupied.enter(&later));
         assert_eq!((later.reason(), later.was_lost()), (Some(amid), true));
+    }
+
+    #[test]
+    fn a_lost_peer_ends_calls_until_they_have_the_channels_of_a_later_incarnation() {
+        let occupied = Occupied::default();
+        let ended = || {
+            let abort = Arc::new(Abort::default());
+            drop(occupied.enter(&abort));
+            abort.reason().map(|reason| reason.text)
+        };
+        occupied.lost(1, "first");
+        assert_eq!(ended().as_deref(), Some("first"));
+        occupied.renew(2);
+        // The end of the old channel may be noticed later.
+        occupied.lost(1, "first");
+        assert_eq!(ended(), None);
+        // The next one may be lost before the driver has renewed its channels.
+        occupied.lost(2, "second");
+        occupied.lost(3, "third");
+        occupied.renew(3);
+        assert_eq!(ended().as_deref(), Some("third"));
+        occupied.raise(Reason::other("cancelled"));
+        occupied.renew(4);
+        assert_eq!(ended().as_deref(), Some("cancelled"));
     }
 
     #[test]

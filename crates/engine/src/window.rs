@@ -46,6 +46,20 @@ struct Budget {
 }
 
 impl Budget {
+    fn new(round_trip: Duration, queueing: Duration, smallest: u64) -> Self {
+        Self {
+            round_trip,
+            queueing,
+            probe: None,
+            smallest,
+            bytes: smallest.max(4 << 20),
+            rate: 0.0,
+            interval_start: None,
+            interval_bytes: 0,
+            interval_limited: false,
+        }
+    }
+
     /// Records that bytes have entered, so that `in_flight` are now under way.
     fn entered(&mut self, in_flight: u64, now: impl FnOnce() -> Instant) {
         if self.probe.is_none() {
@@ -195,18 +209,7 @@ impl Window {
         let part = downtime / PART_OF_DOWNTIME;
         let queueing = queueing(downtime);
         let allowance = round_trip.min(part) + queueing;
-        let smallest = 2 * batch;
-        let budget = Budget {
-            round_trip,
-            queueing,
-            probe: None,
-            smallest,
-            bytes: smallest.max(4 << 20),
-            rate: 0.0,
-            interval_start: None,
-            interval_bytes: 0,
-            interval_limited: false,
-        };
+        let budget = Budget::new(round_trip, queueing, 2 * batch);
         Self {
             state: Mutex::new(State {
                 budget,
@@ -322,6 +325,15 @@ impl Window {
     pub fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
+    }
+
+    /// Opens a closed window for a new connection with this `round_trip`. Nothing is in flight; what was delivered stays counted.
+    pub fn reopen(&self, round_trip: Duration) {
+        let mut state = self.lock();
+        let Budget { queueing, smallest, .. } = state.budget;
+        state.budget = Budget::new(round_trip, queueing, smallest);
+        (state.in_flight, state.on_wire, state.closed) = (0, 0, false);
+        state.update_idle(Instant::now());
     }
 
     /// Returns the bytes in flight.
@@ -494,6 +506,22 @@ mod tests {
         assert_eq!(still_first, first);
         assert_eq!((all.carried, all.packets), (Carried { normal_pages: 5, zero_pages: 7, bytes: 8390 }, 2));
         assert!(all.carried.pages() == 12 && all.last >= first.last && first.last.is_some());
+    }
+
+    #[test]
+    fn a_window_that_is_opened_again_is_empty_and_keeps_what_was_delivered() {
+        let window = Window::new(1 << 20, Duration::ZERO, Duration::ZERO);
+        window.enter(5 << 20).unwrap();
+        let carried = Carried { normal_pages: 3, ..Carried::default() };
+        window.acknowledge(1 << 20, &carried, 1);
+        window.close();
+        assert_eq!(window.enter(1), Err(WindowClosed));
+
+        window.reopen(Duration::ZERO);
+
+        assert_eq!((window.in_flight(), window.delivered().1.carried), (0, carried));
+        window.enter(3 << 20).unwrap();
+        assert_eq!(window.try_enter(2 << 20), Ok(false), "it has its first size");
     }
 
     #[test]

@@ -68,6 +68,9 @@ pub struct Machine {
     pub ram: u64,
     /// The downtime that the source promises, in milliseconds, 0 if it promises none.
     pub downtime_ms: u64,
+    /// With the capability `resume-1`: how long the source tries to reach a destination that it has lost before the decision, in milliseconds.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub retry_ms: u64,
     /// The RAM blocks, by number, where the two sides must agree on them before anything moves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub blocks: Vec<Block>,
@@ -80,6 +83,10 @@ pub struct Machine {
     /// With the capability `opening-1`: bytes of the source's monitor for the destination's, at most [`MAX_OPENING`].
     #[serde(default, skip_serializing_if = "Vec::is_empty", with = "hexadecimal")]
     pub opening: Vec<u8>,
+}
+
+fn is_zero<T: Default + PartialEq>(number: &T) -> bool {
+    *number == T::default()
 }
 
 /// Bytes as a text of hexadecimal digits.
@@ -211,12 +218,6 @@ pub struct DestinationFigures {
     /// Milliseconds for which the message that the guest runs was held back, to watch its first moment. No downtime: it runs meanwhile.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub watched_ms: f64,
-}
-
-// For serde: by reference.
-#[allow(clippy::trivially_copy_pass_by_ref)]
-fn is_zero(value: &f64) -> bool {
-    *value == 0.0
 }
 
 /// The source's progress, for what the destination shows.

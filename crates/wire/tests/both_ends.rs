@@ -220,6 +220,7 @@ fn switch_over(memory: Memory) -> (bool, bool) {
                     None
                 }
                 SourceAction::AnnounceSelf | SourceAction::Connect => None,
+                SourceAction::HoldRounds | SourceAction::ContinueRounds => panic!("no connection was lost"),
             };
             assert!(!(runs_at_source && runs_at_destination), "two guests run");
             source_actions.extend(answer.into_iter().flat_map(|event| source.on(event)));

@@ -17,7 +17,7 @@ mod state;
 #[path = "switchover_model/world.rs"]
 mod world;
 
-use properties::{DIRECT_MUTANTS, MUTANTS, Mutant, POST_COPY_MUTANTS};
+use properties::{DIRECT_MUTANTS, MUTANTS, Mutant, POST_COPY_MUTANTS, RESUMING_MUTANTS};
 use state::{Budget, Mode, State};
 use stateright::{Checker, HasDiscoveries, Model};
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -68,6 +68,11 @@ fn explore_post_copy(name: &str, pages: u8, budget: Budget) -> HashSet<CrashPoin
     explore_world(name, World { pages, ..World::new(Mode::PostCopy, budget, Mutant::None) })
 }
 
+/// As [`explore`], directly, where a lost connection only interrupts the migration while the guest runs.
+fn explore_resuming(name: &str, budget: Budget) {
+    explore_world(name, World { resumes: true, ..World::new(Mode::Direct, budget, Mutant::None) });
+}
+
 fn explore_world(name: &str, world: World) -> HashSet<CrashPoint> {
     let begun = Instant::now();
     let checker = world.checker().threads(threads()).spawn_bfs().join();
@@ -108,6 +113,16 @@ fn any_two_troubles_directly() {
 }
 
 #[test]
+fn three_crashes_or_lost_connections_with_resuming() {
+    explore_resuming("three crashes or lost connections, with resuming", Budget { total: 3, ..CRASHES_AND_LOSSES });
+}
+
+#[test]
+fn any_two_troubles_with_resuming() {
+    explore_resuming("any two troubles, with resuming", Budget { total: 2, strangers: 0, ..ANY });
+}
+
+#[test]
 fn any_two_troubles_in_post_copy() {
     let budget = Budget { total: 2, qemu_failures: 0, strangers: 0, silent_devices: 0, ..ANY };
     let passed = explore_post_copy("any two troubles, in post-copy", 1, budget);
@@ -125,6 +140,9 @@ fn crashes_and_lost_connections_in_post_copy() {
 /// of the states in which nothing is left to do this says: in the end exactly one guest runs.
 #[test]
 fn every_history_ends() {
+    let resuming =
+        World { resumes: true, ..World::new(Mode::Direct, Budget { total: 2, ..CRASHES_AND_LOSSES }, Mutant::None) };
+    assert!(without_circles(&resuming) > 1000);
     every_history_ends_with(&[
         (Mode::Stream, &[Budget { total: 3, ..CRASHES_AND_LOSSES }, Budget { total: 2, ..ANY }]),
         (Mode::Direct, &[Budget { total: 2, ..CRASHES_AND_LOSSES }, Budget { total: 1, strangers: 0, ..ANY }]),
@@ -182,10 +200,10 @@ fn without_circles(world: &World) -> usize {
 #[test]
 fn wrong_drivers_are_caught() {
     let budget = Budget { total: 2, crashes: 1, qemu_deaths: 0, hosts: 0, cancels: 0, stale_recovers: 0, ..ANY };
-    let direct = DIRECT_MUTANTS.iter().map(|mutant| (Mode::Direct, mutant));
-    let post_copy = POST_COPY_MUTANTS.iter().map(|mutant| (Mode::PostCopy, mutant));
-    let stream = MUTANTS.iter().map(|mutant| (Mode::Stream, mutant));
-    for (mode, &(mutant, property)) in stream.chain(direct).chain(post_copy) {
+    let of_mode = |mode, resumes, mutants: &'static [_]| mutants.iter().map(move |mutant| (mode, resumes, mutant));
+    let stream = of_mode(Mode::Stream, false, MUTANTS).chain(of_mode(Mode::Direct, false, DIRECT_MUTANTS));
+    let others = of_mode(Mode::Direct, true, RESUMING_MUTANTS).chain(of_mode(Mode::PostCopy, false, POST_COPY_MUTANTS));
+    for (mode, resumes, &(mutant, property)) in stream.chain(others) {
         let begun = Instant::now();
         let caught = HasDiscoveries::AnyOf(BTreeSet::from([property]));
         let total = match mode {
@@ -194,7 +212,7 @@ fn wrong_drivers_are_caught() {
             Mode::PostCopy => 1,
             Mode::Stream | Mode::Direct => budget.total,
         };
-        let checker = World::new(mode, Budget { total, ..budget.clone() }, mutant)
+        let checker = World { resumes, ..World::new(mode, Budget { total, ..budget.clone() }, mutant) }
             .checker()
             .threads(threads())
             .finish_when(caught)

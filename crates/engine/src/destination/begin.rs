@@ -1,15 +1,16 @@
 //! The destination until its migration begins: waits for a source, agrees with it, and makes the driver.
 
 use std::panic::resume_unwind;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::Builder;
+use std::time::Duration;
 
 use sterna_wire::control::{Block, ControlMessage, Hello, Machine, Mode};
 use sterna_wire::reason::Reason;
 use sterna_wire::switchover::{DestinationState, DestinationSwitchover, RecordState};
 
 use super::channels::PostCopyChannels;
-use super::driver::{Devices, Driver, Event, Loading};
+use super::driver::{Devices, Driver, Event, StateSinks};
 use super::monitor_calls::monitor_calls;
 use super::target::{RamSink, Target};
 use super::{Destination, Listening, ReadyDestination, ReadyMachine, Settings, post_copy};
@@ -20,7 +21,7 @@ use crate::cpu_time::CpuTime;
 use crate::device_state::load::LoadingDevices;
 use crate::device_state::{self, DeviceChannels, DeviceId};
 use crate::migration::{
-    Cause, DELTA, ErrorKind, MigrationError, POST_COPY, RETRANSMIT, difference, machine, size_difference,
+    Cause, DELTA, ErrorKind, MigrationError, POST_COPY, RESUME, RETRANSMIT, difference, machine, size_difference,
 };
 use crate::monitor::{CaughtObserver, DestinationMonitor};
 use crate::occupied::Occupied;
@@ -33,7 +34,6 @@ use crate::session::{
     AcceptedSource, ChannelAcceptor, ConnectionEvent, Features, Handshake, OPENING, OnConnectionEvent, Peer, Sinks,
     link_events,
 };
-use crate::state::{Part, StateSink, state_sink};
 use crate::switchover::{DestinationKernel, DestinationSetup, Events, Ledger, Receiving, cancelled, run_destination};
 use crate::transport::{Address, Incoming, Stop, Writer};
 use crate::vmm::DestinationVmm;
@@ -66,6 +66,7 @@ pub(super) fn run(
     };
     let mut offered = Destination::FEATURES.offered.to_vec();
     offered.push(OPENING);
+    offered.extend((!ready.settings.retry.is_zero()).then_some(RESUME));
     offered.extend(given.as_ref().is_none_or(|given| given.no_post_copy.is_none()).then_some(POST_COPY));
     let features = Features { offered: &offered, ..Destination::FEATURES };
     let handshake = Handshake { takes: &[(Mode::Embedded, features)], refusals: &refusals, describe: None };
@@ -198,7 +199,7 @@ fn take(
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
     let ReadyDestination { settings, fence, .. } = ready;
-    let Settings { state_dir, sandboxed, linger, stall, give_up_after, monitor } = settings;
+    let Settings { state_dir, sandboxed, linger, retry, stall, give_up_after, monitor } = settings;
     let ReadyMachine { target, devices, device_share } = machine;
     let AcceptedSource { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = source;
     observer.note(&format!("migration {} from {peer}", session.id));
@@ -224,14 +225,15 @@ fn take(
     let devices = Devices::new(devices, &machine, device_share);
     let ending = devices.known();
     abort.on_end(move || ending.end());
-    let begun = events.clone();
-    let (state_sink, ahead, last) = state_sink(move |part| {
-        begun.send(Event::State(part));
-    });
+    let state_sinks = StateSinks::new(events.clone());
+    let loading = state_sinks.renew();
+    // The state of devices cannot be loaded again.
+    let resumes = session.has(RESUME) && machine.devices.is_empty();
+    let retry = if resumes { retry.min(Duration::from_millis(machine.retry_ms)) } else { Duration::ZERO };
     let sinks = TargetSinks {
         target: Arc::clone(&target),
         agreement: PageAgreement { deltas: session.has(DELTA), retransmission: session.has(RETRANSMIT) },
-        state: Mutex::new(Some(state_sink)),
+        state: state_sinks.clone(),
         mixed: devices.on(DeviceChannels::Mixed),
         serial: devices.on(DeviceChannels::Serial),
         own: devices.on(DeviceChannels::Own(0)),
@@ -252,6 +254,7 @@ fn take(
         events,
         abort,
         cancel,
+        retry,
         observer,
     });
     let (calls, calls_in) = monitor_calls();
@@ -264,7 +267,8 @@ fn take(
         channels,
         faults: None,
         devices,
-        loading: Loading::arriving(ahead, last),
+        loading,
+        state_sinks,
         target,
         occupied,
         faults_before: if sandboxed { 0 } else { process::faults(std::process::id()) },
@@ -288,8 +292,8 @@ fn take(
 fn on_connection(events: &Events<Event>, occupied: &Occupied) -> OnConnectionEvent {
     let (pass_on, monitor_call) = (events.on_connection(), occupied.clone());
     Arc::new(move |news| {
-        if let ConnectionEvent::Control(_, ControlEvent::Lost(reason)) = &news {
-            monitor_call.lost(format_args!("the source was lost: {reason}"));
+        if let ConnectionEvent::Control(incarnation, ControlEvent::Lost(reason)) = &news {
+            monitor_call.lost(*incarnation, format_args!("the source was lost: {reason}"));
         }
         pass_on(news);
     })
@@ -305,10 +309,10 @@ impl Drop for StopAtEnd {
 }
 
 /// The sinks of this migration's channels.
-struct TargetSinks<F> {
+struct TargetSinks {
     target: Arc<Target>,
     agreement: PageAgreement,
-    state: Mutex<Option<StateSink<F>>>,
+    state: StateSinks,
     /// The devices, where their state arrives on RAM channels.
     mixed: Option<Arc<LoadingDevices>>,
     /// The devices, where their state arrives on the stream channel.
@@ -317,16 +321,14 @@ struct TargetSinks<F> {
     own: Option<Arc<LoadingDevices>>,
 }
 
-impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
+impl Sinks for TargetSinks {
     fn ram(&self, index: u16) -> ChannelSink {
         let pages = RamSink::new(&self.target, index, self.agreement);
         ChannelSink::new().with_pages(pages).with_device_pieces(self.mixed.clone())
     }
 
     fn stream(&self) -> ChannelSink {
-        let sink = self.state.lock().expect("no thread panics with the lock held").take();
-        let records = sink.expect("the acceptor admits one stream channel");
-        ChannelSink::new().with_stream(records).with_device_pieces(self.serial.clone())
+        ChannelSink::new().with_stream(self.state.take()).with_device_pieces(self.serial.clone())
     }
 
     fn devices(&self) -> Option<ChannelSink> {

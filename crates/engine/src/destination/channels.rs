@@ -19,7 +19,7 @@ pub(super) struct PostCopyChannels(Arc<Mutex<PostCopyThreads>>);
 
 #[derive(Default)]
 struct PostCopyThreads {
-    /// The incarnation of the newest channel.
+    /// The incarnation of the newest channel; 0 before the first.
     latest: u32,
     threads: Vec<JoinHandle<()>>,
 }
@@ -36,8 +36,8 @@ impl PostCopyChannels {
             if header.index > 0 || header.incarnation <= channels.latest {
                 return Err(Box::new((connection, "the post-copy channel exists already".into())));
             }
-            channels.latest = header.incarnation;
-            let (post_copy, first) = (Arc::clone(post_copy), header.incarnation == 1);
+            let first = std::mem::replace(&mut channels.latest, header.incarnation) == 0;
+            let post_copy = Arc::clone(post_copy);
             let (abort, failed, closer) = (Arc::clone(abort), Arc::clone(abort), connection.closer());
             let closing = abort.on_end_while_held(move || closer.close());
             let mut sink = ChannelSink::new().with_pages(RamSink::of_post_copy(&target));

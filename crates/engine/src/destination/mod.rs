@@ -70,6 +70,7 @@ struct Settings {
     state_dir: Option<StateDir>,
     sandboxed: bool,
     linger: Duration,
+    retry: Duration,
     stall: Option<Duration>,
     give_up_after: Option<Duration>,
     monitor: MonitorRecord,
@@ -184,6 +185,7 @@ impl Destination {
                 state_dir: None,
                 sandboxed: false,
                 linger: LINGER,
+                retry: Duration::ZERO,
                 stall: None,
                 give_up_after: None,
                 monitor: MonitorRecord::default(),
@@ -233,6 +235,19 @@ impl Destination {
     #[must_use]
     pub fn linger(mut self, time: Duration) -> Self {
         self.settings.linger = time;
+        self
+    }
+
+    /// Sets how long a source that was lost while the guest's memory arrives is waited for, so that the migration goes on with what is here; no
+    /// longer than the source [dials](crate::source::TimeLimits::retry). Zero, the default: the migration ends. Where state has arrived ahead, where
+    /// devices are sent separately, once the final state arrives, and in post-copy the loss of the source has the effect that it has without
+    /// this time.
+    ///
+    /// A destination that is [accepted](Destination::take) by a handshake made elsewhere waits only if that handshake has offered the capability
+    /// [`RESUME`](crate::migration::RESUME).
+    #[must_use]
+    pub fn retry(mut self, time: Duration) -> Self {
+        self.settings.retry = time;
         self
     }
 

@@ -325,6 +325,9 @@ impl SavingDevices {
 
     /// Waits until all devices have saved, or fails where the migration is being taken down.
     pub(crate) fn await_saved(&self) -> Result<(), WindowClosed> {
+        if self.is_empty() {
+            return Ok(());
+        }
         let mut state = self.state();
         while !state.over && state.devices.iter().any(|known| known.saved.is_none()) {
             state = self.wait(state);

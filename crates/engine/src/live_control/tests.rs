@@ -35,11 +35,14 @@ fn each_stage_has_its_answers() {
         control.begin_ending(RoundsEnd::PostCopy);
     };
     let runs_on: fn(&Control) = |control| assert!(!control.stays_paused(false));
-    let table: [Row<'_>; 8] = [
+    let interrupted: fn(&Control) = Control::rounds_go_on;
+    let table: [Row<'_>; 10] = [
         ("being connected", &[], [Accepted, Accepted, Accepted, NotAgreed], Accepted),
         ("rounds", &[AGREED], [Accepted; 4], Accepted),
         ("pausing", &[AGREED, PAUSING], [Accepted, Accepted, Accepted, TooLate], Accepted),
         ("running on", &[AGREED, PAUSING, runs_on], [Accepted; 4], Accepted),
+        ("interrupted before the pause", &[AGREED, PAUSING, interrupted], [Accepted; 4], Accepted),
+        ("interrupted before post-copy", &[AGREED, post_copy, interrupted], [Accepted; 4], Accepted),
         ("paused", &[AGREED, PAUSING, PAUSED], [Accepted, TooLate, TooLate, TooLate], Accepted),
         ("decided", &[AGREED, PAUSING, PAUSED, DECIDED], [TooLate; 4], TooLate),
         ("post-copy begins", &[AGREED, post_copy], [Accepted, TooLate, TooLate, TooLate], Accepted),

@@ -88,6 +88,8 @@ pub fn recover_destination(
     let (machine, first) = DestinationSwitchover::recover(state, guest, fenced_peer);
     let on_connection = events.on_connection();
     let kernel = DestinationKernel::new(DestinationSetup {
+        // A recovery receives no memory.
+        retry: Duration::ZERO,
         machine,
         peer: unconnected_peer(),
         ledger: record.into(),

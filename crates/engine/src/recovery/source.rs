@@ -89,6 +89,8 @@ pub fn recover_source(
         ledger: record.into(),
         events,
         limits: DeliveryLimits {
+            // A recovery sends no memory.
+            retry: Duration::ZERO,
             decision: dial_time,
             start: Some(dial_time.saturating_mul(START_FACTOR)),
             abort: tell_time,

@@ -4,21 +4,24 @@
 //! |---|---|---|
 //! | an item | [`ChannelLedger::queued`], by the thread that hands it over | [`ChannelLedger::all_written`], when all its packets are written |
 //! | a packet | [`ChannelLedger::next_packet`], which gives it its number | [`ChannelLedger::acknowledge`], which releases what the packet holds |
+//! | pages of guest RAM | [`ChannelLedger::queued`], where the channel keeps them in mind | the acknowledgement of their item's last packet |
 //! | refused pages | [`ChannelLedger::refuse`], by the acknowledging thread | [`ChannelLedger::take_refused`], by the sending thread, which retransmits them |
 //!
 //! What an acknowledgement releases is in the packet's entry ([`InFlight`]): bytes of the window, pages that count as delivered, and the
 //! arrival of a piece of device state. The channel has drained when nothing is left in any of the three rows.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use sterna_offload::Producer;
-use sterna_wire::packet::{Ack, PageRequest};
+use sterna_wire::packet::{Ack, PageRequest, Run};
 use sterna_wire::sequence::{BadAcknowledgement, SendSequence};
 
 use super::counters::SendCounters;
+use crate::item::Item;
 use crate::window::{Carried, Window, WindowClosed};
 
 /// Receives the arrivals of pieces of device state.
@@ -62,6 +65,16 @@ impl Suspect {
     }
 }
 
+/// An item of pages of guest RAM, not all of which are acknowledged.
+#[derive(Debug)]
+struct Unconfirmed {
+    block: u16,
+    /// Number of its runs.
+    runs: usize,
+    /// Its last packet; none while packets of it are to be written.
+    last: Option<u64>,
+}
+
 /// Pages that the destination requests again.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RefusedPages {
@@ -88,12 +101,28 @@ struct State {
     /// Each packet not yet acknowledged, oldest first.
     in_flight: VecDeque<InFlight>,
     refused: Vec<RefusedPages>,
+    /// The items that are not acknowledged, oldest first, and their runs. Empty unless the channel keeps pages in mind.
+    unconfirmed: VecDeque<Unconfirmed>,
+    runs: VecDeque<Run>,
+    /// Refused pages that the sending thread has taken, each with the packet that retransmits them, or a later one.
+    retransmitted: Vec<(PageRequest, u64)>,
     /// Nothing more will be sent: the peer may close the channel.
     finished: bool,
     /// The channel has ended: nothing more will be acknowledged.
     ended: bool,
     /// Number of threads that wait for a change: waking costs a system call even where no thread waits.
     waiting: u32,
+}
+
+impl State {
+    /// Forgets the pages of items that are acknowledged.
+    fn confirm(&mut self) {
+        let acknowledged = self.sequence.acknowledged();
+        while let Some(item) = self.unconfirmed.pop_front_if(|item| item.last.is_some_and(|last| last <= acknowledged))
+        {
+            self.runs.drain(..item.runs);
+        }
+    }
 }
 
 /// The ledger of one channel.
@@ -105,34 +134,58 @@ pub(super) struct ChannelLedger {
     changed: Condvar,
     window: Arc<Window>,
     arrivals: Option<Arc<dyn PieceArrivals>>,
+    /// Whether pages are kept in mind until they are acknowledged.
+    keeps_pages: bool,
     /// How long the receiver was busy since the last [`ChannelLedger::take_busy`], in microseconds.
     busy_us: AtomicU64,
     pub(super) counters: SendCounters,
 }
 
 impl ChannelLedger {
-    /// Makes an empty ledger of a channel whose packets are in `window`. `arrivals` receives the arrivals of device state.
-    pub(super) fn new(window: Arc<Window>, arrivals: Option<Arc<dyn PieceArrivals>>) -> Self {
+    /// Makes an empty ledger of a channel whose packets are in `window`. `arrivals` receives the arrivals of device state. `keeps_pages`: the
+    /// ledger can tell which pages are [not acknowledged](Self::unconfirmed_pages); only one thread hands them over then.
+    pub(super) fn new(window: Arc<Window>, arrivals: Option<Arc<dyn PieceArrivals>>, keeps_pages: bool) -> Self {
         Self {
             queued_items: AtomicU64::new(0),
             state: Mutex::default(),
             changed: Condvar::new(),
             window,
             arrivals,
+            keeps_pages,
             busy_us: AtomicU64::new(0),
             counters: SendCounters::default(),
         }
     }
 
-    /// Counts an item that is about to be queued.
-    pub(super) fn queued(&self) {
+    /// Counts an item without pages of guest RAM.
+    pub(super) fn count_queued(&self) {
         self.queued_items.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts an item that is about to be queued.
+    pub(super) fn queued(&self, item: &Item) {
+        self.count_queued();
+        if self.keeps_pages {
+            let (block, runs) = match item {
+                Item::Guest(wanted) => (wanted.pages.block, wanted.pages.runs()),
+                _ => (0, &[][..]),
+            };
+            let mut state = self.state();
+            state.unconfirmed.push_back(Unconfirmed { block, runs: runs.len(), last: None });
+            state.runs.extend(runs);
+        }
     }
 
     /// Records that all packets of the first `items` items are written.
     pub(super) fn all_written(&self, items: u64) {
         let mut state = self.state();
+        let (last, newly_written) = (state.sequence.last(), (items - state.written_items) as usize);
         state.written_items = items;
+        if self.keeps_pages {
+            let unwritten = state.unconfirmed.iter_mut().filter(|item| item.last.is_none());
+            unwritten.take(newly_written).for_each(|item| item.last = Some(last));
+            state.confirm();
+        }
         self.wake(state);
     }
 
@@ -171,6 +224,7 @@ impl ChannelLedger {
                 arrivals.arrived(device, bytes);
             }
         }
+        state.confirm();
         self.wake(state);
         if released > 0 || with_pages > 0 {
             self.window.acknowledge(released, &delivered, with_pages);
@@ -189,8 +243,32 @@ impl ChannelLedger {
     pub(super) fn take_refused(&self, pages: &mut Vec<RefusedPages>) -> u64 {
         debug_assert!(pages.is_empty());
         let mut state = self.state();
+        let (last, acknowledged) = (state.sequence.last(), state.sequence.acknowledged());
+        if self.keeps_pages {
+            // Those that were taken before are written by now.
+            state.retransmitted.retain_mut(|(_, packet)| {
+                *packet = last.min(*packet);
+                *packet > acknowledged
+            });
+            let State { refused, retransmitted, .. } = &mut *state;
+            retransmitted.extend(refused.iter().map(|refused| (refused.pages, u64::MAX)));
+        }
         std::mem::swap(&mut state.refused, pages);
-        state.sequence.acknowledged()
+        acknowledged
+    }
+
+    /// Passes to `add` all pages that were handed over and may not be placed: those of items that are not acknowledged as a whole, and those that
+    /// were refused. Only where the channel keeps pages in mind.
+    pub(super) fn unconfirmed_pages(&self, mut add: impl FnMut(u16, Range<u64>)) {
+        let state = self.state();
+        let mut runs = state.runs.iter();
+        for item in &state.unconfirmed {
+            runs.by_ref().take(item.runs).for_each(|run| add(item.block, run.first..run.end()));
+        }
+        let refused = state.refused.iter().map(|refused| refused.pages);
+        for pages in refused.chain(state.retransmitted.iter().map(|(pages, _)| *pages)) {
+            add(pages.block, pages.first..pages.first + u64::from(pages.count));
+        }
     }
 
     /// Waits until everything that was handed over so far is written and acknowledged. Fails where the channel ends before.
@@ -256,6 +334,8 @@ mod tests {
     use std::sync::Mutex;
 
     use super::*;
+    use crate::batch::BatchPool;
+    use crate::item::{GuestPages, SendMode};
 
     #[derive(Debug, Default)]
     struct Arrivals(Mutex<Vec<(u16, u32)>>);
@@ -269,7 +349,58 @@ mod tests {
     fn ledger() -> (ChannelLedger, Arc<Window>, Arc<Arrivals>) {
         let window = Arc::new(Window::new(4096, Duration::ZERO, Duration::ZERO));
         let arrivals = Arc::new(Arrivals::default());
-        (ChannelLedger::new(Arc::clone(&window), Some(Arc::clone(&arrivals) as _)), window, arrivals)
+        (ChannelLedger::new(Arc::clone(&window), Some(Arc::clone(&arrivals) as _), true), window, arrivals)
+    }
+
+    /// An item of pages that are read from guest RAM, and these pages.
+    fn pages(first: u64, count: u32) -> Item {
+        let ram = crate::accelerator::tests::ram_of(&[&[1]]);
+        let mut pages = BatchPool::new(1, 0).take(0).unwrap();
+        pages.push_normal(first, count, 0);
+        Item::Guest(GuestPages { ram, pages, post_copy: None, mode: SendMode::Usual })
+    }
+
+    fn unconfirmed(ledger: &ChannelLedger) -> Vec<(u16, Range<u64>)> {
+        let mut pages = Vec::new();
+        ledger.unconfirmed_pages(|block, run| pages.push((block, run)));
+        pages
+    }
+
+    #[test]
+    fn pages_are_confirmed_when_the_last_packet_of_their_item_is_acknowledged() {
+        let (ledger, ..) = ledger();
+        ledger.queued(&pages(10, 5));
+        ledger.queued(&pages(20, 1));
+        ledger.next_packet(InFlight::default());
+        ledger.next_packet(InFlight::default());
+        ledger.acknowledge(&ack(1)).unwrap();
+        assert_eq!(unconfirmed(&ledger), [(0, 10..15), (0, 20..21)], "not all of the first is written");
+        ledger.all_written(1);
+        assert_eq!(unconfirmed(&ledger), [(0, 10..15), (0, 20..21)], "the second packet is on its way");
+        ledger.acknowledge(&ack(2)).unwrap();
+        assert_eq!(unconfirmed(&ledger), [(0, 20..21)]);
+        // All of its pages were left out, because the destination has them.
+        ledger.all_written(2);
+        assert_eq!(unconfirmed(&ledger), []);
+    }
+
+    #[test]
+    fn refused_pages_are_unconfirmed_until_the_packets_that_retransmit_them_are_acknowledged() {
+        let (ledger, ..) = ledger();
+        let request = PageRequest { block: 3, first: 7, count: 2 };
+        ledger.next_packet(InFlight::default());
+        ledger.refuse(&mut vec![RefusedPages { packet: 1, pages: request }]);
+        ledger.acknowledge(&ack(1)).unwrap();
+        let lacks = [(3, 7..9)];
+        assert_eq!(unconfirmed(&ledger), lacks);
+        ledger.take_refused(&mut Vec::new());
+        ledger.next_packet(InFlight::default());
+        assert_eq!(unconfirmed(&ledger), lacks);
+        ledger.take_refused(&mut Vec::new());
+        assert_eq!(unconfirmed(&ledger), lacks, "written, not acknowledged");
+        ledger.acknowledge(&ack(2)).unwrap();
+        ledger.take_refused(&mut Vec::new());
+        assert_eq!(unconfirmed(&ledger), []);
     }
 
     fn ack(sequence: u64) -> Ack {
@@ -304,7 +435,7 @@ mod tests {
     fn a_channel_has_drained_when_its_items_are_written_and_acknowledged_and_nothing_is_refused() {
         let (ledger, ..) = ledger();
         let page = RefusedPages { packet: 1, pages: PageRequest { block: 0, first: 7, count: 1 } };
-        ledger.queued();
+        ledger.queued(&Item::Retransmit);
         ledger.next_packet(InFlight::default());
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| ledger.drained());

@@ -37,6 +37,7 @@ mod sent_pages;
 mod thread;
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::thread::{Builder, JoinHandle};
@@ -107,6 +108,8 @@ pub struct SendContext {
     pub deltas: DeltaSetting,
     /// Where the state of devices is sent too: what receives the arrivals of its pieces.
     pub arrivals: Option<Arc<dyn PieceArrivals>>,
+    /// Whether the channels know which pages were not acknowledged ([`SendChannel::unconfirmed_pages`]).
+    pub keeps_pages: bool,
 }
 
 impl SendContext {
@@ -130,6 +133,7 @@ impl SendContext {
             refusals: None,
             deltas: DeltaSetting::None,
             arrivals: None,
+            keeps_pages: false,
         }
     }
 }
@@ -149,7 +153,8 @@ impl SendChannel {
     /// A thread cannot be started, or an encoder cannot be made.
     pub fn start(name: &str, writer: Writer, reader: Reader, context: SendContext) -> io::Result<Self> {
         let (queue, items) = sync_channel(QUEUE_LENGTH);
-        let ledger = Arc::new(ChannelLedger::new(Arc::clone(&context.window), context.arrivals.clone()));
+        let ledger =
+            Arc::new(ChannelLedger::new(Arc::clone(&context.window), context.arrivals.clone(), context.keeps_pages));
         let waits = Arc::clone(&ledger);
         context.abort.on_end(move || waits.end());
 
@@ -185,7 +190,7 @@ impl SendChannel {
     /// Queues `item`. Waits while the queue is full. Fails when the migration is being taken down.
     pub fn send(&self, item: Item) -> Result<(), WindowClosed> {
         if item.is_of_round() {
-            self.ledger.queued();
+            self.ledger.queued(&item);
         }
         self.queue.send(item).map_err(|_| WindowClosed)
     }
@@ -197,7 +202,7 @@ impl SendChannel {
         match self.queue.try_send(item) {
             Ok(()) => {
                 if counts {
-                    self.ledger.queued();
+                    self.ledger.count_queued();
                 }
                 Ok(None)
             }
@@ -215,6 +220,12 @@ impl SendChannel {
                 Drained::Refused => self.send(Item::Retransmit)?,
             }
         }
+    }
+
+    /// Passes to `add`, by block, all pages that were handed over and that the destination may not have. Only where the channels
+    /// [know](SendContext::keeps_pages) that.
+    pub fn unconfirmed_pages(&self, add: impl FnMut(u16, Range<u64>)) {
+        self.ledger.unconfirmed_pages(add);
     }
 
     /// Returns the counters of the channel.

@@ -331,7 +331,8 @@ mod tests {
         // More than any address space has.
         const TOO_MUCH: usize = 1 << 60;
         const PACKET: usize = 16 * PAGE_SIZE;
-        let ledger = || ChannelLedger::new(Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO)), None);
+        let ledger =
+            || ChannelLedger::new(Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO)), None, false);
         let lacks = |ledger: &ChannelLedger| ledger.counters.lacks_delta_cache.load(Ordering::Relaxed);
         for (cache, lacking) in [(1 << 20, 0), (TOO_MUCH, 1)] {
             let ledger = ledger();

@@ -147,16 +147,21 @@ impl ChannelAcceptor {
         self.state().open = true;
     }
 
-    /// Waits for the threads of the data channels that there were, whose alarm has been raised. From then on admits the data channels
-    /// of `incarnation`, which share `abort`.
-    pub fn renew(&self, incarnation: u32, abort: &Arc<Abort>) {
+    /// Admits no data channels from now on, and waits for the threads of those that there were, whose alarm has been raised.
+    pub fn close(&self) {
         self.state().open = false;
         self.join();
+    }
+
+    /// Waits for the threads of the data channels that there were, whose alarm has been raised. From then on admits the data channels
+    /// of `incarnation`, which share `abort`; the stream channel, too, if the stream begins again.
+    pub fn renew(&self, incarnation: u32, abort: &Arc<Abort>, with_stream: bool) {
+        self.close();
         let mut state = self.state();
         (state.before, state.placed_before) = (state.pages_placed(), state.packets_placed());
         state.counters.clear();
         state.ram.fill(None);
-        // `stream` stays set: the stream has been read to its end.
+        state.stream &= !with_stream;
         (state.data_incarnation, state.abort, state.open) = (incarnation, Arc::clone(abort), true);
     }
 

@@ -67,6 +67,11 @@ pub struct Source {
 pub struct TimeLimits {
     /// Time during which no byte of the guest is sent or acknowledged while its memory is sent; none: no limit.
     pub stall: Option<Duration>,
+    /// Time in which a destination that was lost while the guest's memory is sent is dialled, so that the migration goes on with what the
+    /// destination has; the destination has to [wait](crate::destination::Destination::retry), too. Zero: the migration ends. Where state was
+    /// sent ahead, where devices are sent separately, once the guest is being paused, and in post-copy the loss of the destination has the
+    /// effect that it has without this time.
+    pub retry: Duration,
     /// Time for each step while the guest is paused: the last pages, loading at the destination. Ten times the target downtime, if that is
     /// longer.
     pub step: Duration,
@@ -85,10 +90,11 @@ pub struct TimeLimits {
 }
 
 impl Default for TimeLimits {
-    /// No limit, 30 s, 60 s, none, 5 s, and 100 ms.
+    /// No limit, zero, 30 s, 60 s, none, 5 s, and 100 ms.
     fn default() -> Self {
         Self {
             stall: None,
+            retry: Duration::ZERO,
             step: Duration::from_secs(30),
             delivery: DELIVERY_TIME,
             start: None,
@@ -103,6 +109,12 @@ impl TimeLimits {
     #[must_use]
     pub fn stall(self, stall: Option<Duration>) -> Self {
         Self { stall, ..self }
+    }
+
+    /// Sets [`TimeLimits::retry`].
+    #[must_use]
+    pub fn retry(self, retry: Duration) -> Self {
+        Self { retry, ..self }
     }
 
     /// Sets [`TimeLimits::step`].

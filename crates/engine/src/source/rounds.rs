@@ -4,9 +4,13 @@
 //! collected, and so cleared, before the pages that it names are read. In between the monitor waits until the input and output under way
 //! has written guest RAM ([`SourceVmm::settle_io`](crate::vmm::SourceVmm::settle_io)). After the guest has stopped the log is collected
 //! twice: at once, for the last round, and when the monitor and its devices have saved their state, which may write guest RAM.
+//!
+//! Where the destination is lost, the thread ends and leaves its [`Rounds`] to the driver. Their log is still on. All pages that were handed over and
+//! not acknowledged are pending again ([`Rounds::hold`]), and another thread goes on with them over new channels ([`Rounds::go_on_with`]).
 
 mod requests;
 
+use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -116,6 +120,29 @@ impl RoundStats {
     }
 }
 
+/// What a thread of the rounds works with, as long as the destination is connected.
+pub(super) struct Connections {
+    pub(super) pipeline: Arc<Pipeline>,
+    pub(super) orders: Receiver<Order>,
+    pub(super) news: Box<dyn FnMut(RoundEvent) + Send>,
+    /// Sends the totals to the destination. The driver cannot send them: it is busy with the state, of which the destination reads
+    /// nothing before it has the totals.
+    pub(super) totals: Option<ControlSender>,
+    pub(super) may_stop: bool,
+    pub(super) abort: Arc<Abort>,
+}
+
+/// How far the rounds are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Progressed {
+    /// The guest's writes are not tracked.
+    NotTracking,
+    /// The guest's writes are tracked, and what was populated before is to be found.
+    Tracking,
+    /// All pages that are to be sent are pending, or were handed over.
+    Sending,
+}
+
 /// Why the rounds ended before their end.
 enum Ended {
     /// The migration is being taken down; the alarm has the reason.
@@ -200,7 +227,7 @@ impl CurrentRound {
 }
 
 /// The rounds of one migration.
-pub(super) struct Rounds<N> {
+pub(super) struct Rounds {
     pub(super) ram: GuestRam,
     pub(super) log: Box<dyn DirtyLog>,
     pub(super) search: PageSearch,
@@ -209,10 +236,11 @@ pub(super) struct Rounds<N> {
     pub(super) devices: Arc<SavingDevices>,
     pub(super) started: Instant,
     pub(super) orders: Receiver<Order>,
-    pub(super) news: N,
-    /// Sends the totals to the destination. The driver cannot send them: it is busy with the state, of which the destination reads
-    /// nothing before it has the totals.
+    pub(super) news: Box<dyn FnMut(RoundEvent) + Send>,
     pub(super) totals: Option<ControlSender>,
+    pub(super) progressed: Progressed,
+    /// By block: the pages that are dirty and were not handed over.
+    pub(super) pending: Vec<PageBitmap>,
     pub(super) stats: Arc<Mutex<RoundStats>>,
     pub(super) unsent: Arc<Unsent>,
     pub(super) refusals: Arc<Refusals>,
@@ -233,12 +261,27 @@ pub(super) struct Rounds<N> {
     pub(super) abort: Arc<Abort>,
 }
 
-impl<N: FnMut(RoundEvent)> Rounds<N> {
-    /// Runs until the last round is acknowledged or the migration is taken down. The log is stopped in any case.
-    pub(super) fn run(mut self) {
-        let outcome = self.rounds();
+impl Rounds {
+    /// Runs until the last round is acknowledged, or as long as the destination is connected. Returns the rounds, with their log on, where they have
+    /// not come to an end of their own.
+    pub(super) fn run(mut self) -> Option<Self> {
+        let mut pending = std::mem::take(&mut self.pending);
+        let outcome = self.rounds(&mut pending);
+        self.pending = pending;
+        if let Err(Ended::TakenDown) = outcome {
+            return Some(self);
+        }
         if let Err(Ended::Failed(reason)) = outcome {
             (self.news)(RoundEvent::Failed(reason));
+        }
+        self.end();
+        None
+    }
+
+    /// Stops the log.
+    pub(super) fn end(mut self) {
+        if self.progressed == Progressed::NotTracking {
+            return;
         }
         if let Err(error) = self.log.stop() {
             // What it costs is that the guest stays a little slower; it must not cost the migration.
@@ -246,23 +289,66 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         }
     }
 
-    fn rounds(&mut self) -> Result<(), Ended> {
-        let mut pending = no_pages(&self.ram);
-        self.log.start().map_err(|error| Ended::memory(format_args!("the dirty log cannot be started: {error}")))?;
-        self.stats.lock().expect("no thread panics with the lock held").to_deliver =
-            self.ram.bytes() / PAGE_SIZE as u64;
+    /// Lets go of the channels, whose connections are closed: everything that was handed over and not acknowledged is pending again.
+    pub(super) fn hold(&mut self) {
+        let Self { search, pending, orders, .. } = self;
+        let mut add = |block: u16, run| pending[usize::from(block)].set(run);
+        for channel in &search.pipeline().channels {
+            channel.unconfirmed_pages(&mut add);
+        }
+        search.detach(add);
+        let unheeded: Vec<Order> = orders.try_iter().collect();
+        for order in unheeded {
+            let _ = self.heed(order);
+        }
+        self.control.control.rounds_go_on();
+    }
+
+    /// Prepares to go on over new connections.
+    pub(super) fn go_on_with(&mut self, connections: Connections) {
+        let Connections { pipeline, orders, news, totals, may_stop, abort } = connections;
+        let arrived = pipeline.window.delivered().1.carried.pages();
+        self.search.attach(pipeline, arrived);
+        (self.orders, self.news, self.totals, self.abort) = (orders, news, totals, abort);
+        self.may_stop = may_stop;
+        self.current.left = self.pending.iter().map(PageBitmap::count).sum();
+        if self.progressed != Progressed::NotTracking {
+            // The path may be another one, and the time without a connection does not count.
+            let measure = self.measure(self.current.left);
+            self.convergence.measure_anew(&measure);
+            self.announce();
+        }
+    }
+
+    fn rounds(&mut self, pending: &mut Vec<PageBitmap>) -> Result<(), Ended> {
+        if self.progressed == Progressed::NotTracking {
+            // Also where that fails, the log is stopped.
+            self.progressed = Progressed::Tracking;
+            self.log
+                .start()
+                .map_err(|error| Ended::memory(format_args!("the dirty log cannot be started: {error}")))?;
+            self.stats.lock().expect("no thread panics with the lock held").to_deliver =
+                self.ram.bytes() / PAGE_SIZE as u64;
+        }
+        // After an interruption, too: the log may have been collected just before.
         self.settle()?;
-        self.find_populated(&mut pending)?;
-        let (mut round, mut has_pages) = (0, true);
+        if self.progressed == Progressed::Tracking {
+            self.find_populated(pending)?;
+            self.progressed = Progressed::Sending;
+        }
+        let mut has_pages = true;
         loop {
             // A pass without dirty pages only checks what has arrived, so it does not count as a round.
-            round += u64::from(has_pages);
-            self.stats.lock().expect("no thread panics with the lock held").round = round;
+            let round = {
+                let mut stats = self.stats.lock().expect("no thread panics with the lock held");
+                stats.round += u64::from(has_pages);
+                stats.round
+            };
             self.current.begin_round(self.started.elapsed());
-            self.send(&mut pending)?;
+            self.send(pending)?;
             let (found, decision, pause) = loop {
                 self.devices.look();
-                let found = self.collect(&mut pending)?;
+                let found = self.collect(pending)?;
                 let (decision, pause) = self.decide(found);
                 if decision != Decision::Wait {
                     break (found, decision, pause);
@@ -288,7 +374,7 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
                 Decision::SwitchOver => {
                     (self.news)(RoundEvent::SwitchOver);
                     while self.order()? != Order::LastRound {}
-                    let found = self.collect(&mut pending)?;
+                    let found = self.collect(pending)?;
                     // State that devices have saved ahead is of no use once they were stopped and go on.
                     let stays = self.retries == MAX_RETRIES || !self.devices.is_empty();
                     self.obey(found);
@@ -304,11 +390,11 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         }
         (self.news)(RoundEvent::Stopped);
         self.current.end();
-        self.send(&mut pending)?;
-        if self.collect_after_saving(&mut pending)? > 0 {
-            self.send(&mut pending)?;
+        self.send(pending)?;
+        if self.collect_after_saving(pending)? > 0 {
+            self.send(pending)?;
         }
-        self.send_totals()
+        self.send_totals(pending)
     }
 
     /// Adds to `pending` the pages that the monitor and its devices have written in saving their state: rings, clocks, steal time. Returns
@@ -332,13 +418,13 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
     }
 
     /// Waits until everything is acknowledged, and reports it to the destination and to the driver.
-    fn send_totals(&mut self) -> Result<(), Ended> {
+    fn send_totals(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
         let ram = loop {
             let ram = self.drain()?;
             self.note_refusals();
             // The guest is paused, and all that it wrote before is in the log.
             self.judge(self.doubts());
-            if !self.resend_suspect()? {
+            if !self.resend_suspect(pending)? {
                 break ram;
             }
             self.announce();
@@ -360,11 +446,13 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
     }
 
     /// Runs the rest of the migration as post-copy: the guest goes on at the destination before all of its RAM is there.
-    fn post_copy(&mut self, mut pending: Vec<PageBitmap>) -> Result<(), Ended> {
+    fn post_copy(&mut self, pending: &mut Vec<PageBitmap>) -> Result<(), Ended> {
         self.drain()?;
-        self.take_suspect_pages_into(&mut pending);
+        self.take_suspect_pages_into(pending);
         (self.news)(RoundEvent::PostCopy);
         while self.order()? != Order::LastRound {}
+        // From here on the rounds do not go on after an interruption.
+        let mut pending = std::mem::take(pending);
         self.collect(&mut pending)?;
         // This collecting may have shown that a device errs.
         self.take_suspect_pages_into(&mut pending);
@@ -376,8 +464,8 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         self.take_suspect_pages_into(&mut late);
         self.unsent.add_late(&self.ram, &mut late, &pending).map_err(Ended::memory)?;
         self.discard(&late)?;
+        self.send_totals(&mut late)?;
         drop((pending, late));
-        self.send_totals()?;
         while self.order()? != Order::Stream {}
         Ok(self.unsent.stream(&mut self.search)?)
     }
@@ -429,12 +517,16 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
         }
     }
 
-    /// Hands to the channels all suspect pages that devices called zero. Returns whether there were any.
-    fn resend_suspect(&mut self) -> Result<bool, Ended> {
+    /// Hands to the channels all suspect pages that devices called zero. Returns whether there were any. Those that cannot be handed over are
+    /// pending.
+    fn resend_suspect(&mut self, pending: &mut [PageBitmap]) -> Result<bool, Ended> {
         let (search, mut outcome) = (&mut self.search, Ok(()));
-        let send = |block, run| {
+        let send = |block: u16, run: Range<u64>| {
             if outcome.is_ok() {
-                outcome = search.pages_by(SendMode::ByCpu, block, run);
+                outcome = search.pages_by(SendMode::ByCpu, block, run.clone());
+            }
+            if outcome.is_err() {
+                pending[usize::from(block)].set(run);
             }
         };
         let suspect = self.accelerator.as_ref().map_or(0, |accelerator| accelerator.take_suspect_pages(send));
@@ -451,7 +543,7 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
     /// meanwhile ([`Rounds::update_estimates`]), and the rest of the round where the rounds end early.
     fn send(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
         self.note_refusals();
-        self.resend_suspect()?;
+        self.resend_suspect(pending)?;
         self.current.left = pending.iter().map(PageBitmap::count).sum();
         self.announce();
         let mut handed_over = 0;
@@ -465,7 +557,11 @@ impl<N: FnMut(RoundEvent)> Rounds<N> {
                 handed_over += run.end - run.start;
                 self.current.left -= run.end - run.start;
                 pending[number].clear(run.clone());
-                self.search.pages(number as u16, run)?;
+                if let Err(closed) = self.search.pages(number as u16, run.clone()) {
+                    // Not all of the run was handed over.
+                    pending[number].set(run);
+                    return Err(closed.into());
+                }
                 if handed_over >= ESTIMATE_PAGES {
                     handed_over = 0;
                     self.update_estimates(pending)?;

@@ -4,7 +4,7 @@ mod driver;
 mod run;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sterna_wire::control::ControlMessage;
 use sterna_wire::reason::{ErrorKind, Reason};
@@ -12,7 +12,7 @@ use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationSwitc
 
 pub use self::driver::DestinationDriver;
 pub use self::run::run_destination;
-use super::{Events, LastAnswer, Ledger, SourceLink};
+use super::{Events, LastAnswer, Ledger, SourceLink, after, passed};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::out_of_phase;
@@ -43,6 +43,8 @@ pub struct DestinationSetup<'a, E> {
     pub abort: Arc<Abort>,
     /// Whether the migration was cancelled.
     pub cancel: &'a Cancel,
+    /// How long a source that was lost before its decision is waited for, so that the migration goes on; zero: the migration ends.
+    pub retry: Duration,
     /// Receives notes, progress and steps.
     pub observer: &'a dyn Observer,
 }
@@ -66,6 +68,9 @@ pub struct DestinationKernel<'a, E> {
     /// The phase that the migration has reached.
     pub phase: Phase,
     cancelled: bool,
+    retry: Duration,
+    /// When the source that has been lost must be back.
+    back_by: Option<Instant>,
     /// When the decision arrived.
     decided: Option<Instant>,
     /// Deadline for the source's message about a broken channel.
@@ -98,7 +103,8 @@ struct Lingering {
 impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
     /// Makes the kernel of a migration whose control channel is open, or that is recovered.
     pub fn new(setup: DestinationSetup<'a, E>) -> Self {
-        let DestinationSetup { machine, peer, ledger, events, abort, cancel, observer } = setup;
+        let DestinationSetup { mut machine, peer, ledger, events, abort, cancel, retry, observer } = setup;
+        machine.set_resumable(!retry.is_zero());
         events.watch(&abort, 1);
         Self {
             machine,
@@ -111,6 +117,8 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
             data_incarnation: 1,
             phase: Phase::SettingUp,
             cancelled: false,
+            retry,
+            back_by: None,
             decided: None,
             last_words: None,
             closed: false,
@@ -126,6 +134,27 @@ impl<'a, E: Send + 'static> DestinationKernel<'a, E> {
     /// Returns whether this side may still end the migration by itself.
     pub fn may_give_up(&self) -> bool {
         self.machine.may_give_up()
+    }
+
+    /// Has the loss of the source end the migration from now on: not only pages have arrived.
+    pub(crate) fn forgo_resuming(&mut self) {
+        self.machine.set_resumable(false);
+    }
+
+    /// Begins to wait for a source that was lost before the decision.
+    fn await_continuation(&mut self) {
+        self.back_by.get_or_insert(after(self.retry));
+        self.observer.note(&format!(
+            "what has arrived is kept, and the source waited for: {:.0} s at most",
+            self.retry.as_secs_f64()
+        ));
+    }
+
+    /// Returns the reason why an interrupted migration ends, if the source has not come back in time.
+    fn not_back(&mut self) -> Option<Reason> {
+        self.back_by.take_if(|deadline| self.machine.is_interrupted() && passed(*deadline))?;
+        let text = format!("the source was lost, and did not come back within {:.0} s", self.retry.as_secs_f64());
+        Some(Reason::new(ErrorKind::ConnectionLost, text))
     }
 
     /// Returns whether part of the guest's memory is still at the source, in post-copy.

@@ -37,6 +37,7 @@ impl Ending {
     /// Returns the destination's report of a migration that has ended so. `source`: its address.
     pub fn received(&self, receiving: &Receiving, source: String) -> ReceiveReport {
         let (reason, kind) = self.for_report();
+        let (interruptions, interrupted_ms) = receiving.interruptions.figures();
         ReceiveReport {
             id: receiving.acceptor.session().id.to_string(),
             outcome: self.outcome,
@@ -46,6 +47,8 @@ impl Ending {
             placement: receiving.placement.clone(),
             load_ms: receiving.figures.load_ms,
             start_ms: receiving.figures.start_ms,
+            interruptions,
+            interrupted_ms,
             guest_ended: receiving.figures.guest_ended.clone(),
         }
     }

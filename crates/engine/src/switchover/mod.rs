@@ -14,6 +14,7 @@
 mod destination;
 mod ends;
 mod events;
+mod interruptions;
 mod ledger;
 mod limits;
 mod placing;
@@ -29,6 +30,7 @@ pub use self::destination::{
 };
 pub use self::ends::Ending;
 pub use self::events::{Event, Events};
+pub(crate) use self::interruptions::Interruptions;
 pub use self::ledger::{Ledger, MonitorRecord};
 pub use self::limits::{ABORT_TIME, CLOSING_TIME, DELIVERY_TIME, LINGER, LastAnswer, START_TIME, SourceLink};
 pub use self::receiving::Receiving;

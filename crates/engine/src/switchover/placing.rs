@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::SourceProgress;
 
+use super::Interruptions;
 use crate::migration::Phase;
 use crate::report::{Observer, ReceiveProgress, Shrinking, milliseconds};
 use crate::session::PagesPlaced;
@@ -52,7 +53,15 @@ impl Placing {
     }
 
     /// Reports the phase, how many pages were placed so far, and in post-copy how many bytes are still missing.
-    pub(super) fn report(&mut self, observer: &dyn Observer, phase: Phase, placed: PagesPlaced, missing_bytes: u64) {
+    pub(super) fn report(
+        &mut self,
+        observer: &dyn Observer,
+        phase: Phase,
+        placed: PagesPlaced,
+        missing_bytes: u64,
+        interruptions: Interruptions,
+    ) {
+        let (interruptions, interrupted_ms) = interruptions.figures();
         let elapsed_ms = self.started.elapsed().as_millis() as u64;
         let interval = elapsed_ms.saturating_sub(self.progress.elapsed_ms).max(1) as f64 / 1e3;
         let placed_bytes = (placed.normal + placed.zero) * PAGE_SIZE as u64;
@@ -75,6 +84,8 @@ impl Placing {
             missing_bytes,
             remaining_bytes,
             time_left_ms,
+            interruptions,
+            interrupted_ms,
         };
         observer.received(&self.progress);
     }

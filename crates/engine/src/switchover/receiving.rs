@@ -10,7 +10,7 @@ use sterna_wire::control::{DestinationFigures, SourceProgress, Totals, Welcome};
 use sterna_wire::reason::{ErrorKind, Reason};
 
 use super::placing::Placing;
-use super::{after, passed};
+use super::{Interruptions, after, passed};
 use crate::cpu_time;
 use crate::migration::{DEVICE_STATE, Phase};
 use crate::report::Observer;
@@ -23,6 +23,8 @@ pub struct Receiving {
     pub acceptor: Arc<ChannelAcceptor>,
     /// The figures that the source receives when the guest runs here.
     pub figures: DestinationFigures,
+    /// How often and for how long the migration was interrupted.
+    pub(super) interruptions: Interruptions,
     /// How each RAM block is placed, and why.
     pub placement: Vec<String>,
     /// The answer to the source's hello, until it is sent.
@@ -63,6 +65,7 @@ impl Receiving {
         Ok(Self {
             acceptor,
             figures: DestinationFigures::default(),
+            interruptions: Interruptions::default(),
             placement: Vec::new(),
             welcome: Some(welcome),
             progress: Placing::new(ram_bytes),
@@ -111,7 +114,7 @@ impl Receiving {
     /// Reports progress, when it is time to.
     pub(super) fn report_progress(&mut self, observer: &dyn Observer, phase: Phase, missing_bytes: u64) {
         if self.progress.is_due() {
-            self.progress.report(observer, phase, self.acceptor.pages_placed(), missing_bytes);
+            self.progress.report(observer, phase, self.acceptor.pages_placed(), missing_bytes, self.interruptions);
         }
     }
 
@@ -120,11 +123,11 @@ impl Receiving {
         self.progress.source_reports(progress);
     }
 
-    /// Returns the time limit that has passed, if one has.
-    pub(super) fn overdue(&mut self) -> Option<Reason> {
+    /// Returns the time limit that has passed, if one has. Nothing arrives while the migration is `interrupted`.
+    pub(super) fn overdue(&mut self, interrupted: bool) -> Option<Reason> {
         let late = |text| Reason::new(ErrorKind::TimeLimit, text);
         let received = self.acceptor.received();
-        if received != self.received {
+        if received != self.received || interrupted {
             (self.received, self.stalled_at) = (received, self.stall.map(after));
         }
         if self.until.is_some_and(passed) {

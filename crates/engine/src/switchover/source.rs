@@ -14,7 +14,7 @@ use sterna_wire::text::cleaned;
 pub use self::driver::{SourceDriver, Unserved};
 pub use self::run::run_source;
 pub(crate) use self::run::too_long;
-use super::{Events, Ledger, after, passed};
+use super::{Events, Interruptions, Ledger, after, passed};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::out_of_phase;
@@ -28,6 +28,8 @@ use crate::vmm::GuestEnd;
 /// How long a source tries to reach a destination that was lost.
 #[derive(Clone, Copy, Debug)]
 pub struct DeliveryLimits {
+    /// Before the decision, to go on with the migration; zero: the migration ends.
+    pub retry: Duration,
     /// After the decision, to deliver it.
     pub decision: Duration,
     /// How long a destination that is connected may take to start the guest after the decision; none, or shorter: as long as `decision`.
@@ -107,6 +109,8 @@ pub struct SourceKernel<'a, E> {
     start_by: Option<Instant>,
     /// Deadline for the destination's message about a broken channel.
     last_words: Option<Instant>,
+    /// How often and for how long the migration was interrupted.
+    pub(crate) interruptions: Interruptions,
     /// Why the decision cannot be delivered, where that is known.
     undelivered: Option<Reason>,
     /// Why the monitor could not be ended after its guest was moved.
@@ -138,6 +142,7 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
             give_up: None,
             start_by: None,
             last_words: None,
+            interruptions: Interruptions::default(),
             undelivered: None,
             left: None,
             guest_end: None,
@@ -149,6 +154,17 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
     /// Returns whether the guest is committed to the destination.
     pub fn decided(&self) -> bool {
         self.machine.decided()
+    }
+
+    /// Sets whether the loss of the destination only interrupts the migration: both sides have agreed on that, the guest runs, and nothing but
+    /// pages of the rounds was sent.
+    pub(crate) fn set_resumable(&mut self, resumable: bool) {
+        self.machine.set_resumable(resumable);
+    }
+
+    /// Returns the incarnation of the current data channels.
+    pub(crate) fn data_incarnation(&self) -> u32 {
+        self.data_incarnation
     }
 
     /// Returns whether the guest runs at the destination and part of its memory is only here.
@@ -226,6 +242,7 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
     pub(crate) fn renew_channels(&mut self) {
         self.abort = Arc::default();
         self.data_incarnation = self.session.incarnation;
+        self.last_words = None;
         self.events.watch(&self.abort, self.data_incarnation);
     }
 
@@ -334,11 +351,18 @@ impl<'a, E: Send + 'static> SourceKernel<'a, E> {
         }
         self.give_up.take_if(|deadline| passed(*deadline))?;
         let reason = self.undelivered.take().unwrap_or_else(|| {
-            let text = match self.post_copy_begun() {
-                true => {
-                    "the rest of the guest's memory was not sent: the destination was lost, and the migration cancelled"
+            let text = match () {
+                () if self.machine.is_interrupted() => {
+                    format!(
+                        "the destination was lost, and not reached again within {:.0} s",
+                        self.limits.retry.as_secs_f64()
+                    )
                 }
-                false => "the destination did not confirm it in time",
+                () if self.post_copy_begun() => {
+                    "the rest of the guest's memory was not sent: the destination was lost, and the migration cancelled"
+                        .into()
+                }
+                () => "the destination did not confirm it in time".into(),
             };
             Reason::new(ErrorKind::ConnectionLost, text)
         });

@@ -27,6 +27,7 @@ mod post_copy;
 mod progress;
 mod recovery;
 mod refused_deltas;
+mod resume;
 // The names of system calls differ between architectures.
 #[cfg(target_arch = "x86_64")]
 mod sandboxed;

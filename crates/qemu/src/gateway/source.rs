@@ -156,7 +156,13 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         session,
         ledger: record.into(),
         events,
-        limits: DeliveryLimits { decision: DELIVERY_TIME, start: Some(START_TIME), abort: ABORT_TIME },
+        limits: DeliveryLimits {
+            // QEMU's own stream does not go on over another connection.
+            retry: Duration::ZERO,
+            decision: DELIVERY_TIME,
+            start: Some(START_TIME),
+            abort: ABORT_TIME,
+        },
         cancel,
         control: control.clone(),
         observer,

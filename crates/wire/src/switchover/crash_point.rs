@@ -192,7 +192,12 @@ impl SourceAction {
             Self::ServePages => Step::SourceServePages,
             Self::Send(SwitchoverMessage::PostCopy) => Step::SourceSendPostCopy,
             Self::Send(SwitchoverMessage::MemoryLost { .. }) => Step::SourceSendMemoryLost,
-            Self::Send(_) | Self::AnnounceSelf | Self::Connect | Self::Done(_) => return None,
+            Self::Send(_)
+            | Self::HoldRounds
+            | Self::ContinueRounds
+            | Self::AnnounceSelf
+            | Self::Connect
+            | Self::Done(_) => return None,
         })
     }
 }

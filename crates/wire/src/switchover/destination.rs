@@ -11,6 +11,8 @@ enum Phase {
     WritingStarted,
     ClearingAutostart,
     Loading,
+    /// The source was lost before any of the guest's state arrived: what was placed is kept, and the source waited for.
+    Interrupted,
     WritingPrepared,
     Prepared,
     WritingCommitted,
@@ -47,7 +49,7 @@ impl Phase {
     }
 
     fn unprepared(self) -> bool {
-        matches!(self, Self::ClearingAutostart | Self::Loading)
+        matches!(self, Self::ClearingAutostart | Self::Loading | Self::Interrupted)
     }
 
     /// Returns whether `Done` was returned, and only the source may still need an answer.
@@ -93,6 +95,7 @@ pub struct DestinationSwitchover {
     phase: Phase,
     memory: Memory,
     connected: bool,
+    resumable: bool,
     /// An operator has asserted that the source is gone for good: do not wait for it.
     fenced_peer: bool,
     prepare_received: bool,
@@ -177,6 +180,23 @@ impl DestinationSwitchover {
         (machine, actions)
     }
 
+    /// Sets whether the loss of the source only interrupts the migration: both sides have agreed on that, and nothing but pages of the rounds
+    /// has arrived. Otherwise, and by default, it ends the migration.
+    pub fn set_resumable(&mut self, resumable: bool) {
+        self.resumable = resumable;
+    }
+
+    /// Returns whether the loss of the source has interrupted the migration.
+    pub fn is_interrupted(&self) -> bool {
+        self.phase == Phase::Interrupted
+    }
+
+    /// Returns whether the loss of the source would interrupt the migration.
+    pub fn may_be_interrupted(&self) -> bool {
+        let only_pages = self.memory == Memory::BeforeStart && !self.prepare_received && !self.loaded;
+        self.resumable && self.phase == Phase::Loading && only_pages
+    }
+
     /// Returns whether it may still abort: it has not sent `Prepared`.
     pub fn may_give_up(&self) -> bool {
         self.phase.unprepared() || matches!(self.phase, Phase::WritingStarted | Phase::WritingPrepared)
@@ -225,6 +245,7 @@ impl DestinationSwitchover {
             phase,
             memory: Memory::BeforeStart,
             connected: false,
+            resumable: false,
             fenced_peer: false,
             prepare_received: false,
             loaded: false,
@@ -348,6 +369,11 @@ impl DestinationSwitchover {
         self.source_left = false;
         let reason = self.reason.clone();
         match self.phase {
+            Phase::Interrupted => {
+                self.phase = Phase::Loading;
+                actions.push(DestinationAction::RenewChannels);
+                self.send(SwitchoverMessage::Continue, actions);
+            }
             Phase::Prepared => {
                 self.renew_channels(actions);
                 self.send(SwitchoverMessage::AskOutcome, actions);
@@ -381,7 +407,9 @@ impl DestinationSwitchover {
 
     fn lose_connection(&mut self, actions: &mut Vec<DestinationAction>) {
         self.connected = false;
-        if self.phase.unprepared() {
+        if self.may_be_interrupted() {
+            self.phase = Phase::Interrupted;
+        } else if self.phase.unprepared() && self.phase != Phase::Interrupted {
             self.abort(Reason::new(ErrorKind::ConnectionLost, "the connection to the source was lost"), actions);
             return;
         }
@@ -394,7 +422,11 @@ impl DestinationSwitchover {
     }
 
     fn on_channels_lost(&mut self, reason: Reason, actions: &mut Vec<DestinationAction>) {
-        if self.phase.unprepared() {
+        if self.phase == Phase::Interrupted {
+            // Their end was the interruption.
+        } else if reason.kind == ErrorKind::ConnectionLost && self.may_be_interrupted() {
+            self.hang_up(actions);
+        } else if self.phase.unprepared() {
             self.abort(reason, actions);
         } else if matches!(self.memory, Memory::Missing(_)) {
             self.memory = Memory::Missing(Channels::Broken);
@@ -670,6 +702,58 @@ mod tests {
         let told = A::Send(M::MemoryLost(reason.clone()));
         assert_eq!(destination.on(E::MemoryFailed { reason }), [told, A::Done(lost)]);
         assert_eq!(destination.on(E::Guest(DestinationGuest::Running)), []);
+    }
+
+    /// A destination to which pages are sent and that may be interrupted.
+    fn resumable() -> DestinationSwitchover {
+        let (mut destination, _) = DestinationSwitchover::begin();
+        destination.set_resumable(true);
+        destination.on(E::RecordWritten);
+        assert_eq!(destination.on(E::AutostartCleared), [A::AcceptStream]);
+        destination
+    }
+
+    #[test]
+    fn a_lost_source_interrupts_the_migration_and_is_sent_that_it_may_continue() {
+        let mut destination = resumable();
+        let broken = Reason::new(ErrorKind::ConnectionLost, "a channel broke");
+        let continues = [A::RenewChannels, A::Send(M::Continue)];
+        assert_eq!(destination.on(E::ConnectionLost), [A::AwaitSource]);
+        assert!(destination.is_interrupted() && destination.may_give_up());
+        assert_eq!(destination.on(E::ChannelsLost { reason: broken.clone() }), [], "an echo");
+        assert_eq!(destination.on(E::Connected), continues);
+        // Only the channels broke.
+        assert_eq!(destination.on(E::ChannelsLost { reason: broken }), [A::HangUp, A::AwaitSource]);
+        assert_eq!(destination.on(E::Connected), continues);
+        // The source noticed the loss first.
+        assert_eq!(destination.on(E::Connected), [&[A::AwaitSource][..], &continues].concat());
+        assert_eq!(destination.on(E::Message(M::Prepare)), []);
+        assert_eq!(destination.on(E::ConnectionLost), [A::WriteRecord(S::Aborted)], "not only pages were sent");
+    }
+
+    #[test]
+    fn an_interrupted_destination_discards_its_copy_when_it_is_cancelled_or_the_source_has_aborted() {
+        let mut destination = resumable();
+        destination.on(E::ConnectionLost);
+        let cancelled = E::Failed { reason: Reason::new(ErrorKind::Cancelled, "cancelled") };
+        assert_eq!(destination.clone().on(cancelled), [A::WriteRecord(S::Aborted)]);
+        destination.on(E::Connected);
+        let aborted = E::Message(M::Abort(Reason::other("no")));
+        assert_eq!(destination.on(aborted), [A::WriteRecord(S::Aborted)]);
+    }
+
+    #[test]
+    fn a_destination_that_may_not_be_interrupted_aborts() {
+        for event in [E::Message(M::PostCopy), E::AllPlacedAndLoaded] {
+            let mut destination = resumable();
+            destination.on(event);
+            assert_eq!(destination.on(E::ConnectionLost), [A::WriteRecord(S::Aborted)]);
+        }
+        let mut destination = resumable();
+        let damaged = E::ChannelsLost { reason: Reason::other("a packet is damaged") };
+        assert_eq!(destination.clone().on(damaged), [A::WriteRecord(S::Aborted)]);
+        destination.set_resumable(false);
+        assert_eq!(destination.on(E::ConnectionLost), [A::WriteRecord(S::Aborted)]);
     }
 
     #[test]

@@ -43,9 +43,22 @@
 //!  record finished     ─────── Goodbye ─────────────>
 //! ```
 //!
+//! Where both sides have agreed on it, the loss of the connection before that only **interrupts** the migration, as long as nothing but pages was
+//! sent: the source tracks the guest's writes on and connects again, the destination keeps what was placed and waits, and the rounds go on:
+//!
+//! ```text
+//!  source                                             destination
+//!  rounds              ───────── x ─────────────────
+//!  counts as dirty what was not acknowledged          keeps its memory
+//!  connects again      ────────────────────────────>  closes the old data channels, and admits new ones
+//!  rounds go on        <────── Continue ─────────────
+//! ```
+//!
+//! Whichever side does not go on, because it was cancelled or has waited for too long, has aborted, and answers so.
+//!
 //! After a lost connection or a crash **the source connects** to the destination's listener (the destination has no
 //! address to connect to) and **the destination sends first**: `AskOutcome` if it is prepared, `Running`, `Abort`
-//! (discarded, never ran), `Lost` (committed, but its monitor is gone), or `MemoryLost`. The source replies to `AskOutcome`
+//! (discarded, never ran), `Lost` (committed, but its monitor is gone), `MemoryLost`, or `Continue`. The source replies to `AskOutcome`
 //! with `Outcome`. Where memory is missing the destination sends `PostCopyReady` before anything else. Before the decision this message
 //! means that missing pages are watched; here, that memory is still missing: the source opens new data channels, and sends what the destination lists there. If the process that received the guest dies while memory is
 //! missing, that memory can never be placed: a guest that had not been started is discarded (the source has all of it), any
@@ -115,6 +128,9 @@ pub enum SwitchoverMessage {
     Running,
     /// Source: the guest stays at the source, discard yours. Destination: the guest was discarded here and never ran.
     Abort(Reason),
+    /// Destination, after a reconnection before it was prepared: it has kept what it had acknowledged, and admits data channels of this
+    /// incarnation, over which the source sends the rest.
+    Continue,
     /// Destination, after a reconnection: it is prepared and does not know the decision.
     AskOutcome,
     /// Source: the reply to [`SwitchoverMessage::AskOutcome`].
@@ -148,6 +164,7 @@ mod tests {
             SwitchoverMessage::Commit,
             SwitchoverMessage::Running,
             SwitchoverMessage::Abort(Reason::new(ErrorKind::Record, "disk full")),
+            SwitchoverMessage::Continue,
             SwitchoverMessage::AskOutcome,
             SwitchoverMessage::Outcome(Outcome::Committed),
             SwitchoverMessage::Outcome(Outcome::Aborted),

@@ -23,6 +23,8 @@ enum PostCopy {
 enum Phase {
     WritingStarted,
     Migrating,
+    /// The destination was lost while the guest runs and only pages were sent: they go on when it is connected again.
+    Interrupted,
     Preparing,
     Relaying,
     WritingCommitted,
@@ -55,12 +57,12 @@ impl Phase {
     }
 
     fn undecided(self) -> bool {
-        matches!(self, Self::Migrating | Self::Preparing | Self::Relaying)
+        matches!(self, Self::Migrating | Self::Interrupted | Self::Preparing | Self::Relaying)
     }
 
     /// Returns whether the machine waits for a message of the destination, and so reconnects.
     fn needs_destination(self) -> bool {
-        matches!(self, Self::Committed | Self::Serving | Self::ReportingLoss | Self::ReportingAbort)
+        matches!(self, Self::Interrupted | Self::Committed | Self::Serving | Self::ReportingLoss | Self::ReportingAbort)
     }
 }
 
@@ -70,6 +72,7 @@ pub struct SourceSwitchover {
     phase: Phase,
     post_copy: PostCopy,
     connected: bool,
+    resumable: bool,
     /// The disk may contain `committed` although nothing was sent: the guest must not resume before the record is
     /// replaced.
     may_be_committed: bool,
@@ -130,6 +133,17 @@ impl SourceSwitchover {
             Some(SourceState::Finished) => machine.end(SourceEnd::Finished, &mut actions),
         }
         (machine, actions)
+    }
+
+    /// Sets whether the loss of the destination only interrupts the migration: both sides have agreed on that, the guest runs, and nothing but
+    /// pages of the rounds was sent. Otherwise, and by default, it ends the migration.
+    pub fn set_resumable(&mut self, resumable: bool) {
+        self.resumable = resumable;
+    }
+
+    /// Returns whether the loss of the destination has interrupted the migration.
+    pub fn is_interrupted(&self) -> bool {
+        self.phase == Phase::Interrupted
     }
 
     /// Returns whether the guest is committed to the destination: cancelling has no effect any more.
@@ -194,6 +208,7 @@ impl SourceSwitchover {
             phase,
             post_copy,
             connected: false,
+            resumable: false,
             may_be_committed: false,
             destination_gone: false,
             reason: Reason::default(),
@@ -253,7 +268,9 @@ impl SourceSwitchover {
             SourceEvent::Connected => self.connected = true,
             SourceEvent::ConnectionLost => {
                 self.connected = false;
-                if self.phase.undecided() {
+                if self.may_be_interrupted() {
+                    self.interrupt(actions);
+                } else if self.phase.undecided() && self.phase != Phase::Interrupted {
                     let text = "the connection to the destination was lost";
                     self.abort(Reason::new(ErrorKind::ConnectionLost, text), actions);
                 } else {
@@ -261,6 +278,12 @@ impl SourceSwitchover {
                 }
             }
             SourceEvent::ChannelsLost { reason } => match self.phase {
+                // Their end was the interruption.
+                Phase::Interrupted => {}
+                _ if reason.kind == ErrorKind::ConnectionLost && self.may_be_interrupted() => {
+                    self.connected = false;
+                    self.interrupt(actions);
+                }
                 // The control connection is still there, and carries the abort.
                 phase if phase.undecided() => self.abort(reason, actions),
                 // After the decision only post-copy needs data channels. They are opened anew with a new control connection.
@@ -307,6 +330,10 @@ impl SourceSwitchover {
             (Migrating, M::PostCopyReady) if self.post_copy == PostCopy::Requested => {
                 self.post_copy = PostCopy::Begun;
                 actions.push(SourceAction::StartPostCopy);
+            }
+            (Interrupted, M::Continue) => {
+                self.phase = Migrating;
+                actions.push(SourceAction::ContinueRounds);
             }
             (Preparing, M::Prepared) => {
                 self.phase = Relaying;
@@ -360,6 +387,8 @@ impl SourceSwitchover {
             (ReportingAbort, M::AskOutcome | M::Prepared) => {
                 actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted)));
             }
+            // It had only been interrupted, and has kept what it has.
+            (ReportingAbort, M::Continue) => self.send(M::Abort(self.reason.clone()), actions),
             (Resuming | ReportingAbort, M::Abort(_) | M::Lost(_)) => {
                 self.destination_gone = true;
                 if self.phase == ReportingAbort {
@@ -377,14 +406,16 @@ impl SourceSwitchover {
                 self.phase = Phase::WritingCommitted;
                 actions.push(SourceAction::WriteRecord(SourceState::Committed));
             }
-            (Phase::Migrating | Phase::Preparing, SourceGuest::Completed) => {
+            (Phase::Migrating | Phase::Interrupted | Phase::Preparing, SourceGuest::Completed) => {
                 self.abort_for_monitor("the source's monitor completed before the destination was prepared", actions);
             }
             (phase, SourceGuest::Running) if phase.undecided() => {
                 self.abort_for_monitor("the source's monitor ended the migration itself", actions);
             }
             // No copy can be complete yet: the destination may discard its copy.
-            (Phase::Migrating, SourceGuest::Gone) => self.abort_for_monitor("the source's monitor has ended", actions),
+            (Phase::Migrating | Phase::Interrupted, SourceGuest::Gone) => {
+                self.abort_for_monitor("the source's monitor has ended", actions);
+            }
             // The destination may hold the only complete copy, so it is not told to discard it.
             (Phase::Preparing | Phase::Relaying | Phase::Resuming, SourceGuest::Gone) => self.guest_gone(actions),
             (Phase::Committed | Phase::Serving, SourceGuest::Gone) if self.post_copy == PostCopy::Begun => {
@@ -409,6 +440,15 @@ impl SourceSwitchover {
         }
     }
 
+    fn may_be_interrupted(&self) -> bool {
+        self.resumable && (self.phase, self.post_copy) == (Phase::Migrating, PostCopy::No)
+    }
+
+    fn interrupt(&mut self, actions: &mut Vec<SourceAction>) {
+        self.phase = Phase::Interrupted;
+        actions.extend([SourceAction::HoldRounds, SourceAction::Connect]);
+    }
+
     fn connect_anew(&mut self, actions: &mut Vec<SourceAction>) {
         if self.phase.needs_destination() {
             actions.push(SourceAction::Connect);
@@ -417,6 +457,7 @@ impl SourceSwitchover {
 
     fn give_up(&mut self, reason: Reason, actions: &mut Vec<SourceAction>) {
         match self.phase {
+            Phase::Interrupted => self.abort(reason, actions),
             Phase::Committed if self.post_copy != PostCopy::Begun => {
                 self.end(SourceEnd::Undelivered { reason }, actions);
             }
@@ -602,6 +643,67 @@ mod tests {
         assert_eq!(actions, [A::AnnounceSelf, A::Send(M::Abort(reason)), record]);
         // Nothing is connected anew: the answer comes on the connection that there is.
         assert_eq!(source.on(E::RecordWritten), []);
+    }
+
+    /// A source that sends pages and may be interrupted.
+    fn resumable() -> SourceSwitchover {
+        let (mut source, _) = SourceSwitchover::begin();
+        source.on(E::RecordWritten);
+        source.set_resumable(true);
+        source
+    }
+
+    #[test]
+    fn a_lost_destination_interrupts_the_rounds_as_often_as_it_is_lost() {
+        let mut source = resumable();
+        let broken = Reason::new(ErrorKind::ConnectionLost, "channel ram-0 broke");
+        for loss in [E::ConnectionLost, E::ChannelsLost { reason: broken.clone() }] {
+            assert_eq!(source.on(loss), [A::HoldRounds, A::Connect]);
+            assert!(source.undecided() && source.is_interrupted());
+            assert_eq!(source.on(E::ChannelsLost { reason: broken.clone() }), [], "an echo");
+            assert_eq!(source.on(E::Connected), []);
+            assert_eq!(source.on(E::ConnectionLost), [A::Connect]);
+            assert_eq!(source.on(E::Connected), []);
+            assert_eq!(source.on(E::Message(M::Continue)), [A::ContinueRounds]);
+            assert!(!source.is_interrupted());
+        }
+        assert_eq!(source.on(E::FinalStateSent), [A::Send(M::Prepare)]);
+        assert_eq!(source.on(E::ConnectionLost), [A::WriteRecord(SourceState::Aborted)], "the guest is paused");
+    }
+
+    #[test]
+    fn what_is_no_lost_connection_ends_the_migration() {
+        let mut source = resumable();
+        let reason = Reason::other("a packet is damaged");
+        assert_eq!(source.clone().on(E::ChannelsLost { reason }), [A::WriteRecord(SourceState::Aborted)]);
+        source.set_resumable(false);
+        assert_eq!(source.on(E::ConnectionLost), [A::WriteRecord(SourceState::Aborted)]);
+    }
+
+    #[test]
+    fn an_interrupted_source_that_is_cancelled_or_gives_up_resumes_its_guest_and_reports_that() {
+        let reason = Reason::new(ErrorKind::Cancelled, "cancelled");
+        for event in [E::Failed { reason: reason.clone() }, E::GaveUp { reason: reason.clone() }] {
+            let mut source = resumable();
+            source.on(E::ConnectionLost);
+            assert_eq!(source.on(event), [A::WriteRecord(SourceState::Aborted)]);
+            assert_eq!(source.on(E::RecordWritten), [A::EndMigration]);
+            let record = A::WriteRecord(SourceState::Resumed);
+            assert_eq!(source.on(E::Guest(SourceGuest::Running)), [A::AnnounceSelf, record]);
+            assert_eq!(source.on(E::RecordWritten), [A::Connect]);
+            assert_eq!(source.on(E::Connected), []);
+            assert_eq!(source.on(E::Message(M::Continue)), [A::Send(M::Abort(reason.clone()))]);
+        }
+    }
+
+    #[test]
+    fn an_interrupted_source_whose_destination_has_given_up_aborts() {
+        let mut source = resumable();
+        source.on(E::ConnectionLost);
+        source.on(E::Connected);
+        let actions = source.on(E::Message(M::Abort(Reason::new(ErrorKind::TimeLimit, "waited for too long"))));
+        assert_eq!(actions, [A::WriteRecord(SourceState::Aborted)]);
+        assert_eq!(source.reason().text, "the destination gave up: waited for too long");
     }
 
     #[test]

@@ -32,6 +32,7 @@ impl World {
                 if state.source_qemu == SourceProcess::Idle {
                     state.source_qemu = SourceProcess::Tracked;
                     sterna.seen = Some(SourceGuest::Running);
+                    sterna.machine.set_resumable(self.resumes);
                 }
             }
             SourceAction::StartMigration => {
@@ -99,13 +100,15 @@ impl World {
             SourceAction::ServePages => self.serve_pages(state, &mut sterna),
             SourceAction::Connect => {
                 sterna.dials = self.mutant != Mutant::NeverReconnects;
+                sterna.dials_in_time = sterna.dials;
                 if sterna.connected {
                     sterna.connected = false;
                     state.break_link();
                     state.to_source.clear();
                 }
             }
-            SourceAction::AnnounceSelf => {}
+            SourceAction::ContinueRounds => state.interrupted = true,
+            SourceAction::AnnounceSelf | SourceAction::HoldRounds => {}
             SourceAction::Done(end) => {
                 // The process ends, and its connection with it.
                 state.conflict |= end == SourceEnd::Conflict;
@@ -245,6 +248,7 @@ impl World {
             seen_resumed: qemu == SourceGuest::Running,
             final_state_sent: true,
             dials: false,
+            dials_in_time: false,
             connected: false,
             failed: false,
             not_served: None,

@@ -91,7 +91,10 @@ impl World {
         if state.left.cancels > 0 {
             actions.push(SourceCancelled(at));
         }
-        if sterna.dials && state.nobody_answers() {
+        if sterna.machine.is_interrupted() && state.left.crashes > 0 {
+            actions.push(SourceGivesUp(at));
+        }
+        if sterna.dials_in_time && state.nobody_answers() {
             actions.push(SourceFindsNobody(at));
         }
         let free = state.destination.as_ref().is_some_and(|other| other.todo.is_empty());
@@ -199,6 +202,9 @@ impl World {
                 actions.push(DestinationNoticesLoss);
             }
         }
+        if sterna.machine.is_interrupted() {
+            actions.push(DestinationStopsWaiting);
+        }
         // Of the actions only `Cont` lasts while other events are handled, and only in post-copy.
         let late = self.mode == Mode::PostCopy && sterna.machine.lacks_memory();
         if state.left.cancels > 0 && (sterna.machine.may_give_up() || sterna.machine.unsure() || late) {
@@ -299,7 +305,8 @@ impl World {
                 }
             }
             SourceProcess::Tracked => {
-                let free = state.source[0].as_ref().is_some_and(|sterna| sterna.todo.is_empty());
+                let sends = |sterna: &SourceSterna| sterna.todo.is_empty() && !sterna.machine.is_interrupted();
+                let free = state.source[0].as_ref().is_some_and(sends);
                 if served && free && (state.pages.begun || self.mode != Mode::PostCopy) {
                     actions.push(SourceQemuFinishes);
                 }

@@ -50,6 +50,8 @@ pub(crate) enum Mutant {
     TrustsThatItIsPaused,
     /// In direct mode: `recover` takes a guest that somebody else paused for one that the migration stopped.
     RecoverTakesAnyPause,
+    /// Where a lost connection only interrupts the migration: takes a paused guest's rounds for ones that can go on.
+    ContinuesWithThePausedGuest,
     /// In post-copy: the source takes a guest that runs without all of its memory for one that needs nothing any more.
     TakesIncompleteForRunning,
     /// In post-copy: after a lost connection the source goes on from its own list, not from the destination's.
@@ -98,6 +100,14 @@ pub(crate) const DIRECT_MUTANTS: &[(Mutant, &str)] = &[
     (Mutant::EndsUnconfirmed, NOT_ENDED_EARLY),
     (Mutant::TrustsThatItIsPaused, NEVER_BOTH),
     (Mutant::RecoverTakesAnyPause, NOT_LET_RUN),
+];
+
+/// As [`MUTANTS`], in direct mode where a lost connection only interrupts the migration.
+pub(crate) const RESUMING_MUTANTS: &[(Mutant, &str)] = &[
+    (Mutant::ContinuesWithThePausedGuest, EXACTLY_ONE),
+    (Mutant::NeverReconnects, ENDS),
+    (Mutant::ResumesAfterDecision, NEVER_BOTH),
+    (Mutant::CommitsBeforeDurable, NEVER_BOTH),
 ];
 
 /// As [`MUTANTS`], in post-copy.
@@ -243,6 +253,10 @@ pub(crate) fn properties() -> Vec<Property<World>> {
         Property::sometimes("the guest moves after an accelerator has written late", |world: &World, state: &State| {
             destination_runs(state) && state.left.silent_devices < world.budget.silent_devices
                 || world.budget.silent_devices == 0
+        }),
+        Property::sometimes("the guest moves after an interruption", |world: &World, state: &State| {
+            let lost = state.left.losses < world.budget.losses;
+            lost && state.source_end == Some(SourceEnd::Finished) && state.interrupted || !world.resumes
         }),
         Property::sometimes("the guest moves", |_, state: &State| {
             destination_runs(state) && state.source_end == Some(SourceEnd::Finished)

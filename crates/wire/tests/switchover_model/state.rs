@@ -176,6 +176,8 @@ pub(crate) struct SourceSterna {
     pub(crate) seen_resumed: bool,
     pub(crate) final_state_sent: bool,
     pub(crate) dials: bool,
+    /// Whether the time in which it dials may still end: it ends once.
+    pub(crate) dials_in_time: bool,
     pub(crate) connected: bool,
     /// An action failed, the machine has not been told.
     pub(crate) failed: bool,
@@ -250,6 +252,8 @@ pub(crate) struct State {
     pub(crate) to_destination: Vec<Message>,
     pub(crate) source_host: bool,
     pub(crate) destination_host: bool,
+    /// History: the source's rounds went on over a new connection.
+    pub(crate) interrupted: bool,
     /// History: the source has read or written the decision.
     pub(crate) decided: bool,
     /// History: the guest has run at the destination.

@@ -51,6 +51,7 @@ pub(crate) enum Happens {
     DestinationHears,
     DestinationNoticesLoss,
     DestinationCancelled,
+    DestinationStopsWaiting,
     DestinationCrashes,
     DestinationRecovers { fenced: bool },
     DestinationRecoversAgain,
@@ -131,12 +132,14 @@ pub(crate) struct World {
     pub(crate) mutant: Mutant,
     /// How many pages are newer at the source when the guest is paused in post-copy. They are alike, so that they are only counted.
     pub(crate) pages: u8,
+    /// Whether a lost connection only interrupts the migration while the guest runs.
+    pub(crate) resumes: bool,
     pub(crate) passed: Mutex<HashSet<CrashPoint>>,
 }
 
 impl World {
     pub(crate) fn new(mode: Mode, budget: Budget, mutant: Mutant) -> Self {
-        Self { mode, budget, mutant, pages: 1, passed: Mutex::new(HashSet::new()) }
+        Self { mode, budget, mutant, pages: 1, resumes: false, passed: Mutex::new(HashSet::new()) }
     }
 
     /// The crash points around actions that were performed while a crash was possible.
@@ -185,13 +188,15 @@ impl Model for World {
             seen_resumed: false,
             final_state_sent: false,
             dials: false,
+            dials_in_time: false,
             connected: true,
             failed: false,
             not_served: None,
             recovered: false,
             broken_told: false,
         };
-        let (machine, todo) = DestinationSwitchover::begin();
+        let (mut machine, todo) = DestinationSwitchover::begin();
+        machine.set_resumable(self.resumes);
         let destination = DestinationSterna {
             machine,
             todo,
@@ -233,6 +238,7 @@ impl Model for World {
             to_destination: Vec::new(),
             source_host: true,
             destination_host: true,
+            interrupted: false,
             decided: false,
             destination_ran: false,
             ended_early: false,
@@ -406,6 +412,10 @@ impl Model for World {
                 state.left.cancels -= 1;
                 self.destination_event(state, DestinationEvent::Failed { reason: Reason::other("cancelled") });
             }
+            DestinationStopsWaiting => {
+                let reason = Reason::other("the source did not come back in time");
+                self.destination_event(state, DestinationEvent::Failed { reason });
+            }
             DestinationCrashes => {
                 state.left.crashes -= 1;
                 let old = state.destination.take()?;
@@ -431,7 +441,7 @@ impl Model for World {
                 state.to_source.clear();
                 state.to_destination.clear();
                 let sterna = state.source[0].as_mut()?;
-                sterna.dials = false;
+                (sterna.dials, sterna.dials_in_time) = (false, false);
                 sterna.connected = true;
                 sterna.broken_told = false;
                 let other = state.destination.as_mut()?;
@@ -463,6 +473,7 @@ impl Model for World {
                 self.source_event(state, at, SourceEvent::ChannelsLost { reason: Reason::other("a channel broke") });
             }
             SourceFindsNobody(at) => {
+                state.source[at].as_mut()?.dials_in_time = false;
                 self.source_event(state, at, SourceEvent::GaveUp { reason: Reason::other("the destination is gone") });
             }
             SourceGivesUp(at) => {
@@ -526,7 +537,9 @@ impl Model for World {
             }
             SourceQemuFinishes if self.mode != Mode::Stream => {
                 state.source_qemu = SourceProcess::Stopped;
-                state.source[0].as_mut()?.seen = Some(SourceGuest::Completed);
+                let sterna = state.source[0].as_mut()?;
+                sterna.seen = Some(SourceGuest::Completed);
+                sterna.machine.set_resumable(self.mutant == Mutant::ContinuesWithThePausedGuest);
                 state.stream_sent = state.link;
                 if state.pages.begun {
                     (state.pages.missing, state.pages.unsent) = (self.pages, self.pages);
@@ -550,6 +563,7 @@ impl Model for World {
                 if let DestinationProcess::Incoming { whole, .. } = &mut state.destination_qemu {
                     *whole = true;
                 }
+                state.destination.as_mut()?.machine.set_resumable(false);
             }
             DestinationQemuLoads => {
                 state.destination_qemu = match state.destination_qemu {

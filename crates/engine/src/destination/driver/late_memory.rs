@@ -6,7 +6,7 @@ use std::sync::Arc;
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::DestinationEvent;
 
-use super::{Driver, Event};
+use super::{Driver, Event, Loading};
 use crate::destination::post_copy::{PostCopy, PostCopyEvent};
 use crate::migration::{POST_COPY, Phase};
 
@@ -41,12 +41,19 @@ impl Driver<'_> {
 
     /// Ends the data channels that there were, and admits new ones: the source has reconnected.
     pub(super) fn admit_new_channels(&mut self) {
-        let Some(post_copy) = self.target.post_copy() else { return };
         self.kernel.abort.lost("the source has reconnected with new channels");
-        post_copy.disconnected();
+        let resumes = self.target.post_copy().is_none();
+        self.target.post_copy().iter().for_each(|post_copy| post_copy.disconnected());
         self.channels.join();
+        if resumes {
+            // The old stream channel may wait for its readers. It is closed before there is a sink for the next one.
+            self.loading = Loading::Over;
+            self.receiving.acceptor.close();
+            self.loading = self.state_sinks.renew();
+        }
         let incarnation = self.kernel.renew_channels();
-        self.receiving.acceptor.renew(incarnation, &self.kernel.abort);
+        self.occupied.renew(incarnation);
+        self.receiving.acceptor.renew(incarnation, &self.kernel.abort, resumes);
     }
 
     pub(super) fn handle_post_copy(&mut self, news: PostCopyEvent) -> Option<DestinationEvent> {

@@ -1,15 +1,16 @@
 //! The driver's part for the monitor's own state: what of it has arrived, and loading it once all of RAM is here.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use sterna_wire::control::{ControlMessage, Totals};
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::DestinationEvent;
 
-use super::Driver;
+use super::{Driver, Event};
 use crate::migration::Phase;
-use crate::state::{Part, StateReader};
+use crate::state::{Part, StateReader, StateSink, state_sink};
+use crate::switchover::Events;
 use crate::vmm::VmmError;
 
 /// How far loading the guest is.
@@ -31,9 +32,37 @@ pub(in crate::destination) enum Loading {
     Over,
 }
 
-impl Loading {
-    pub(in crate::destination) fn arriving(ahead: StateReader, last: StateReader) -> Self {
-        Self::Arriving { ahead: Some(ahead), last, begun: false, complete: false }
+/// The sink of a stream channel.
+type Sink = StateSink<Box<dyn FnMut(Part) + Send>>;
+
+/// Makes the sinks of the stream channels, of which there is one at a time.
+#[derive(Clone)]
+pub(in crate::destination) struct StateSinks {
+    events: Events<Event>,
+    /// The sink of the next stream channel.
+    next: Arc<Mutex<Option<Sink>>>,
+}
+
+impl StateSinks {
+    pub(in crate::destination) fn new(events: Events<Event>) -> Self {
+        Self { events, next: Arc::default() }
+    }
+
+    /// Makes the sink of the next stream channel. Returns what reads from it; the sink before it fails.
+    pub(in crate::destination) fn renew(&self) -> Loading {
+        let events = self.events.clone();
+        let begun = Box::new(move |part: Part| {
+            events.send(Event::State(part));
+        });
+        let (sink, ahead, last) = state_sink(begun as Box<dyn FnMut(Part) + Send>);
+        *self.next.lock().expect("no thread panics with the lock held") = Some(sink);
+        Loading::Arriving { ahead: Some(ahead), last, begun: false, complete: false }
+    }
+
+    /// Returns the sink of the stream channel that was admitted.
+    pub(in crate::destination) fn take(&self) -> Sink {
+        let sink = self.next.lock().expect("no thread panics with the lock held").take();
+        sink.expect("the acceptor admits one stream channel")
     }
 }
 
@@ -46,6 +75,7 @@ fn finished(loaded: Result<(), VmmError>, state: &mut StateReader) -> Result<u64
 impl Driver<'_> {
     /// Handles the beginning of a part of the state.
     pub(super) fn handle_state(&mut self, part: Part) -> Option<DestinationEvent> {
+        self.kernel.forgo_resuming();
         let Loading::Arriving { begun, .. } = &mut self.loading else { return None };
         match part {
             Part::Ahead if *begun => {
@@ -62,6 +92,7 @@ impl Driver<'_> {
 
     /// Handles the source's totals: all of RAM must be here.
     pub(super) fn handle_totals(&mut self, totals: &Totals) -> Option<DestinationEvent> {
+        self.kernel.forgo_resuming();
         if let Err(reason) = self.receiving.check(totals) {
             return Some(DestinationEvent::Failed { reason });
         }

@@ -14,7 +14,7 @@ use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::{DestinationEnd, DestinationEvent, DestinationGuest};
 
 pub(super) use self::devices::Devices;
-pub(super) use self::loading::Loading;
+pub(super) use self::loading::{Loading, StateSinks};
 use super::channels::PostCopyChannels;
 use super::monitor_calls::MonitorCalls;
 use super::post_copy::PostCopyEvent;
@@ -51,6 +51,7 @@ pub(super) struct Driver<'a> {
     pub(super) faults: Option<JoinHandle<()>>,
     pub(super) devices: Devices,
     pub(super) loading: Loading,
+    pub(super) state_sinks: StateSinks,
     pub(super) target: Arc<Target>,
     pub(super) occupied: Occupied,
     /// Page faults of this process before the migration.

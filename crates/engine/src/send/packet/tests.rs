@@ -25,7 +25,7 @@ fn writer() -> (PacketWriter, TcpStream) {
         Compression::new(Encoding::auto(), Engines::default(), 1, None),
         PacketRules { packet_size: PACKET, checksums: true },
     );
-    let ledger = Arc::new(ChannelLedger::new(Arc::clone(&context.window), None));
+    let ledger = Arc::new(ChannelLedger::new(Arc::clone(&context.window), None, false));
     let (writer, _) = Connection::accept(near, &Security::Insecure).unwrap().split();
     let mut packets = PacketWriter::new(writer, ledger, &context).unwrap();
     packets.start_clock();

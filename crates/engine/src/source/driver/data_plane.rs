@@ -16,14 +16,17 @@ use crate::batch::BatchPool;
 use crate::cancel::Cancel;
 use crate::cpu_time;
 use crate::entry::{PageSearch, Pipeline};
-use crate::migration::{Phase, RETRANSMIT};
+use crate::migration::{Phase, RESUME, RETRANSMIT};
+use crate::pacer::Pacer;
 use crate::panics;
 use crate::send::{DeltaSetting, SendChannel, SendContext};
 use crate::session::SessionError;
 use crate::source::convergence::Convergence;
-use crate::source::rounds::{Controlled, CurrentRound, Held, Order, RoundEvent, Rounds, no_pages};
+use crate::source::rounds::{
+    Connections, Controlled, CurrentRound, Held, Order, Progressed, RoundEvent, Rounds, no_pages,
+};
 use crate::state::{Part, StateWriter};
-use crate::switchover::after;
+use crate::switchover::{SourceDriver, after};
 
 /// Batches that wait for each channel or are being filled for it. They only list pages, whose content has not been read yet.
 const BATCHES_PER_CHANNEL: usize = 4;
@@ -39,8 +42,11 @@ pub(super) struct Moving {
     /// Carry the state of devices, where such channels were chosen.
     pub(super) device_channels: Arc<Vec<SendChannel>>,
     /// The thread of the rounds, until it was joined.
-    pub(super) rounds: Option<(Sender<Order>, JoinHandle<()>)>,
+    pub(super) rounds: Option<RoundsThread>,
 }
+
+/// The thread of the rounds. It returns the rounds where they have not come to an end of their own.
+pub(super) type RoundsThread = (Sender<Order>, JoinHandle<Option<Rounds>>);
 
 impl Moving {
     /// Sends an order to the thread of the rounds. Where that thread has ended, its last message has the reason.
@@ -50,13 +56,18 @@ impl Moving {
         }
     }
 
-    /// Waits for the thread of the rounds, which has ended or is being taken down.
+    /// Waits for the thread of the rounds, which has ended or is being taken down. Returns the rounds, with their log on, where they have not come to
+    /// an end of their own.
+    pub(super) fn join_rounds(&mut self) -> Option<Rounds> {
+        let (orders, thread) = self.rounds.take()?;
+        drop(orders);
+        // A panic there has been printed.
+        thread.join().ok().flatten()
+    }
+
+    /// As [`Moving::join_rounds`], and stops the log.
     pub(super) fn end_rounds(&mut self) {
-        if let Some((orders, thread)) = self.rounds.take() {
-            drop(orders);
-            // A panic there has been printed.
-            let _ = thread.join();
-        }
+        self.join_rounds().into_iter().for_each(Rounds::end);
     }
 }
 
@@ -71,8 +82,7 @@ impl Driver<'_> {
         self.progress.total_bytes = ram.bytes();
         let context = self.send_context();
         let pipeline = self.open_ram_channels(&context, Some(self.kernel.cancel))?;
-        let stream = self.kernel.session.open(self.security, self.kernel.to(), ChannelKind::DeviceState, 0, &context);
-        let stream = Arc::new(stream.map_err(SessionError::into_reason)?);
+        let stream = self.open_stream(&context)?;
         let device_channels = self.open_device_channels(&context)?;
         self.start_devices(&pipeline, &device_channels, &stream)?;
         let mut ahead = StateWriter::new(&stream, Part::Ahead, self.kernel.session.packet_size);
@@ -86,8 +96,8 @@ impl Driver<'_> {
             self.monitor_loaded_ahead();
         }
 
-        let (orders, orders_out) = channel();
-        let events = self.kernel.events.clone();
+        // State that was loaded ahead, or by a device, cannot be loaded again.
+        self.resumable = self.kernel.session.has(RESUME) && ahead == 0 && self.devices.known.is_empty();
         let state_size = self.vmm.state_size().map_err(|error| Reason::new(ErrorKind::Monitor, error))?;
         let convergence =
             Convergence::new(self.settings.downtime, self.settings.not_converging, self.settings.give_up_after);
@@ -95,16 +105,16 @@ impl Driver<'_> {
             log: Box::new(self.log.clone()),
             search: PageSearch::new(Arc::clone(&pipeline), ram.clone(), self.kernel.session.packet_size),
             current: CurrentRound::new(&ram),
+            pending: no_pages(&ram),
+            progressed: Progressed::NotTracking,
             ram,
             convergence,
             state_size,
             devices: Arc::clone(&self.devices.known),
             started: self.started,
-            orders: orders_out,
-            news: move |news| {
-                events.send(Event::Rounds(news));
-            },
-            totals: self.kernel.peer.sender(),
+            orders: channel().1,
+            news: Box::new(|_| {}),
+            totals: None,
             stats: Arc::clone(&self.stats),
             unsent: Arc::clone(&self.unsent),
             refusals: Arc::clone(&self.refusals),
@@ -118,23 +128,98 @@ impl Driver<'_> {
             waited_for_saving: Duration::ZERO,
             abort: Arc::clone(&self.kernel.abort),
         };
-        let (panicked, mut log) = (self.kernel.events.clone(), self.log.clone());
+        let thread = self.start_rounds(rounds, &pipeline)?;
+        self.moving = Some(Moving { pipeline, stream: Some(stream), device_channels, rounds: Some(thread) });
+        self.kernel.due = self.rounds_due();
+        self.kernel.set_resumable(self.resumable);
+        Ok(())
+    }
+
+    /// Starts the thread of the rounds over the channels of `pipeline`, which are those of the current incarnation.
+    fn start_rounds(&self, mut rounds: Rounds, pipeline: &Arc<Pipeline>) -> Result<RoundsThread, Reason> {
+        let (orders, orders_out) = channel();
+        let (events, incarnation) = (self.kernel.events.clone(), self.kernel.data_incarnation());
+        let panicked = events.clone();
+        rounds.go_on_with(Connections {
+            pipeline: Arc::clone(pipeline),
+            orders: orders_out,
+            news: Box::new(move |news| {
+                events.send(Event::Rounds(incarnation, news));
+            }),
+            totals: self.kernel.peer.sender(),
+            may_stop: self.may_stop(),
+            abort: Arc::clone(&self.kernel.abort),
+        });
+        let mut log = self.log.clone();
         let run = move || {
             // Reported, because the driver waits for messages of this thread.
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| rounds.run())) {
+            catch_unwind(AssertUnwindSafe(|| rounds.run())).unwrap_or_else(|panic| {
                 // The first error is the one to report.
                 let _ = log.stop();
                 let text = panics::panic_text(panic);
                 let reason = Reason::other(format_args!("the thread of the rounds panicked: {text}"));
-                panicked.send(Event::Rounds(RoundEvent::Failed(reason)));
-            }
+                panicked.send(Event::Rounds(incarnation, RoundEvent::Failed(reason)));
+                None
+            })
         };
         let thread = std::thread::Builder::new().name("rounds".into());
-        let no_thread = |error| Reason::other(format_args!("no thread for the rounds: {error}"));
-        let rounds = cpu_time::spawn(thread, run).map_err(no_thread)?;
-        self.moving = Some(Moving { pipeline, stream: Some(stream), device_channels, rounds: Some((orders, rounds)) });
+        match cpu_time::spawn(thread, run) {
+            Ok(thread) => Ok((orders, thread)),
+            Err(error) => {
+                // It may be on; the first error is the one to report.
+                let _ = self.log.clone().stop();
+                Err(Reason::other(format_args!("no thread for the rounds: {error}")))
+            }
+        }
+    }
+
+    /// Ends the channels of a destination that is lost, and keeps the rounds: the guest's writes are tracked on, and everything that was not
+    /// acknowledged is dirty again.
+    pub(super) fn keep_rounds(&mut self) -> Result<(), Reason> {
+        self.kernel.abort.lost("the destination is lost");
+        if let Some(mut rounds) = self.moving.as_mut().and_then(Moving::join_rounds) {
+            rounds.hold();
+            self.held_rounds = Some(rounds);
+        }
+        self.end_data_plane();
+        if self.held_rounds.is_none() {
+            return Err(Reason::other("the rounds had ended when the destination was lost"));
+        }
+        // Nothing is sent, and settling slows it down again.
+        self.guest_stays();
         self.kernel.due = self.rounds_due();
         Ok(())
+    }
+
+    /// Opens channels to the destination, which is connected again and has kept what was acknowledged, and goes on with the rounds.
+    ///
+    /// # Errors
+    /// The channels cannot be opened. The rounds are still held.
+    pub(super) fn reopen_channels(&mut self) -> Result<(), Reason> {
+        self.kernel.renew_channels();
+        self.occupied.renew(self.kernel.data_incarnation());
+        self.window.reopen(self.kernel.session.round_trip);
+        self.pacer = Arc::new(Pacer::new(self.settings.bandwidth));
+        self.kernel.pace_by(&self.pacer);
+        let context = self.send_context();
+        let pipeline = self.open_ram_channels(&context, Some(self.kernel.cancel))?;
+        // Joined with these channels where another one cannot be opened.
+        let moving = Moving { pipeline, stream: None, device_channels: Arc::default(), rounds: None };
+        let pipeline = Arc::clone(&self.moving.insert(moving).pipeline);
+        let stream = self.open_stream(&context)?;
+        let Some(rounds) = self.held_rounds.take() else { return Err(Reason::other("no rounds are held")) };
+        let thread = self.start_rounds(rounds, &pipeline)?;
+        if let Some(moving) = &mut self.moving {
+            (moving.stream, moving.rounds) = (Some(stream), Some(thread));
+        }
+        self.kernel.due = self.rounds_due();
+        Ok(())
+    }
+
+    /// Ends the rounds, whose channels have ended or are being taken down.
+    pub(super) fn end_rounds(&mut self) {
+        self.moving.iter_mut().for_each(Moving::end_rounds);
+        self.held_rounds.take().into_iter().for_each(Rounds::end);
     }
 
     /// Returns the deadline of the rounds: when their time is over, or when a byte of the guest must have moved. Between two rounds
@@ -144,7 +229,8 @@ impl Driver<'_> {
             let left = time.saturating_sub(self.started.elapsed());
             (after(left.saturating_add(ROUND_GRACE)), "sending the guest's memory (time limit)")
         });
-        let stalled = self.settings.limits.stall;
+        // Without a destination nothing moves.
+        let stalled = self.settings.limits.stall.filter(|_| self.held_rounds.is_none());
         let stalled = stalled.map(|time| (after(time), "waiting for anything of the guest to move (stall limit)"));
         [over, stalled].into_iter().flatten().min_by_key(|(deadline, _)| *deadline)
     }
@@ -185,7 +271,15 @@ impl Driver<'_> {
                     / usize::from(self.kernel.session.channels),
             },
             arrivals: Some(Arc::clone(&self.devices.known) as _),
+            keeps_pages: self.kernel.session.has(RESUME) && !self.kernel.post_copy_begun(),
         }
+    }
+
+    /// Opens the stream channel of this incarnation.
+    fn open_stream(&self, context: &SendContext) -> Result<Arc<SendChannel>, Reason> {
+        let context = SendContext { keeps_pages: false, ..context.clone() };
+        let stream = self.kernel.session.open(self.security, self.kernel.to(), ChannelKind::DeviceState, 0, &context);
+        Ok(Arc::new(stream.map_err(SessionError::into_reason)?))
     }
 
     /// Opens the RAM channels of this incarnation and returns the pipeline over them. Without a `cancel` this cannot be cancelled.

@@ -21,7 +21,7 @@ use self::devices::Devices;
 use self::post_copy::PostCopy;
 use self::switch_over::MONITORS_STATE;
 use super::convergence::NotConverging;
-use super::rounds::{Order, RoundEvent, RoundStats};
+use super::rounds::{Order, RoundEvent, RoundStats, Rounds};
 use super::unsent::Unsent;
 use super::{Settings, Source};
 use crate::accelerator::Accelerator;
@@ -32,12 +32,12 @@ use crate::device_state::SavingDevices;
 use crate::device_state::save::SaveEvent;
 use crate::live_control::Steering;
 use crate::migration::{
-    Cause, DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, PROGRESS, Phase, RETRANSMIT, machine,
+    Cause, DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, PROGRESS, Phase, RESUME, RETRANSMIT, machine,
 };
 use crate::monitor::{CaughtLog, CaughtObserver, SourceMonitor};
 use crate::occupied::{Deadlines, Occupied};
 use crate::pacer::Pacer;
-use crate::report::{Observer, Progress, Report};
+use crate::report::{Observer, Progress, Report, milliseconds};
 use crate::send::{Compression, HashKey, Refusals, Sent};
 use crate::session::{
     self, ConnectionEvent, Features, OPENING, Offer, OnConnectionEvent, Peer, Redial, Session, UNCHECKED,
@@ -53,7 +53,8 @@ use crate::window::Window;
 /// The events of the driver's own threads.
 #[derive(Debug)]
 enum Event {
-    Rounds(RoundEvent),
+    /// Of the thread of the rounds over the data channels of this incarnation.
+    Rounds(u32, RoundEvent),
     Device(SaveEvent),
 }
 
@@ -83,6 +84,7 @@ pub(super) fn run(
         devices: ids,
         device_channels: if known.is_empty() { DeviceChannels::default() } else { settings.device_channels },
         opening: settings.opening.clone(),
+        retry_ms: milliseconds(settings.limits.retry),
         ..machine(vmm.name(), ram, settings.downtime.as_millis() as u64)
     };
     check_devices(&machine).map_err(MigrationError::untouched)?;
@@ -105,6 +107,7 @@ pub(super) fn run(
     required.extend((!settings.opening.is_empty()).then_some(OPENING));
     let mut offered = required.clone();
     offered.extend([RETRANSMIT, PROGRESS]);
+    offered.extend((!settings.limits.retry.is_zero()).then_some(RESUME));
     let offer = Offer {
         to,
         security,
@@ -154,6 +157,7 @@ pub(super) fn run(
         ledger,
         events,
         limits: DeliveryLimits {
+            retry: settings.limits.retry,
             decision: settings.limits.delivery,
             start: settings.limits.start,
             abort: settings.limits.reporting_abort,
@@ -180,6 +184,8 @@ pub(super) fn run(
         occupied,
         deadlines,
         moving: None,
+        held_rounds: None,
+        resumable: false,
         devices: Devices::new(known, devices),
         stats: Arc::default(),
         started: Instant::now(),
@@ -228,8 +234,8 @@ fn on_connection(events: &Events<Event>, occupied: &Occupied, devices: &Arc<Savi
                 _ => {}
             }
         }
-        if let ConnectionEvent::Control(_, ControlEvent::Lost(reason)) = &news {
-            monitor_call.lost(format_args!("the destination was lost: {reason}"));
+        if let ConnectionEvent::Control(incarnation, ControlEvent::Lost(reason)) = &news {
+            monitor_call.lost(*incarnation, format_args!("the destination was lost: {reason}"));
         }
         pass_on(news);
     })
@@ -257,6 +263,10 @@ struct Driver<'a> {
     occupied: Occupied,
     deadlines: Deadlines,
     moving: Option<Moving>,
+    /// The rounds, as long as the destination is lost.
+    held_rounds: Option<Rounds>,
+    /// Whether the rounds may go on after the destination was lost.
+    resumable: bool,
     devices: Devices,
     stats: Arc<Mutex<RoundStats>>,
     started: Instant,
@@ -303,9 +313,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
 
     fn end_migration(&mut self) -> Result<SourceGuest, Reason> {
         self.kernel.abort.raise(self.kernel.reason().clone());
-        if let Some(moving) = &mut self.moving {
-            moving.end_rounds();
-        }
+        self.end_rounds();
         self.end_devices();
         let paused = self.kernel.moments.pausing.is_some();
         Ok(match () {
@@ -349,6 +357,14 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
             Ok(AfterMove::RunsHere) => Ok(SourceGuest::Running),
             Err(error) => Err(Reason::new(ErrorKind::Monitor, error)),
         }
+    }
+
+    fn hold_rounds(&mut self) -> Result<(), Reason> {
+        self.keep_rounds()
+    }
+
+    fn continue_rounds(&mut self) -> Result<(), Reason> {
+        self.reopen_channels()
     }
 
     fn start_post_copy(&mut self) -> Result<(), Reason> {
@@ -409,7 +425,7 @@ impl<'a> SourceDriver<'a> for Driver<'a> {
 
     fn handle(&mut self, event: Event) -> Option<SourceEvent> {
         match event {
-            Event::Rounds(news) => self.handle_rounds(news),
+            Event::Rounds(incarnation, news) => self.handle_rounds(incarnation, news),
             Event::Device(news) => self.handle_device(news),
         }
     }
@@ -444,9 +460,15 @@ impl Driver<'_> {
         }
     }
 
-    fn handle_rounds(&mut self, news: RoundEvent) -> Option<SourceEvent> {
-        if self.kernel.abort.is_over() && !matches!(news, RoundEvent::Note(_) | RoundEvent::Failed(_)) {
-            // The migration is being taken down: the guest is resumed, if it has to be, and runs at full speed.
+    fn handle_rounds(&mut self, incarnation: u32, news: RoundEvent) -> Option<SourceEvent> {
+        let current = incarnation == self.kernel.data_incarnation();
+        let counts = match news {
+            RoundEvent::Note(_) => true,
+            RoundEvent::Failed(_) => current,
+            // Where the migration is being taken down, the guest is resumed, if it has to be, and runs at full speed.
+            _ => current && !self.kernel.abort.is_over(),
+        };
+        if !counts {
             return None;
         }
         let outcome = match news {

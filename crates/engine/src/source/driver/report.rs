@@ -38,6 +38,7 @@ impl Driver<'_> {
         self.progress.wire_bytes = sent.wire_bytes;
         self.progress.ratio = sent.ratio();
         self.progress.devices = self.devices.known.progress();
+        (self.progress.interruptions, self.progress.interrupted_ms) = self.kernel.interruptions.figures();
         self.content_reported = sent.content_bytes;
         let (_, delivered) = self.window.delivered();
         self.stats
@@ -79,6 +80,7 @@ impl Driver<'_> {
     pub(super) fn finish(mut self, end: SourceEnd) -> Result<Report, MigrationError> {
         let ending = self.kernel.ending(end);
         self.kernel.hang_up();
+        self.end_rounds();
         self.end_data_plane();
         let left = self.kernel.left().map(str::to_owned);
         if let Some(Err(busy)) = self.accelerator.as_ref().map(Accelerator::retire) {
@@ -125,6 +127,7 @@ impl Driver<'_> {
         let (delta_cache, no_deltas) = sent.delta_cache(requested, self.settings.channels);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         let (reason, kind) = ending.for_report();
+        let (interruptions, interrupted_ms) = self.kernel.interruptions.figures();
         Report {
             id: self.kernel.session.id.to_string(),
             outcome: ending.outcome,
@@ -145,6 +148,8 @@ impl Driver<'_> {
                 (Some(verdict), 0) => Some(verdict),
                 (Some(verdict), percent) => Some(format!("{verdict}; it was held for {percent} % of the time")),
             },
+            interruptions,
+            interrupted_ms,
             post_copy: self.kernel.post_copy_begun().then(|| PostCopyReport {
                 ms: between(running, complete),
                 requests: self.post_copy.figures.requests,

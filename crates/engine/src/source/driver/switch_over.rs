@@ -77,6 +77,7 @@ impl Driver<'_> {
         // `sterna recover` resumes only a guest that was paused by its migration.
         self.kernel.ledger.note_pausing(true).map_err(RecordFileError::into_reason)?;
         self.phase = Phase::SwitchingOver;
+        self.kernel.set_resumable(false);
         self.kernel.observer.note("stopping the guest");
         // Before the call: the guest may have stopped even where pausing fails.
         self.kernel.moments.pausing = Some(Instant::now());
@@ -101,6 +102,7 @@ impl Driver<'_> {
         self.keep_throttled();
         self.kernel.ledger.note_pausing(false).map_err(RecordFileError::into_reason)?;
         (self.phase, self.kernel.due) = (Phase::Rounds, self.rounds_due());
+        self.kernel.set_resumable(self.resumable);
         Ok(())
     }
 

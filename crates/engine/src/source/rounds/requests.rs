@@ -26,7 +26,7 @@ impl Controlled {
     }
 }
 
-impl<N: FnMut(RoundEvent)> Rounds<N> {
+impl Rounds {
     /// Carries out new requests. `pending`: how many pages are pending.
     pub(super) fn obey(&mut self, pending: u64) {
         let Some((before, now)) = self.control.look() else { return };

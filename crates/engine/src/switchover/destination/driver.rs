@@ -42,7 +42,7 @@ pub trait DestinationDriver<'a> {
         Err(Reason::other("this monitor's memory cannot be watched"))
     }
 
-    /// Post-copy: closes the data channels of older incarnations, and admits those of the newest control channel.
+    /// After an interruption, and in post-copy: closes the data channels of older incarnations, and admits those of the newest control channel.
     fn renew_channels(&mut self) {}
 
     /// Post-copy: reports [`DestinationEvent::MemoryComplete`] once no page is missing any more.

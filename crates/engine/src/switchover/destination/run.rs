@@ -92,8 +92,12 @@ fn report_progress<'a, D: DestinationDriver<'a>>(driver: &mut D) {
 /// Returns the failure where a time limit has passed and this side may still give up, or where the source sent no reason for a broken
 /// channel in time.
 fn overdue<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationEvent> {
+    let interrupted = driver.kernel().machine.is_interrupted();
+    if let Some(reason) = driver.kernel().not_back() {
+        return Some(driver.kernel().fail(reason));
+    }
     if driver.kernel().may_give_up()
-        && let Some(reason) = driver.receiving().and_then(Receiving::overdue)
+        && let Some(reason) = driver.receiving().and_then(|receiving| receiving.overdue(interrupted))
     {
         return Some(driver.kernel().fail(reason));
     }
@@ -106,7 +110,7 @@ fn wait<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Duration {
     let progress = driver.receiving().map_or(TICK, |receiving| receiving.time_left());
     let kernel = driver.kernel();
     let hang_up_at = kernel.lingering.as_ref().and_then(|lingering| lingering.hang_up_at);
-    let deadlines = [kernel.last_words, hang_up_at].into_iter().flatten().map(time_left);
+    let deadlines = [kernel.last_words, kernel.back_by, hang_up_at].into_iter().flatten().map(time_left);
     deadlines.fold(progress.min(TICK), Duration::min)
 }
 
@@ -177,6 +181,9 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
         }),
         DestinationAction::RenewChannels => {
             driver.renew_channels();
+            if !driver.kernel().machine.began_post_copy() {
+                source_is_back(driver);
+            }
             None
         }
         DestinationAction::AwaitMemory => {
@@ -206,6 +213,10 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             None
         }
         DestinationAction::AwaitSource => {
+            if driver.kernel().machine.is_interrupted() {
+                driver.receiving().into_iter().for_each(|receiving| receiving.interruptions.begin());
+                driver.kernel().await_continuation();
+            }
             driver.await_source();
             None
         }
@@ -224,6 +235,18 @@ fn perform<'a, D: DestinationDriver<'a>>(driver: &mut D, action: DestinationActi
             None
         }
     }
+}
+
+/// Records that the source is back, which was lost before the decision.
+fn source_is_back<'a, D: DestinationDriver<'a>>(driver: &mut D) {
+    let lasted = driver.receiving().map_or(Duration::ZERO, |receiving| {
+        // Where the source has noticed the loss first.
+        receiving.interruptions.begin();
+        receiving.interruptions.end()
+    });
+    let kernel = driver.kernel();
+    kernel.back_by = None;
+    kernel.observer.note(&format!("the source is back after {:.1} s", lasted.as_secs_f64()));
 }
 
 /// Ends the channels before a guest is started with all of its memory, and waits for their threads: no thread writes the memory of a running
@@ -288,6 +311,8 @@ fn translate<'a, D: DestinationDriver<'a>>(driver: &mut D, event: Event<D::Event
     match event {
         Event::Peer(news) => handle_peer(driver, news),
         Event::Broken(incarnation) if incarnation != kernel.data_incarnation => None,
+        // Their end was the interruption.
+        Event::Broken(_) if kernel.machine.is_interrupted() => None,
         Event::Broken(_) if kernel.abort.was_lost() && kernel.may_give_up() => {
             kernel.last_words = Some(Instant::now() + LAST_WORDS);
             None
@@ -307,12 +332,14 @@ fn translate<'a, D: DestinationDriver<'a>>(driver: &mut D, event: Event<D::Event
 fn channels_failed<'a, D: DestinationDriver<'a>>(driver: &mut D) -> Option<DestinationEvent> {
     let kernel = driver.kernel();
     let reason = kernel.abort.reason()?;
-    if kernel.may_give_up() {
-        let reason = if kernel.abort.was_lost() { reason } else { driver.explained(reason) };
+    let lost = kernel.abort.was_lost();
+    if lost && kernel.machine.may_be_interrupted() {
+        kernel.observer.note(&format!("the channels of the guest's memory failed, and are opened again: {reason}"));
+    } else if kernel.may_give_up() {
+        let reason = if lost { reason } else { driver.explained(reason) };
         driver.kernel().send_failure(&reason);
         return Some(DestinationEvent::ChannelsLost { reason });
-    }
-    if kernel.lacks_memory() && kernel.peer.is_connected() {
+    } else if kernel.lacks_memory() && kernel.peer.is_connected() {
         kernel.observer.note(&format!("the channels of the guest's memory failed, and are made anew: {reason}"));
     }
     Some(DestinationEvent::ChannelsLost { reason })

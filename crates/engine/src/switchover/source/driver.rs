@@ -59,6 +59,23 @@ pub trait SourceDriver<'a> {
     /// Why the monitor still lives although it was to be ended.
     fn end_guest(&mut self) -> Result<SourceGuest, Reason>;
 
+    /// Ends the data channels of a destination that is lost before the decision. Goes on tracking the guest's writes, and counts as dirty everything
+    /// that was not acknowledged.
+    ///
+    /// # Errors
+    /// Why the migration cannot go on later: it is aborted.
+    fn hold_rounds(&mut self) -> Result<(), Reason> {
+        Err(Reason::other("the migration cannot go on after the destination was lost"))
+    }
+
+    /// Opens new data channels to a destination that is connected again, and sends the rest over them.
+    ///
+    /// # Errors
+    /// Why there are no channels. Where a connection has failed, the source connects again; else the migration is aborted.
+    fn continue_rounds(&mut self) -> Result<(), Reason> {
+        Err(Reason::other("no rounds are held"))
+    }
+
     /// Begins post-copy: answers requests for pages, pauses the guest and sends its state.
     ///
     /// # Errors

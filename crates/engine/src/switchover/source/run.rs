@@ -172,6 +172,16 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
             kernel.cancelled |= kernel.cancel.is_cancelled();
             failed(reason)
         }),
+        SourceAction::HoldRounds => {
+            let kernel = driver.kernel();
+            kernel.interruptions.begin();
+            kernel.observer.note(&format!(
+                "the guest runs on and its writes are tracked; the destination is dialled for {:.0} s",
+                kernel.limits.retry.as_secs_f64()
+            ));
+            driver.hold_rounds().err().map(failed)
+        }
+        SourceAction::ContinueRounds => continue_rounds(driver),
         SourceAction::StartPostCopy => driver.start_post_copy().err().map(failed),
         SourceAction::ServePages => match driver.serve_pages().err()? {
             Unserved::ConnectionLost(reason) => {
@@ -211,7 +221,10 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
         SourceAction::Connect => {
             let kernel = driver.kernel();
             kernel.peer.hang_up();
-            if kernel.decided() {
+            if kernel.machine.is_interrupted() {
+                // Of one interruption only, however often a connection fails at once.
+                kernel.give_up.get_or_insert(after(kernel.limits.retry));
+            } else if kernel.decided() {
                 if kernel.start_by.is_none() && kernel.give_up.is_none() {
                     // In a recovery.
                     kernel.begin_awaiting();
@@ -227,6 +240,27 @@ fn perform<'a, D: SourceDriver<'a>>(driver: &mut D, action: SourceAction) -> Opt
     }
 }
 
+fn continue_rounds<'a, D: SourceDriver<'a>>(driver: &mut D) -> Option<SourceEvent> {
+    let Err(reason) = driver.continue_rounds() else {
+        let kernel = driver.kernel();
+        kernel.give_up = None;
+        let lasted = kernel.interruptions.end().as_secs_f64();
+        kernel.observer.note(&format!("the destination is back after {lasted:.1} s: what it lacks is sent on"));
+        return None;
+    };
+    let kernel = driver.kernel();
+    // The event of the cancellation may still be queued.
+    kernel.cancelled |= kernel.cancel.is_cancelled();
+    let connection = matches!(reason.kind, ErrorKind::ConnectionLost | ErrorKind::Network | ErrorKind::Refused);
+    if kernel.cancelled || !connection {
+        return Some(SourceEvent::ActionFailed { reason });
+    }
+    tracing::info!(%reason, "the channels to the destination cannot be opened yet");
+    kernel.abort.lost(reason);
+    kernel.peer.hang_up();
+    Some(SourceEvent::ConnectionLost)
+}
+
 fn write_record<'a, D: SourceDriver<'a>>(driver: &mut D, state: SourceState) -> SourceEvent {
     let kernel = driver.kernel();
     if state == SourceState::Aborted {
@@ -234,6 +268,7 @@ fn write_record<'a, D: SourceDriver<'a>>(driver: &mut D, state: SourceState) -> 
         let reason = kernel.machine.reason().clone();
         kernel.peer.send(&ControlMessage::Failed(reason.clone()));
         kernel.abort.raise(reason);
+        kernel.give_up = None;
     }
     if !kernel.ledger.write(RecordState::Source(state), kernel.observer) {
         return SourceEvent::RecordFailed;
@@ -251,6 +286,8 @@ fn translate<'a, D: SourceDriver<'a>>(driver: &mut D, event: Event<D::Event>) ->
     match event {
         Event::Peer(news) => handle_peer(driver, news),
         Event::Broken(incarnation) if incarnation != driver.kernel().data_incarnation => None,
+        // Their end was the interruption.
+        Event::Broken(_) if driver.kernel().machine.is_interrupted() => None,
         Event::Broken(_) => channels_failed(driver),
         Event::Cancelled => cancel(driver),
         Event::Requested => {

@@ -221,6 +221,8 @@ pub(crate) struct Monitor {
     life: Life,
     /// Writes so far, over the guest's whole life; part of its state.
     pub(crate) writes: Arc<AtomicU64>,
+    /// What it expects its state to have, in bytes. It has little.
+    pub(crate) state_size: u64,
     /// The name of the method that fails.
     pub(crate) fails: Option<&'static str>,
     /// Whether the failure is a panic instead of an error.
@@ -436,6 +438,7 @@ impl Monitor {
             marker: log.marker(),
             life: Life::default(),
             writes: Arc::default(),
+            state_size: 0,
             fails: None,
             panics: false,
             state_bytes: 100,
@@ -564,7 +567,7 @@ impl SourceVmm for Monitor {
 
     fn state_size(&self) -> u64 {
         self.fails_at("state_size").unwrap();
-        0
+        self.state_size
     }
 
     fn pause(&mut self) -> Result<(), VmmError> {

@@ -101,6 +101,8 @@ pub(super) fn run(
     let observer = &WithFaultPoints(observer);
     let (switchover, first) = DestinationSwitchover::begin();
     let kernel = DestinationKernel::new(DestinationSetup {
+        // QEMU's own stream does not go on over another connection.
+        retry: Duration::ZERO,
         machine: switchover,
         peer: Peer::new(link),
         ledger: record.into(),

@@ -55,6 +55,8 @@ impl Driver<'_> {
             predicted_downtime_ms: drain + COMMIT_ESTIMATE.as_secs_f64() * 1e3,
             // Only QEMU knows when it will be content.
             time_left_ms: None,
+            interruptions: 0,
+            interrupted_ms: 0.0,
             devices: Vec::new(),
         };
         self.kernel.observer.progress(&self.progress);
@@ -146,6 +148,8 @@ impl Driver<'_> {
             downtime: self.kernel.moments.parts(),
             rounds: self.rounds,
             convergence: self.watch.note().map(str::to_owned),
+            interruptions: 0,
+            interrupted_ms: 0.0,
             post_copy: None,
             wire_bytes: sent.wire_bytes,
             content_bytes: sent.content_bytes,

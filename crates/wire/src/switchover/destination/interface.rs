@@ -30,7 +30,8 @@ pub enum DestinationEvent {
     /// The connection is gone, or has been silent for too long.
     ConnectionLost,
     /// The data channels of the current incarnation have failed, while the control connection is still there. Before this
-    /// side is prepared this ends the migration; afterwards only post-copy still needs them.
+    /// side is prepared this ends the migration, or interrupts it where that is possible and a connection has failed; afterwards
+    /// only post-copy still needs them.
     ChannelsLost {
         /// The reason.
         reason: Reason,
@@ -90,8 +91,8 @@ pub enum DestinationAction {
     /// Post-copy: have all missing pages of guest RAM watched, and report `MissingPagesWatched`; or `ActionFailed`, where that
     /// is not possible.
     WatchMissingPages,
-    /// Post-copy: close the data channels of older incarnations, wait for their threads, and admit those of the current
-    /// one. On its post-copy channel the list of missing pages is sent first.
+    /// After an interruption, and in post-copy: close the data channels of older incarnations, wait for their threads, and admit
+    /// those of the current one. On its post-copy channel the list of missing pages is sent first.
     RenewChannels,
     /// Post-copy: all discards are applied. Report `MemoryComplete` as soon as no page is missing any more.
     AwaitMemory,

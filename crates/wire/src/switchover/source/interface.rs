@@ -33,7 +33,8 @@ pub enum SourceEvent {
     /// The connection is gone, or has been silent for too long.
     ConnectionLost,
     /// The data channels of the current incarnation have failed, while the control connection is still there. Before the
-    /// decision this ends the migration; afterwards only post-copy still needs them, and connects anew.
+    /// decision this ends the migration, or interrupts it where that is possible and a connection has failed; afterwards only
+    /// post-copy still needs them, and connects again.
     ChannelsLost {
         /// The reason.
         reason: Reason,
@@ -50,7 +51,7 @@ pub enum SourceEvent {
     /// [`SourceAction::RelayShut`], [`SourceAction::EndMigration`], [`SourceAction::Cont`] or [`SourceAction::EndGuest`];
     /// or, of [`SourceAction::ServePages`], that the monitor has ended and the pages with it.
     Guest(SourceGuest),
-    /// After the decision, or once only the abort is to be delivered: the driver stops trying. The time for reaching the
+    /// While the migration is interrupted, after the decision, or once only the abort is to be delivered: the driver stops trying. The time for reaching the
     /// destination is over, the destination reported that it cannot go on, or this process cannot serve pages (a
     /// `recover`, which has no access to them). `recover` can continue later. Also in the place of a
     /// [`SwitchoverMessage::Running`] that cannot be true, because part of the guest's memory was never sent.
@@ -79,6 +80,13 @@ pub enum SourceAction {
     WriteRecord(SourceState),
     /// Begin to move the guest: track its writes and send its memory, or make its monitor send its own migration to us.
     StartMigration,
+    /// The destination is lost before the decision. End the data channels, keep tracking the guest's writes, and count everything that was
+    /// not acknowledged as dirty again.
+    HoldRounds,
+    /// The destination is connected again and has kept what it had acknowledged: open data channels of the current incarnation and send
+    /// the rest. Where that fails because of the connection, close the control connection too and report `ConnectionLost`; else
+    /// `ActionFailed`.
+    ContinueRounds,
     /// Post-copy begins: the destination watches for missing pages. Open the post-copy channel, answer requests on it,
     /// pause the guest, send the discards and the last state, and report `FinalStateSent`, or `ActionFailed`.
     StartPostCopy,
