@@ -14,6 +14,9 @@ pub(crate) struct WaitArgs {
     /// Give the migration up if no byte of the guest has moved for this time
     #[arg(long, value_name = "DURATION", default_value = "2min", allow_hyphen_values = true, value_parser = units::wait)]
     pub(crate) stall_limit: Duration,
+    /// How long a lost connection is dialled again, or waited for, in direct mode while the guest's memory is sent; 0s: not at all
+    #[arg(long, value_name = "DURATION", default_value = "5min", allow_hyphen_values = true, value_parser = units::duration)]
+    pub(crate) retry: Duration,
     /// Give the migration up if the switchover has not come in this time [default: no limit]
     #[arg(long, value_name = "DURATION", allow_hyphen_values = true, value_parser = units::wait)]
     pub(crate) time_limit: Option<Duration>,
@@ -21,7 +24,7 @@ pub(crate) struct WaitArgs {
 
 impl From<&WaitArgs> for WaitLimits {
     fn from(args: &WaitArgs) -> Self {
-        Self { stall: args.stall_limit, total: args.time_limit }
+        Self { stall: args.stall_limit, total: args.time_limit, retry: args.retry }
     }
 }
 

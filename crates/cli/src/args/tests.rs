@@ -44,7 +44,7 @@ fn the_defaults_are_those_of_the_help() {
     assert_eq!((args.normal_page_ratio, args.screen.quiet), (0, false));
     assert_eq!((args.report.json, args.state.state_dir), (None, None));
     assert_eq!((args.source_after, args.waits.time_limit), (SourceAfterArg::Quit, None));
-    assert_eq!(args.waits.stall_limit, Duration::from_secs(120));
+    assert_eq!((args.waits.stall_limit, args.waits.retry), (Duration::from_secs(120), Duration::from_secs(300)));
 }
 
 #[test]
@@ -67,15 +67,15 @@ fn every_option_of_send_arrives() {
     let args = send(
         "--channels 64 --method zstd --level -5 --bandwidth 1GB/s --downtime 2s --packet-size 1MiB \
          --normal-page-ratio 100 --delta-cache 3GiB --tls d --state-dir s --json - --quiet --log debug \
-         --source-after keep --stall-limit 5s --time-limit 1min",
+         --source-after keep --stall-limit 5s --time-limit 1min --retry 0s",
     );
     assert_eq!((args.link.channels, args.link.method.name(), args.link.level), (64, "zstd", Some(-5)));
     assert_eq!((args.link.bandwidth, args.link.downtime), (Some(1_000_000_000), Duration::from_secs(2)));
     assert_eq!((args.link.packet_size, args.normal_page_ratio, args.screen.quiet), (1 << 20, 100, true));
     assert_eq!((args.delta_cache, send("").delta_cache), (3 << 30, 0));
     assert_eq!(args.source_after, SourceAfterArg::Keep);
-    let WaitLimits { stall, total } = WaitLimits::from(&args.waits);
-    assert_eq!((stall, total), (Duration::from_secs(5), Some(Duration::from_secs(60))));
+    let WaitLimits { stall, total, retry } = WaitLimits::from(&args.waits);
+    assert_eq!((stall, total, retry), (Duration::from_secs(5), Some(Duration::from_secs(60)), Duration::ZERO));
     assert_eq!((args.tls.tls, args.tls.insecure), (Some("d".into()), false));
     assert_eq!((args.state.state_dir, args.report.json), (Some("s".into()), Some("-".into())));
 }

@@ -95,7 +95,14 @@ impl Row {
     fn move_pair(&self, pair: &Pair, relay: impl Fn(String) -> String) -> Result<Value, String> {
         let words = |words: &str| words.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
         let send = [words(SLOW), words(self.send)].concat();
-        let moved = Move { mode: "stream", memory: self.memory(), tls: self.tls, send, receive: words(self.receive) };
+        let moved = Move {
+            mode: "stream",
+            memory: self.memory(),
+            tls: self.tls,
+            retry: "0s",
+            send,
+            receive: words(self.receive),
+        };
         let report = moved.run(pair, relay)?;
         match self.guest {
             Stamps => {

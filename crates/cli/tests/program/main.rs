@@ -26,6 +26,7 @@ mod outcomes;
 mod post_copy;
 mod preallocated;
 mod proxy;
+mod resume;
 mod security;
 mod slow_storage;
 mod soak;

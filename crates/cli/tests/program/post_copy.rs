@@ -5,12 +5,12 @@
 //! Where KVM does not run Linux guests, they are emulated, and their page faults occur in user space. KVM handles a
 //! guest's faults in the kernel: a boot-sector guest shows that these faults are noticed too, where KVM runs it.
 
-use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 use crate::support::pair::{Pair, Watched, eventually};
+use crate::support::relay::Network;
 use crate::support::settle::{Migration, Side};
 use crate::support::{LONG, LOST, PEER_REFUSED, Sterna, receive, report, send_by};
 use sterna_memory::ram::RamBlock;
@@ -147,41 +147,6 @@ fn a_guest_of_qemus_in_pid_namespaces_of_their_own_continues_before_its_memory_h
     let machine = QemuOptions { own_processes: true, ..machine(Backend::Anonymous) };
     let Some(pair) = pair_of(&machine, &machine.incoming()) else { return };
     moved(&pair);
-}
-
-/// A network whose connections can be cut; new connections work again.
-struct Network {
-    address: String,
-    connections: Arc<Mutex<Vec<TcpStream>>>,
-}
-
-impl Network {
-    fn to(destination: &str) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let network = Self { address: listener.local_addr().unwrap().to_string(), connections: Arc::default() };
-        let (destination, connections) = (destination.to_owned(), Arc::clone(&network.connections));
-        // Ends with the test's process.
-        std::thread::spawn(move || {
-            for near in listener.incoming().map_while(Result::ok) {
-                let Ok(far) = TcpStream::connect(&destination) else { continue };
-                let clone = |stream: &TcpStream| stream.try_clone().unwrap();
-                connections.lock().unwrap().extend([clone(&near), clone(&far)]);
-                for (mut from, mut to) in [(clone(&near), clone(&far)), (far, near)] {
-                    std::thread::spawn(move || {
-                        let _ = std::io::copy(&mut from, &mut to);
-                        let _ = to.shutdown(Shutdown::Write);
-                    });
-                }
-            }
-        });
-        network
-    }
-
-    fn cut(&self) {
-        for connection in self.connections.lock().unwrap().drain(..) {
-            let _ = connection.shutdown(Shutdown::Both);
-        }
-    }
 }
 
 #[test]

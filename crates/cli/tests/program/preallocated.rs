@@ -25,7 +25,7 @@ fn moved(backing: Backing, preallocate: bool, receive: &str) -> Option<(Pair, Ba
     spoil(&pair.destination.qemu);
     let options = ["--downtime", "10s", "--method", "none"].map(str::to_owned).to_vec();
     let receive = receive.split_whitespace().map(str::to_owned).collect();
-    let moving = Move { mode: "direct", memory: MEMORY, tls: false, send: options, receive };
+    let moving = Move { mode: "direct", memory: MEMORY, tls: false, retry: "0s", send: options, receive };
     moving.run(&pair, |address| address).unwrap();
     Some((pair, memory))
 }

@@ -115,7 +115,7 @@ fn moved(row: &Row) -> Option<Result<(), String>> {
     let mut send = ["--channels", &row.channels.to_string(), "--method", row.method].map(str::to_owned).to_vec();
     send.extend(row.send.iter().map(|word| (*word).to_owned()));
     let receive = ["--placement", row.placement].map(str::to_owned).to_vec();
-    let report = match (Move { mode: row.mode, memory: MEMORY, tls: row.tls, send, receive }).run_while(
+    let report = match (Move { mode: row.mode, memory: MEMORY, tls: row.tls, retry: "0s", send, receive }).run_while(
         &pair,
         |address| address,
         |sender| {

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::{send_message, with_heartbeats};
 use sterna_engine::destination::Destination;
+use sterna_engine::migration::RESUME;
 use sterna_engine::report::{Observer, ReceiveReport};
 use sterna_engine::session::{AcceptedSource, DRY_RUN, Declined, Features, Handshake, SourceRequest, is_dry_run};
 use sterna_engine::transport::{Incoming, Limits, Listener};
@@ -84,7 +85,9 @@ fn accept_source(
     let guest = Guest::of(qmp);
     // QEMU's own stream has no place for deltas.
     let features = if options.placement == Placement::InStream { DESTINATION } else { DESTINATION_WITH_DELTAS };
-    let directly: Vec<_> = Destination::FEATURES_WITH_POST_COPY.offered.iter().copied().chain([DRY_RUN]).collect();
+    let mut directly = Destination::FEATURES_WITH_POST_COPY.offered.to_vec();
+    directly.push(DRY_RUN);
+    directly.extend((!options.waits.retry.is_zero()).then_some(RESUME));
     let directly = Features { offered: &directly, ..Destination::FEATURES_WITH_POST_COPY };
     // Pages that are to go through QEMU's own stream do not go directly.
     let takes = [(Mode::Owner, features), (Mode::Direct, directly)];

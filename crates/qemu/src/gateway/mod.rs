@@ -176,6 +176,9 @@ pub struct WaitLimits {
     pub stall: Duration,
     /// Maximum time from that agreement until the guest is stopped (source) or prepared (destination); none: no limit.
     pub total: Option<Duration>,
+    /// How long, in direct mode, a connection that was lost while the guest's memory is sent is dialled again (source) or waited for
+    /// (destination), so that the migration goes on; zero: the migration ends.
+    pub retry: Duration,
 }
 
 /// Settings of [`receive`].

@@ -78,7 +78,7 @@ fn move_by_request(mode: SendMode) -> Option<(Report, Vec<String>)> {
         std::fs::set_permissions(&dir, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
         dir
     };
-    let waits = WaitLimits { stall: LONG, total: None };
+    let waits = WaitLimits { stall: LONG, total: None, retry: Duration::ZERO };
     let to = ReceiveOptions {
         qmp: destination.qmp_path().to_owned(),
         listen: "127.0.0.1:0".into(),

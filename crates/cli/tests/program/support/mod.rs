@@ -191,10 +191,16 @@ pub(crate) fn busy_guest(version: QemuVersion, machine: &str) -> QemuOptions {
     options
 }
 
-/// Returns the command `sterna receive` for the QEMU at `qmp`.
+/// Returns the command `sterna receive` for the QEMU at `qmp`. A source that is lost before its decision is not waited for.
 pub(crate) fn receive(qmp: &Path, state: &Path) -> Command {
+    receive_waiting("0s", qmp, state)
+}
+
+/// Returns the command `sterna receive` for the QEMU at `qmp`, which waits so long for a source that is lost before its decision.
+pub(crate) fn receive_waiting(retry: &str, qmp: &Path, state: &Path) -> Command {
     let mut command = sterna();
-    command.args(["receive", "--listen", "127.0.0.1:0", "--qmp"]).arg(qmp).arg("--state-dir").arg(state);
+    command.args(["receive", "--listen", "127.0.0.1:0", "--retry", retry, "--qmp"]).arg(qmp);
+    command.arg("--state-dir").arg(state);
     command
 }
 
@@ -206,11 +212,17 @@ pub(crate) fn send(qmp: &Path, to: &str, state: &Path, json: &Path) -> Command {
     send_by("stream", qmp, to, state, json)
 }
 
-/// Returns the command `sterna send --mode MODE` for the QEMU at `qmp`, with its report in `json`.
+/// Returns the command `sterna send --mode MODE` for the QEMU at `qmp`, with its report in `json`. A destination that is lost before the
+/// decision is not dialled again.
 pub(crate) fn send_by(mode: &str, qmp: &Path, to: &str, state: &Path, json: &Path) -> Command {
+    send_retrying("0s", mode, qmp, to, state, json)
+}
+
+/// As [`send_by`], but a destination that is lost before the decision is dialled for so long.
+pub(crate) fn send_retrying(retry: &str, mode: &str, qmp: &Path, to: &str, state: &Path, json: &Path) -> Command {
     let mut command = sterna();
     command
-        .args(["send", "--mode", mode, "--to", to, "--qmp"])
+        .args(["send", "--mode", mode, "--to", to, "--retry", retry, "--qmp"])
         .arg(qmp)
         .arg("--state-dir")
         .arg(state)

@@ -10,7 +10,7 @@ use sterna_qemu_lab::ram::{CHANGED_BY_LOADING, compare};
 use sterna_qemu_lab::skip_if_unavailable;
 
 use super::pair::Pair;
-use super::{Hold, Sterna, certificates, receive, report, send_by};
+use super::{Hold, Sterna, certificates, receive_waiting, report, send_retrying};
 
 /// The backing of guest RAM.
 #[derive(Clone, Copy, PartialEq)]
@@ -68,6 +68,8 @@ pub(crate) struct Move {
     /// Bytes of its RAM.
     pub(crate) memory: u64,
     pub(crate) tls: bool,
+    /// The value of `--retry` of both sides.
+    pub(crate) retry: &'static str,
     /// Further arguments of `send`.
     pub(crate) send: Vec<String>,
     /// Further arguments of `receive`.
@@ -92,13 +94,13 @@ impl Move {
         if self.tls {
             certificates(&certs);
         }
-        let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+        let mut command = receive_waiting(self.retry, pair.destination.qemu.qmp_path(), &pair.destination_state());
         command.args(protection(self.tls, &certs, true)).args(&self.receive);
         let hold = Hold::at("destination.before-cont", pair.scratch.path(), &mut command);
         let receiver = Sterna::start("receive", &mut command);
         let address = relay(receiver.address());
-        let mut command =
-            send_by(self.mode, pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
+        let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
+        let mut command = send_retrying(self.retry, self.mode, qmp, &address, &state, &json);
         command.args(protection(self.tls, &certs, false)).args(&self.send);
         let sender = Sterna::start("send", &mut command);
         meanwhile(&sender);

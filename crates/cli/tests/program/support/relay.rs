@@ -2,8 +2,8 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
 use sterna_wire::limits::MAX_CONTENT;
@@ -237,4 +237,51 @@ fn pass(mut from: &TcpStream, mut to: &TcpStream, stalled: &AtomicBool) {
     wait();
     let _ = to.shutdown(Shutdown::Both);
     let _ = from.shutdown(Shutdown::Both);
+}
+
+/// A network whose connections can be cut; new connections work again.
+pub(crate) struct Network {
+    pub(crate) address: String,
+    connections: Arc<Mutex<Vec<TcpStream>>>,
+    refuses: Arc<AtomicBool>,
+}
+
+impl Network {
+    pub(crate) fn to(destination: &str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let network = Self { address, connections: Arc::default(), refuses: Arc::default() };
+        let (destination, connections) = (destination.to_owned(), Arc::clone(&network.connections));
+        let refuses = Arc::clone(&network.refuses);
+        // Ends with the test's process.
+        std::thread::spawn(move || {
+            for near in listener.incoming().map_while(Result::ok) {
+                if refuses.load(Ordering::SeqCst) {
+                    continue;
+                }
+                let Ok(far) = TcpStream::connect(&destination) else { continue };
+                let clone = |stream: &TcpStream| stream.try_clone().unwrap();
+                connections.lock().unwrap().extend([clone(&near), clone(&far)]);
+                for (mut from, mut to) in [(clone(&near), clone(&far)), (far, near)] {
+                    std::thread::spawn(move || {
+                        let _ = io::copy(&mut from, &mut to);
+                        let _ = to.shutdown(Shutdown::Write);
+                    });
+                }
+            }
+        });
+        network
+    }
+
+    pub(crate) fn cut(&self) {
+        for connection in self.connections.lock().unwrap().drain(..) {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Cuts all connections, and ends every new one at once.
+    pub(crate) fn cut_for_good(&self) {
+        self.refuses.store(true, Ordering::SeqCst);
+        self.cut();
+    }
 }

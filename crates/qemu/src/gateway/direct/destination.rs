@@ -97,6 +97,7 @@ pub(in crate::gateway) fn receive(
         .memory_before(sterna_engine::destination::Before::Written)
         .prefault(options.prefault)
         .monitor(record)
+        .retry(options.waits.retry)
         .stall_limit(Some(options.waits.stall))
         .give_up_after(options.waits.total)
         .state_dir(&options.state_dir)

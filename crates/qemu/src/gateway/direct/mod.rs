@@ -199,7 +199,13 @@ pub(super) fn send(
         .when_not_converging(direct.not_converging)
         .give_up_after(options.waits.total)
         .control(&options.control)
-        .time_limits(TimeLimits::default().stall(Some(options.waits.stall)).step(STEP_TIME).start(Some(START_TIME)))
+        .time_limits(
+            TimeLimits::default()
+                .stall(Some(options.waits.stall))
+                .retry(options.waits.retry)
+                .step(STEP_TIME)
+                .start(Some(START_TIME)),
+        )
         .state_dir(&options.state_dir);
     if let Some(offload) = offload {
         source = source.offload(offload);
