@@ -87,7 +87,9 @@ pub enum RecordFileError {
         path: PathBuf,
     },
     /// There is no such record.
-    #[error("there is no record of migration {id} in {dir}: it was settled and removed, or it ran on another host")]
+    #[error(
+        "there is no record of migration {id} in {dir}: it was settled and removed, it ran on another host, or its records are in another directory (--state-dir)"
+    )]
     Missing {
         /// The migration.
         id: MigrationId,

@@ -6,6 +6,7 @@ mod accel;
 mod proxy;
 mod receive;
 mod recover;
+mod recover_command;
 mod report_file;
 mod security;
 mod send;
@@ -25,6 +26,7 @@ use crate::args::{Cli, Command, LinkArgs, ProxyCommand, ReportArgs, ScreenArgs};
 use crate::exit::Exit;
 use crate::progress::Screen;
 use crate::signals::{self, Meaning, Watch};
+use recover_command::RecoverCommand;
 use report_file::ReportFile;
 
 /// The end of a command that has no report: a message and a code.
@@ -137,10 +139,11 @@ struct NoReport<'a> {
     exit_code: u8,
 }
 
-/// Runs `migrate` with a screen and signals, and reports its end in both forms.
+/// Runs `migrate` with a screen and signals, and reports its end in both forms. `recover`: the command that settles it, where it has to be settled.
 fn migration<R: Summary>(
     screen: &ScreenArgs,
     report: &ReportArgs,
+    recover: &RecoverCommand,
     logging: bool,
     migrate: impl FnOnce(&Cancel, &Screen) -> Result<R, GatewayError>,
 ) -> Result<Exit, Failure> {
@@ -154,7 +157,7 @@ fn migration<R: Summary>(
     match result {
         Ok(summary) => {
             let advice = summary.advice().map_or(String::new(), |advice| format!("\n{advice}"));
-            let text = summary.text() + &advice;
+            let text = recover.after(summary.text()) + &advice;
             let _ =
                 if on_stdout { writeln!(std::io::stderr(), "{text}") } else { writeln!(std::io::stdout(), "{text}") };
             write_json(file, &summary);
@@ -167,7 +170,7 @@ fn migration<R: Summary>(
                 file,
                 &NoReport { outcome, kind: error.kind, reason: &failure.text, exit_code: failure.exit as u8 },
             );
-            Err(failure)
+            Err(Failure { text: recover.after(failure.text), ..failure })
         }
     }
 }

@@ -3,6 +3,7 @@
 use sterna_engine::report::ReceiveReport;
 use sterna_qemu::gateway::{Placement, ReceiveOptions, receive};
 
+use super::recover_command::RecoverCommand;
 use super::{Failure, Summary, migration, security, state_dir};
 use crate::args::ReceiveArgs;
 use crate::exit::Exit;
@@ -34,5 +35,6 @@ pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
         state_dir: state_dir::choose(&args.state)?,
         socket_dir: args.sockets.directory(),
     };
-    migration(&args.screen, &args.report, logging, |cancel, screen| receive(&options, cancel, screen))
+    let recover = RecoverCommand::of_destination(&args.state, &args.tls);
+    migration(&args.screen, &args.report, &recover, logging, |cancel, screen| receive(&options, cancel, screen))
 }

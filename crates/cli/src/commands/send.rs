@@ -4,6 +4,7 @@ use sterna_engine::live_control::Control;
 use sterna_engine::report::{Outcome, Report};
 use sterna_qemu::gateway::{AllowedDifferences, DirectOptions, DryRun, SendOptions, dry_run, send};
 
+use super::recover_command::RecoverCommand;
 use super::{Failure, Summary, method_choice, migration, security, state_dir};
 use crate::args::{ModeArg, SendArgs};
 use crate::exit::Exit;
@@ -58,9 +59,14 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         state_dir: state_dir::choose(&args.state)?,
         socket_dir: args.sockets.directory(),
     };
+    let recover = RecoverCommand::of_source(&args.state, &args.tls);
     match args.dry_run {
-        true => migration(&args.screen, &args.report, logging, |cancel, screen| dry_run(&options, cancel, screen)),
-        false => migration(&args.screen, &args.report, logging, |cancel, screen| send(&options, cancel, screen)),
+        true => {
+            migration(&args.screen, &args.report, &recover, logging, |cancel, screen| dry_run(&options, cancel, screen))
+        }
+        false => {
+            migration(&args.screen, &args.report, &recover, logging, |cancel, screen| send(&options, cancel, screen))
+        }
     }
 }
 

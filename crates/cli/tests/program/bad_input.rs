@@ -182,7 +182,7 @@ fn a_certificate_that_is_foreign_not_allowed_or_expired_is_refused_and_the_right
     assert!(renamed.status.success());
 
     let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
-    command.args(["--allow", "sterna-sender", "--log", "warn", "--tls"]).arg(&good);
+    command.args(["--allow", "sterna-sender", "--tls"]).arg(&good);
     let mut receiver = Sterna::start("receive", &mut command);
     let address = receiver.address();
     let tls = |directory: &Path| ["--tls".to_owned(), directory.display().to_string()];
@@ -194,6 +194,11 @@ fn a_certificate_that_is_foreign_not_allowed_or_expired_is_refused_and_the_right
     refused(&expired, &["expired"]);
     refused(&stranger, &["somebody-else", "must allow one of its names"]);
     refused_send(&pair, &address, &["--insecure"], &[]);
+    receiver.wait_until("a line about each", |lines| {
+        let about = |words: &str| lines.iter().any(|line| line.contains("turned away: ") && line.contains(words));
+        let turned_away = lines.iter().filter(|line| line.contains("turned away: ")).count();
+        (turned_away == 4 && about("expired") && about("somebody-else")).then_some(())
+    });
     assert!(receiver.poll().is_none() && resident(receiver.pid()) < MAX_MEMORY_KIB);
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
 

@@ -1,6 +1,9 @@
 //! The state after a command has ended: the source QEMU, its settings, records on a full disk, and the command itself
 //! if its peer does not hang up.
 
+use std::path::Path;
+use std::process::{Command, ExitStatus};
+
 use crate::support::pair::{Pair, eventually};
 use crate::support::settle::{Migration, Side};
 use crate::support::{Hold, LONG, MODES, Sterna, receive, report, send, send_by};
@@ -106,6 +109,15 @@ fn a_source_that_cannot_record_its_end_reports_it_and_recover_settles_it_later()
     }
 }
 
+/// Runs the command that a side has printed for its host, by a shell. Returns how it ended, and all that it wrote.
+fn paste(printed: &str) -> (ExitStatus, String) {
+    let command = printed.lines().find_map(|line| line.strip_prefix("On this host: ")).expect(printed);
+    let programs = Path::new(env!("CARGO_BIN_EXE_sterna")).parent().unwrap();
+    let path = format!("{}:{}", programs.display(), std::env::var("PATH").unwrap());
+    let output = Command::new("sh").args(["-c", command]).env("PATH", path).output().unwrap();
+    (output.status, String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
+}
+
 #[test]
 fn a_completed_migration_whose_end_is_not_on_both_disks_is_not_reported_as_settled() {
     for mode in MODES {
@@ -134,9 +146,9 @@ fn a_completed_migration_whose_end_is_not_on_both_disks_is_not_reported_as_settl
             let reached = hold.reached(held);
             disk.fill().unwrap();
             drop(reached);
-            let (sent, received) = (sender.finish().0.code(), receiver.finish().0.code());
+            let ((sent, sent_text), (received, received_text)) = (sender.finish(), receiver.finish());
             let codes = if side == Side::Source { (UNCONFIRMED, Some(0)) } else { (Some(0), UNCONFIRMED) };
-            assert_eq!((sent, received), codes, "{side:?}");
+            assert_eq!((sent.code(), received.code()), codes, "{side:?}");
 
             let mut migration = Migration { pair, sender: None, receiver: None };
             if side == Side::Destination {
@@ -144,6 +156,13 @@ fn a_completed_migration_whose_end_is_not_on_both_disks_is_not_reported_as_settl
                 assert_eq!(recovery.finish().0.code(), FAILED, "nothing was written");
             }
             disk.free().unwrap();
+            if side == Side::Destination {
+                let (ended, text) = paste(&received_text);
+                assert!(ended.success(), "{ended}: {text}");
+            } else {
+                // There the other host has to answer, where nothing listens yet.
+                assert!(sent_text.contains("\nOn this host: sterna recover "), "{sent_text}");
+            }
             migration.settle().unwrap();
             let settled =
                 [RecordState::Source(SourceState::Finished), RecordState::Destination(DestinationState::Running)];

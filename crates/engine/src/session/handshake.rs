@@ -23,7 +23,8 @@ use crate::control_link::{receive_message, send_message};
 use crate::hand_over::{NO_THREAD, spawn_with};
 use crate::migration::DEVICE_STATE;
 use crate::transport::{
-    Closer, Connection, Incoming, Reader, Writer, accept_channel, postpone_channel, refuse_channel,
+    Closer, Connection, Incoming, Reader, RefusedConnections, TransportError, Writer, accept_channel, postpone_channel,
+    refuse_channel,
 };
 
 /// Maximum number of connections that have not sent their hello yet.
@@ -32,6 +33,8 @@ pub(super) const MAX_PENDING: usize = 32;
 pub(super) const MAX_REFUSALS: usize = 64;
 /// How often the destination looks for new connections while handshakes are pending.
 const LOOK_PAUSE: Duration = Duration::from_millis(10);
+/// How often it looks for connections that were refused, otherwise. So often they are reported at most.
+const REFUSED_PAUSE: Duration = Duration::from_secs(1);
 
 /// The connections that have not sent their hello yet, in the order of their arrival.
 #[derive(Debug, Default)]
@@ -136,6 +139,8 @@ pub type Describe<'a> = &'a (dyn Fn() -> Result<Description, String> + Sync);
 /// What a source asks for in its hello.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceRequest {
+    /// A connection, which was refused before anything could be asked for.
+    Connection,
     /// A migration.
     Migration,
     /// Whether a migration would begin.
@@ -154,6 +159,13 @@ pub struct Declined {
 }
 
 impl Declined {
+    fn of_connections(refused: RefusedConnections) -> Vec<Self> {
+        let RefusedConnections { first, more } = refused;
+        let more = (more > 0).then(|| format!("{more} more in the last second"));
+        let reasons = first.iter().map(TransportError::to_string).chain(more);
+        reasons.map(|reason| Self { request: SourceRequest::Connection, reason }).collect()
+    }
+
     fn refused(reason: impl Into<String>) -> Self {
         Self { request: SourceRequest::Migration, reason: reason.into() }
     }
@@ -163,6 +175,7 @@ impl Declined {
 impl fmt::Display for Declined {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let answer = match self.request {
+            SourceRequest::Connection => "turned away",
             SourceRequest::Migration => "refused",
             SourceRequest::DryRun => "dry run",
             SourceRequest::Description => "described",
@@ -196,10 +209,14 @@ impl Handshake<'_> {
         std::thread::scope(|scope| {
             let (accepted, sessions) = channel::<Result<AcceptedSource, Declined>>();
             let mut waiting = 0;
+            let mut look_at = Instant::now();
             let first = loop {
-                // Blocks where no handshake is pending.
+                if look_at <= Instant::now() {
+                    look_at = Instant::now() + REFUSED_PAUSE;
+                    Declined::of_connections(incoming.refused()).iter().for_each(&declined);
+                }
                 let arrived = if waiting == 0 {
-                    incoming.next().ok_or(RecvTimeoutError::Disconnected)
+                    incoming.next_within(REFUSED_PAUSE)
                 } else {
                     match sessions.recv_timeout(LOOK_PAUSE) {
                         Ok(Ok(first)) => break Some(first),

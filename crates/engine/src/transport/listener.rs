@@ -1,6 +1,7 @@
 //! Accepts many connections at once, bounded in time and in number until each has sent its channel header.
 
 use std::io::{self, IoSlice};
+use std::mem;
 use std::net::{Shutdown, TcpListener};
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,6 +22,8 @@ use crate::hand_over::NO_THREAD;
 const HANDSHAKE_STACK: usize = 512 << 10;
 /// Pause after a failed accept (out of file descriptors), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Refused connections that are kept until the owner of [`Incoming`] asks for them. Further ones are counted.
+const KEPT_REFUSALS: usize = 4;
 /// The answer to a connection for which there is no slot.
 const TOO_MANY: &str = "too many connections are being opened at once; try again in a moment";
 
@@ -123,6 +126,7 @@ impl Stop {
 #[derive(Debug)]
 pub struct Incoming {
     arrived: Receiver<(Connection, ChannelHeader)>,
+    refused: Arc<Mutex<RefusedConnections>>,
     stop: Stop,
     thread: Option<JoinHandle<()>>,
 }
@@ -163,10 +167,12 @@ impl Listener {
         let stop = Stop { bound: Arc::clone(&bound), stopped: Arc::clone(&stopped), slots: Arc::clone(&slots) };
         // A rendezvous: a handshake's thread keeps its slot until the connection has been received.
         let (arrive, arrived) = sync_channel(0);
-        let acceptor = Acceptor { security: Arc::new(security), limits, arrive, stopped, slots };
+        let refused = Arc::default();
+        let acceptor =
+            Acceptor { security: Arc::new(security), limits, arrive, refused: Arc::clone(&refused), stopped, slots };
         let thread =
             thread::Builder::new().name("listener".to_owned()).spawn(move || acceptor.run(&bound)).map_err(failed)?;
-        Ok(Incoming { arrived, stop, thread: Some(thread) })
+        Ok(Incoming { arrived, refused, stop, thread: Some(thread) })
     }
 }
 
@@ -182,6 +188,11 @@ impl Incoming {
     /// No connection came in that time, or the listener has been stopped.
     pub fn next_within(&self, timeout: Duration) -> Result<(Connection, ChannelHeader), RecvTimeoutError> {
         self.arrived.recv_timeout(timeout)
+    }
+
+    /// Returns the connections that were refused since the last call: their peers spoke, but may not send here, or do not speak this protocol.
+    pub fn refused(&self) -> RefusedConnections {
+        mem::take(&mut lock(&self.refused))
     }
 
     /// Returns a handle that stops the listener from another thread.
@@ -200,11 +211,36 @@ impl Drop for Incoming {
     }
 }
 
+/// Connections that were refused before they belonged to a migration.
+#[derive(Debug, Default)]
+pub struct RefusedConnections {
+    /// Why the first of them were refused, each with its peer.
+    pub first: Vec<TransportError>,
+    /// How many more there were.
+    pub more: u64,
+}
+
+impl RefusedConnections {
+    /// Keeps an error that an operator can mend: a certificate, or an option of one side, is wrong. Others, such as connections that end
+    /// by themselves, come from programs that only look whether the port is open.
+    fn keep(&mut self, error: TransportError) {
+        use TransportError as E;
+        match error {
+            E::Tls { .. } | E::NotAllowed { .. } | E::Header { .. } if self.first.len() < KEPT_REFUSALS => {
+                self.first.push(error);
+            }
+            E::Tls { .. } | E::NotAllowed { .. } | E::Header { .. } => self.more += 1,
+            _ => {}
+        }
+    }
+}
+
 /// The thread that accepts connections.
 struct Acceptor {
     security: Arc<Security>,
     limits: Limits,
     arrive: SyncSender<(Connection, ChannelHeader)>,
+    refused: Arc<Mutex<RefusedConnections>>,
     stopped: Arc<AtomicBool>,
     slots: Arc<Mutex<Vec<Slot>>>,
 }
@@ -257,8 +293,8 @@ impl Drop for Hold {
     }
 }
 
-fn lock(slots: &Mutex<Vec<Slot>>) -> MutexGuard<'_, Vec<Slot>> {
-    slots.lock().expect("no thread panics with the lock held")
+fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().expect("no thread panics with the lock held")
 }
 
 /// Closes the connection that makes room for another one. Returns `false` if there is none.
@@ -310,13 +346,17 @@ impl Acceptor {
             }
         };
         let (security, limits, arrive) = (Arc::clone(&self.security), self.limits, self.arrive.clone());
+        let refused = Arc::clone(&self.refused);
         let held = Arc::clone(&hold.socket);
         let serve = move || {
             match serve(socket, &security, &limits) {
                 // Sending fails if the listener's owner is gone; then the connection is dropped, which ends it.
                 Ok(arrival) if hold.arrived() => drop(arrive.send(arrival)),
                 Ok(_) => {}
-                Err(error) => tracing::warn!("{error}"),
+                Err(error) => {
+                    tracing::warn!("{error}");
+                    lock(&refused).keep(error);
+                }
             }
         };
         let spawned = thread::Builder::new().name("handshake".to_owned()).stack_size(HANDSHAKE_STACK).spawn(serve);
@@ -403,6 +443,7 @@ mod tests {
                 security: Arc::new(Security::Insecure),
                 limits: Limits { max_pending, ..Limits::default() },
                 arrive: sync_channel(0).0,
+                refused: Arc::default(),
                 stopped: Arc::new(AtomicBool::new(stopped)),
                 slots: Arc::default(),
             };

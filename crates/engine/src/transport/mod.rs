@@ -45,7 +45,7 @@ pub use self::address::Address;
 pub use self::channel::{accept_channel, open_channel, postpone_channel, read_header, refuse_channel};
 pub use self::connection::Connection;
 pub use self::given::{Given, SocketQueue};
-pub use self::listener::{Incoming, Listener, Stop};
+pub use self::listener::{Incoming, Listener, RefusedConnections, Stop};
 pub use self::peer_process::peer_process;
 pub use self::queued::QueuedWriter;
 pub use self::socket::Socket;
@@ -173,7 +173,7 @@ pub enum TransportError {
         reason: String,
     },
     /// What arrived is no channel header.
-    #[error("refused a connection from {peer}: {source}")]
+    #[error("{peer} did not begin a channel: {source}")]
     Header {
         /// The peer's address.
         peer: String,
