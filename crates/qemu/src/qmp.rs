@@ -22,6 +22,7 @@ use std::io::{self, IoSlice, Write};
 use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -230,7 +231,7 @@ impl Qmp {
         let stream = connect_stream(path, timeout).map_err(|error| match error.kind() {
             // The queue of connections that are not accepted yet is full: other clients wait for this monitor, too.
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => busy(),
-            kind => QmpError::Connect { path: path.display().to_string(), kind, reason: connect_reason(kind, &error) },
+            kind => QmpError::Connect { path: path.display().to_string(), kind, reason: connect_reason(path, &error) },
         })?;
         let mut connection = Self::start(stream, timeout).map_err(|error| QmpError::Connect {
             path: path.display().to_string(),
@@ -608,9 +609,12 @@ fn seconds(time: Duration) -> String {
     format!("{} s", time.as_secs_f64())
 }
 
-fn connect_reason(kind: io::ErrorKind, error: &io::Error) -> String {
-    match kind {
-        io::ErrorKind::NotFound => "no such file; start QEMU with -qmp unix:PATH,server=on,wait=off".into(),
+fn connect_reason(path: &Path, error: &io::Error) -> String {
+    const MAKES_A_SOCKET: &str = "start QEMU with -qmp unix:PATH,server=on,wait=off";
+    let is_socket = || std::fs::metadata(path).is_ok_and(|file| file.file_type().is_socket());
+    match error.kind() {
+        io::ErrorKind::NotFound => format!("no such file; {MAKES_A_SOCKET}"),
+        io::ErrorKind::ConnectionRefused if !is_socket() => format!("this is no socket; {MAKES_A_SOCKET}"),
         io::ErrorKind::ConnectionRefused => {
             "no process listens on it: this QEMU has ended, or has not started yet".into()
         }

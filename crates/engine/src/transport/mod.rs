@@ -104,7 +104,7 @@ pub enum TransportError {
         source: io::Error,
     },
     /// No address of the host answered.
-    #[error("cannot connect to {address}: {source}")]
+    #[error("cannot connect to {address}: {source}{}", connect_advice(source))]
     Connect {
         /// The address given.
         address: String,
@@ -217,5 +217,15 @@ impl TransportError {
             ),
             _ => false,
         }
+    }
+}
+
+/// Returns what to do about a connection that could not be made, after the system's error.
+fn connect_advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::ConnectionRefused => {
+            "; nothing listens there: start the destination first, and compare the addresses"
+        }
+        _ => "",
     }
 }

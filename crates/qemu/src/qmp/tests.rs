@@ -242,6 +242,10 @@ fn a_missing_socket_is_an_error_that_says_what_to_do() {
     drop(UnixListener::bind(&left).unwrap());
     let error = Qmp::connect(&left).unwrap_err().to_string();
     assert!(error.contains("no process listens"), "{error}");
+    let file = directory.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let error = Qmp::connect(&file).unwrap_err().to_string();
+    assert!(error.contains("this is no socket") && !error.contains("has ended"), "{error}");
 }
 
 #[test]
