@@ -52,7 +52,7 @@ impl Screen {
 
     /// Shows a message that the user needs now, even with `--quiet`.
     pub(crate) fn say(&self, text: &str) {
-        let text = printable(text);
+        let text = printable(&with_options(text));
         match &self.view {
             View::Bar(bar) => bar.suspend(|| {
                 let _ = writeln!(std::io::stderr(), "{text}");
@@ -149,6 +149,13 @@ fn headline(progress: &Progress) -> String {
     format!("{phase}, round {round}, {normal_pages} pages{deltas}, {zero_pages} zero{interrupted}")
 }
 
+/// Returns the library's text; one about rounds that do not converge with the options of this program that help.
+pub(crate) fn with_options(text: &str) -> String {
+    const WOULD_END_IT: &str = "throttling or post-copy would end it";
+    const OPTIONS: &str = " (--downtime, --bandwidth, --method, --on-no-convergence throttle or post-copy)";
+    text.replace(WOULD_END_IT, &[WOULD_END_IT, OPTIONS].concat())
+}
+
 /// Formats how often and for how long the migration was interrupted, if it was.
 fn interrupted(interruptions: u32, ms: f64) -> String {
     match interruptions {
@@ -184,23 +191,32 @@ fn figures(progress: &Progress) -> String {
 
 /// Formats how much a destination has placed.
 fn placed(progress: &ReceiveProgress) -> String {
-    let ReceiveProgress { total_bytes, placed_bytes, normal_pages, zero_pages, placed_rate, missing_bytes, .. } =
-        progress;
+    let ReceiveProgress { total_bytes, normal_pages, zero_pages, placed_rate, missing_bytes, .. } = progress;
     let size = |bytes: u64| report::bytes(bytes as f64);
     let of = if *total_bytes > 0 { format!(" of {} of RAM", size(*total_bytes)) } else { String::new() };
     let missing = if *missing_bytes > 0 { format!(", {} at the source", size(*missing_bytes)) } else { String::new() };
     let rate = report::rate(*placed_rate);
     let left = left(progress.time_left_ms);
     let interrupted = interrupted(progress.interruptions, progress.interrupted_ms);
-    let placed = size(*placed_bytes);
+    let placed = size(bytes_here(progress));
     format!("{placed}{of} placed ({normal_pages} pages, {zero_pages} zero){missing}, {rate}{left}{interrupted}")
 }
 
-/// Returns the share of RAM that is placed. Pages that are sent again count again.
+/// Returns how many bytes of RAM are placed and have not changed at the source, as far as this side knows: pages that are sent again count once.
+fn bytes_here(progress: &ReceiveProgress) -> u64 {
+    let ReceiveProgress { total_bytes, placed_bytes, remaining_bytes, .. } = *progress;
+    match total_bytes {
+        0 => placed_bytes,
+        // Pages that the guest has never used are neither sent nor left.
+        total => placed_bytes.min(total.saturating_sub(remaining_bytes.unwrap_or(0))),
+    }
+}
+
+/// Returns the share of RAM that is placed and has not changed.
 fn percent_placed(progress: &ReceiveProgress) -> f64 {
     match progress.total_bytes {
         0 => 0.0,
-        total => (100.0 * progress.placed_bytes as f64 / total as f64).min(100.0),
+        total => 100.0 * bytes_here(progress) as f64 / total as f64,
     }
 }
 
@@ -320,9 +336,12 @@ mod tests {
         let lines = Lines { out: Box::new(sink.clone()), last: None };
         Screen { view: View::Lines(Mutex::new(lines)), cancel: Cancel::new() }.received(&progress);
         assert_eq!(sink.lines(), [format!("receiving memory, {text}")]);
-        // Rounds send pages again.
+        // Rounds send pages again, which the guest has written.
         progress.placed_bytes = 5 << 30;
+        assert!(placed(&progress).starts_with("1.00 GiB of 4.00 GiB"));
+        progress.remaining_bytes = None;
         assert_eq!(percent_placed(&progress), 100.0);
+        assert!(placed(&progress).starts_with("4.00 GiB of 4.00 GiB"));
         let unknown = ReceiveProgress { placed_bytes: 4096, missing_bytes: 1 << 20, ..ReceiveProgress::default() };
         assert_eq!(placed(&unknown), "4.00 KiB placed (0 pages, 0 zero), 1.00 MiB at the source, 0 B/s");
         assert_eq!(percent_placed(&unknown), 0.0);

@@ -24,7 +24,7 @@ use sterna_wire::reason::ErrorKind;
 
 use crate::args::{Cli, Command, LinkArgs, ProxyCommand, ReportArgs, ScreenArgs};
 use crate::exit::Exit;
-use crate::progress::Screen;
+use crate::progress::{Screen, with_options};
 use crate::signals::{self, Meaning, Watch};
 use recover_command::RecoverCommand;
 use report_file::ReportFile;
@@ -157,7 +157,7 @@ fn migration<R: Summary>(
     match result {
         Ok(summary) => {
             let advice = summary.advice().map_or(String::new(), |advice| format!("\n{advice}"));
-            let text = recover.after(summary.text()) + &advice;
+            let text = recover.after(with_options(&summary.text())) + &advice;
             let _ =
                 if on_stdout { writeln!(std::io::stderr(), "{text}") } else { writeln!(std::io::stdout(), "{text}") };
             write_json(file, &summary);

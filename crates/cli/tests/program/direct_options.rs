@@ -360,10 +360,11 @@ const NEVER: &str = "--downtime 1ms --on-no-convergence throttle:60,20,80";
 fn a_boot_sector_guest_that_writes_too_fast_does_not_move_where_that_was_asked_for() {
     let Some(pair) = TooFast::pair(Accel::Tcg, 1) else { return };
     let migration = TooFast::start(pair, LONG_ROUNDS, "--downtime 20ms --on-no-convergence give-up");
-    let (status, _) = migration.sender.finish();
+    let (status, text) = migration.sender.finish();
     assert_eq!(status.code(), Some(1));
     let told = report(&migration.pair.report());
     assert!(told["reason"].as_str().unwrap().contains("given up after"), "{told}");
+    assert!(text.contains("--on-no-convergence throttle or post-copy"), "{text}");
     assert!(migration.pair.source.runs());
 }
 
