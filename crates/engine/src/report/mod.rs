@@ -271,7 +271,8 @@ impl Report {
             line("mode", self.mode_text(mode));
         }
         line("total time", format!("{:.0} ms", self.total_ms));
-        if matches!(self.outcome, Outcome::Completed | Outcome::DoesNotRun) {
+        let arrived = matches!(self.outcome, Outcome::Completed | Outcome::DoesNotRun);
+        if arrived {
             let parts = &self.downtime;
             line(
                 "downtime",
@@ -353,10 +354,12 @@ impl Report {
                 self.source_cpu_seconds, self.destination_cpu_seconds
             ),
         );
-        for placement in self.placement.iter().take(MAX_PLACEMENTS) {
+        // Under a failure they would push its reason off the screen.
+        let placements = if arrived { self.placement.as_slice() } else { &[] };
+        for placement in placements.iter().take(MAX_PLACEMENTS) {
             line("placement", placement.clone());
         }
-        if let Some(more) = self.placement.len().checked_sub(MAX_PLACEMENTS).filter(|more| *more > 0) {
+        if let Some(more) = placements.len().checked_sub(MAX_PLACEMENTS).filter(|more| *more > 0) {
             line("placement", format!("and {more} more, in the report as JSON"));
         }
         text
@@ -441,7 +444,8 @@ impl ReceiveReport {
         if self.interruptions > 0 {
             text.push_str(&format!("\n  interrupted  {}", interrupted(self.interruptions, self.interrupted_ms)));
         }
-        for line in &self.placement {
+        // Under a failure they would push its reason off the screen.
+        for line in self.placement.iter().filter(|_| self.outcome == Outcome::Completed) {
             text.push_str(&format!("\n  placement    {line}"));
         }
         text
@@ -625,7 +629,10 @@ mod tests {
             assert!(text.chars().all(|character| character == '\n' || !character.is_control()), "{text:?}");
             assert!(!text.lines().any(|line| line.starts_with("migration completed")), "{text}");
         }
-        assert_eq!(forged.text().lines().count(), plain + 3, "one line for each placement and choice");
+        assert_eq!(forged.text().lines().count(), plain + 1, "one line for each choice, and none for placements");
+        let completed = report(Outcome::Completed).text().lines().count();
+        let forged = Report { outcome: Outcome::Completed, ..forged };
+        assert_eq!(forged.text().lines().count(), completed + 3, "one line for each placement and choice");
     }
 
     #[test]
