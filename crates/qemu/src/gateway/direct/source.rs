@@ -189,10 +189,14 @@ impl<'a> QemuSource<'a> {
 
     /// Checks the guest, which is paused, and saves its devices. Then asks QEMU what [`QemuSource::check_answers`] checks.
     fn check_and_save(&mut self, patience: Patience) -> Result<Vec<u8>, VmmError> {
+        let begun = Instant::now();
         self.check_neighbours()?;
+        let checked = begun.elapsed();
         let state = self.save_devices(patience)?;
+        let begun = Instant::now();
         let [blocks, named, unnamed] = Watched::ask(&self.qmp)?;
         self.asked = Some([blocks, named, unnamed, Media::ask(&self.qmp)?, neighbours::ask_nodes(&self.qmp)?]);
+        tracing::debug!(?checked, asking = ?begun.elapsed(), "QEMU was looked at in the pause");
         if has_nested_guest(&state) {
             return Err(
                 "the guest runs guests of its own, whose hardware pages are not tracked: use --mode stream".into()
@@ -204,10 +208,13 @@ impl<'a> QemuSource<'a> {
     /// Checks that the guest's memory, devices, drives and nodes were as they have to be once its devices were saved. Waits for QEMU's answers.
     fn check_answers(&mut self) -> Result<(), VmmError> {
         let Some(mut asked) = self.asked.take() else { return Ok(()) };
+        let begun = Instant::now();
         let [blocks, named, unnamed, drives, nodes] = self.qmp.answers(&mut asked)?;
         self.watched.check_answers(&[blocks, named, unnamed], &self.guest)?;
         self.media.check_answer(&drives)?;
-        Ok(neighbours::check_inactive(&self.qmp, &nodes, &drives)?)
+        let inactive = neighbours::check_inactive(&self.qmp, &nodes, &drives);
+        tracing::debug!(took = ?begun.elapsed(), "QEMU's answers were waited for and checked");
+        Ok(inactive?)
     }
 
     /// Returns the error for a paused guest that another program has resumed; none if no program has. That program is responsible for the guest
