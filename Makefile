@@ -1,7 +1,11 @@
 # What a person does with this project. Every target installs what it needs (Debian 12, as root or with sudo).
 
 CARGO ?= cargo
-.PHONY: demo test test-libvirt check bench soak mutants setup clean
+.PHONY: demo test test-libvirt check bench soak mutants setup install clean
+
+PREFIX ?= /usr/local
+DESTDIR ?=
+SHARE = $(DESTDIR)$(PREFIX)/share
 
 ## Everything that tests and benchmarks need: QEMU 7.2, 10.0 and 11.1, a guest kernel, accel-config, QATzip and virtiofsd, under target/tools.
 setup:
@@ -40,6 +44,16 @@ soak: setup
 ## Plausible mistakes in the accelerator rooms, one at a time: do the tests notice? (scripts/mutants.list)
 mutants:
 	scripts/mutants
+
+## sterna, its manual pages, and what bash, zsh and fish need to complete its options, under $(DESTDIR)$(PREFIX).
+install:
+	$(CARGO) build --release -p sterna-cli
+	install -Dm 0755 target/release/sterna $(DESTDIR)$(PREFIX)/bin/sterna
+	install -d $(SHARE)/man/man1 $(SHARE)/bash-completion/completions $(SHARE)/zsh/site-functions $(SHARE)/fish/vendor_completions.d
+	target/release/sterna man $(SHARE)/man/man1
+	target/release/sterna completions bash >$(SHARE)/bash-completion/completions/sterna
+	target/release/sterna completions zsh >$(SHARE)/zsh/site-functions/_sterna
+	target/release/sterna completions fish >$(SHARE)/fish/vendor_completions.d/sterna.fish
 
 clean:
 	$(CARGO) clean

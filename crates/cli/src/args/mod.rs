@@ -7,6 +7,7 @@
 
 pub(crate) mod accel;
 mod common;
+mod generate;
 mod link;
 mod proxy;
 mod receive;
@@ -21,6 +22,7 @@ use tracing_subscriber::EnvFilter;
 
 use self::accel::AccelCommand;
 pub(crate) use self::common::{ReportArgs, ScreenArgs, StateArgs, TlsAllowArgs, TlsArgs};
+pub(crate) use self::generate::{CompletionsArgs, ManArgs};
 pub(crate) use self::link::LinkArgs;
 pub(crate) use self::proxy::{ProxyReceiveArgs, ProxyReportArgs, ProxySendArgs, each_name_once};
 pub(crate) use self::receive::ReceiveArgs;
@@ -58,6 +60,10 @@ pub(crate) enum Command {
     /// Look at the accelerators of this host, try them, plan their queues
     #[command(subcommand)]
     Accel(AccelCommand),
+    /// Print what a shell needs to complete sterna's commands and options
+    Completions(CompletionsArgs),
+    /// Write manual pages
+    Man(ManArgs),
 }
 
 /// The two sides of `sterna proxy`.

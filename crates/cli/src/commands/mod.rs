@@ -3,6 +3,7 @@
 //! A further command is a variant of [`Command`], a file here and a line in [`run`].
 
 mod accel;
+mod generate;
 mod proxy;
 mod receive;
 mod recover;
@@ -66,6 +67,8 @@ pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
             crate::cert::run(args).map(|()| Exit::Completed).map_err(|error| Failure::failed(&error))
         }
         Command::Accel(command) => accel::run(command),
+        Command::Completions(args) => generate::completions(args),
+        Command::Man(args) => generate::man_pages(args),
     }
 }
 

@@ -195,6 +195,57 @@ fn help_and_version_go_to_stdout_and_explain_the_exit_codes() {
 }
 
 #[test]
+fn bash_completes_commands_options_and_values() {
+    let script = run("completions bash").stdout;
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("sterna.bash");
+    std::fs::write(&file, script).unwrap();
+    let complete = |words: &[&str]| {
+        let number = words.len() - 1;
+        let [last, before] = [number, number - 1].map(|number| words[number]);
+        let words = words.join(" ");
+        let line = format!(
+            ". {}; COMP_WORDS=({words}); COMP_CWORD={number}; _sterna sterna {last} {before}; echo ${{COMPREPLY[@]}}",
+            file.display()
+        );
+        let output = Command::new("bash").args(["-c", &line]).output().unwrap();
+        assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
+    };
+    assert_eq!(complete(&["sterna", "sen"]), "send");
+    assert_eq!(complete(&["sterna", "send", "--on-no"]), "--on-no-convergence");
+    assert_eq!(complete(&["sterna", "send", "--mode", "st"]), "stream");
+    for shell in ["zsh", "fish"] {
+        let output = run(&format!("completions {shell}"));
+        assert!(output.status.success() && String::from_utf8(output.stdout).unwrap().contains("fenced-peer"));
+    }
+}
+
+#[test]
+fn every_command_has_a_manual_page_with_each_of_its_options() {
+    let directory = tempfile::tempdir().unwrap();
+    let made = run(&format!("man {}", directory.path().display()));
+    assert!(made.status.success() && made.stdout.is_empty() && made.stderr.is_empty());
+    for (page, command) in
+        [("send", "send"), ("receive", "receive"), ("recover", "recover"), ("proxy-send", "proxy send")]
+    {
+        let text = std::fs::read_to_string(directory.path().join(format!("sterna-{page}.1"))).unwrap();
+        // In the page, a hyphen is `\\-`.
+        let text = text.replace('\\', "");
+        let help = String::from_utf8(run(&format!("{command} --help")).stdout).unwrap();
+        let options = help.split_whitespace().filter(|word| word.starts_with("--") && word.len() > 2);
+        for option in options.map(|word| word.trim_end_matches(|end: char| !end.is_ascii_alphanumeric())) {
+            assert!(text.contains(option), "{page}: {option}");
+        }
+    }
+    assert!(std::fs::read_to_string(directory.path().join("sterna.1")).unwrap().contains("Exit codes"));
+    assert_eq!(
+        one_line(&run("man missing"), 1),
+        "cannot write manual pages to missing: No such file or directory (os error 2)"
+    );
+}
+
+#[test]
 fn missing_certificates_are_one_line_that_names_the_file() {
     for line in
         ["send --qmp q --to h:1 --tls certs", "receive --qmp q --listen 127.0.0.1:0 --tls certs --allow sterna-sender"]
