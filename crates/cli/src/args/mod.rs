@@ -9,6 +9,7 @@ pub(crate) mod accel;
 mod common;
 mod generate;
 mod link;
+mod list;
 mod proxy;
 mod receive;
 mod recover;
@@ -24,6 +25,7 @@ use self::accel::AccelCommand;
 pub(crate) use self::common::{ReportArgs, ScreenArgs, StateArgs, TlsAllowArgs, TlsArgs};
 pub(crate) use self::generate::{CompletionsArgs, ManArgs};
 pub(crate) use self::link::LinkArgs;
+pub(crate) use self::list::ListArgs;
 pub(crate) use self::proxy::{ProxyReceiveArgs, ProxyReportArgs, ProxySendArgs, each_name_once};
 pub(crate) use self::receive::ReceiveArgs;
 pub(crate) use self::recover::{RecoverArgs, SideArg};
@@ -55,6 +57,8 @@ pub(crate) enum Command {
     Proxy(ProxyCommand),
     /// After a crash during the switchover: bring back exactly one guest
     Recover(RecoverArgs),
+    /// Show this host's migrations that are under way or not settled, and what each of them needs
+    List(ListArgs),
     /// Make certificates for --tls, for a trial or a small site
     Cert(CertArgs),
     /// Look at the accelerators of this host, try them, plan their queues

@@ -4,6 +4,7 @@
 
 mod accel;
 mod generate;
+mod list;
 mod proxy;
 mod receive;
 mod recover;
@@ -63,6 +64,7 @@ pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Proxy(ProxyCommand::Send(args)) => proxy::run_send(args, logging),
         Command::Proxy(ProxyCommand::Receive(args)) => proxy::run_receive(args, logging),
         Command::Recover(args) => recover::run(args, logging),
+        Command::List(args) => list::run(args),
         Command::Cert(args) => {
             crate::cert::run(args).map(|()| Exit::Completed).map_err(|error| Failure::failed(&error))
         }

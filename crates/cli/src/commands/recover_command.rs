@@ -29,6 +29,11 @@ impl RecoverCommand {
         command
     }
 
+    /// Without the options of a connection, for records that do not say how they were made.
+    pub(super) fn of_any(state: &StateArgs) -> Self {
+        Self::new(state, None, false)
+    }
+
     fn new(state: &StateArgs, tls: Option<&PathBuf>, insecure: bool) -> Self {
         let mut command = Self { words: Vec::new() };
         // `recover` may be started in another directory.
@@ -51,7 +56,8 @@ impl RecoverCommand {
         }
     }
 
-    fn line(&self, id: MigrationId) -> String {
+    /// Returns the command for this migration.
+    pub(super) fn line(&self, id: MigrationId) -> String {
         let id = id.to_string();
         let words = ["sterna", "recover", &id].into_iter().chain(self.words.iter().map(String::as_str));
         // Of words without a zero byte, which no argument of a program has.

@@ -6,8 +6,8 @@ use std::process::{Command, ExitStatus};
 
 use crate::support::pair::{Pair, eventually};
 use crate::support::settle::{Migration, Side};
-use crate::support::{Hold, LONG, MODES, Sterna, receive, report, send, send_by};
-use serde_json::Value;
+use crate::support::{Hold, LONG, MODES, Sterna, receive, report, send, send_by, sterna};
+use serde_json::{Value, json};
 use sterna_qemu_lab::disk::SmallDisk;
 use sterna_qemu_lab::{QemuVersion, skip_if_unavailable};
 use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
@@ -181,13 +181,25 @@ fn a_source_whose_qemu_is_gone_is_settled() {
         let mut migration = Migration::start_by(mode, pair, SLOW, Some("source.after-start-migration:crash"), None);
         migration.wait_crash(Side::Source).unwrap();
         migration.receiver.take().unwrap().finish();
+        let listed = listed(&migration.pair.source_state());
+        let [row] = listed.as_array().unwrap().as_slice() else { panic!("{listed}") };
+        assert_eq!((&row["side"], &row["state"], &row["process"]), (&json!("source"), &json!("started"), &Value::Null));
+        assert!(row["recover"].as_str().unwrap().starts_with("sterna recover "), "{row}");
         migration.pair.source.kill();
         for _ in 0..2 {
             let (ended, text) = Side::Source.recover(&migration.pair, &[], None).expect("there is a record").finish();
             assert!(ended.success() && text.contains("QEMU has ended"), "{ended}: {text}");
             assert_eq!(Side::Source.state(&migration.pair), Some(RecordState::Source(SourceState::Gone)));
         }
+        assert_eq!(self::listed(&migration.pair.source_state()), json!([]));
     }
+}
+
+/// Returns what `sterna list` prints of the records in `state`.
+fn listed(state: &Path) -> Value {
+    let output = sterna().args(["list", "--json", "--state-dir"]).arg(state).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
 }
 
 #[test]
