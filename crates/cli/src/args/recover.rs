@@ -14,14 +14,15 @@ use crate::units;
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES.as_str())]
 pub(crate) struct RecoverArgs {
-    /// The migration's id, as `sterna send` and `sterna receive` printed it
+    /// The migration's id, as `sterna send`, `sterna receive` and `sterna list` print it; without it, all that are not settled on this host,
+    /// one after the other
     #[arg(value_name = "ID")]
-    pub(crate) id: MigrationId,
+    pub(crate) id: Option<MigrationId>,
     /// Which side's record, if this host has both
     #[arg(long, value_enum)]
     pub(crate) side: Option<SideArg>,
     /// You assert that the other host is gone for good: its guest does not run and never will again
-    #[arg(long)]
+    #[arg(long, requires = "id")]
     pub(crate) fenced_peer: bool,
     /// Directory with certificates. On the host that sent, `recover` connects with the client certificate. On the host that
     /// received, where --allow is given, it listens with the server certificate

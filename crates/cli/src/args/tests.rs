@@ -134,8 +134,10 @@ fn every_option_of_proxy_and_recover_arrives() {
 
     let line = "sterna recover 000102030405060708090a0b0c0d0e0f --fenced-peer --tls d --allow a --state-dir s";
     let Command::Recover(args) = parse(line).unwrap().command else { panic!("another command") };
-    assert_eq!(args.id.to_string(), "000102030405060708090a0b0c0d0e0f");
+    assert_eq!(args.id.unwrap().to_string(), "000102030405060708090a0b0c0d0e0f");
     assert!(args.fenced_peer && !args.insecure && args.tls.is_some() && args.allow == ["a"]);
+    // To fence the peer of whatever is not settled would be too easy.
+    assert!(parse("sterna recover --insecure").is_ok() && parse("sterna recover --fenced-peer").is_err());
 }
 
 #[test]

@@ -48,7 +48,7 @@ pub(super) fn run(args: &ListArgs) -> Result<Exit, Failure> {
 }
 
 /// Returns whether this process is a sterna: the number may be another process's by now.
-fn works_on_it(pid: u32) -> bool {
+pub(super) fn works_on_it(pid: u32) -> bool {
     let name = |pid: &str| std::fs::read(PathBuf::from("/proc").join(pid).join("comm")).ok();
     name(&pid.to_string()).is_some_and(|its| Some(its) == name("self"))
 }

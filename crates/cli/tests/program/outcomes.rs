@@ -186,6 +186,11 @@ fn a_source_whose_qemu_is_gone_is_settled() {
         assert_eq!((&row["side"], &row["state"], &row["process"]), (&json!("source"), &json!("started"), &Value::Null));
         assert!(row["recover"].as_str().unwrap().starts_with("sterna recover "), "{row}");
         migration.pair.source.kill();
+        let all = || sterna().args(["recover", "--state-dir"]).arg(migration.pair.source_state()).output().unwrap();
+        let settled = all();
+        let text = String::from_utf8(settled.stdout).unwrap();
+        assert!(settled.status.success() && text.contains("QEMU has ended") && text.lines().count() == 1, "{text}");
+        assert!(String::from_utf8(all().stdout).unwrap().contains("no migration"));
         for _ in 0..2 {
             let (ended, text) = Side::Source.recover(&migration.pair, &[], None).expect("there is a record").finish();
             assert!(ended.success() && text.contains("QEMU has ended"), "{ended}: {text}");
