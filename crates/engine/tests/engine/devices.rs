@@ -243,22 +243,13 @@ fn saved_and_loaded_at_pause(device: Device) -> (u64, u64) {
 }
 
 #[test]
-fn a_guest_is_not_paused_while_its_device_has_much_to_save() {
+fn a_guest_is_not_paused_while_its_device_reports_that_much_is_to_be_saved() {
     within_a_minute(|| {
-        // Enough to measure the rate, and then a little at each query.
-        let device = Device { turns: 200, first: 4 << 20, ..Device::new("large", 0, 48 << 20, 1 << 20) };
+        // Enough to measure the rate, and then a little at each query. Whatever rate is measured, what is reported does not fit.
+        let device =
+            Device { overstates: 1000, turns: 100, first: 4 << 20, ..Device::new("large", 0, 24 << 20, 1 << 20) };
         let (saved, _) = saved_and_loaded_at_pause(device);
-        assert!(saved >= 30 << 20, "{saved}");
-    });
-}
-
-#[test]
-fn a_guest_is_not_paused_while_its_device_has_much_to_load() {
-    within_a_minute(|| {
-        // The second turn has much more than can be sent, or loaded, within the downtime.
-        let device = Device { turns: 3, ..Device::new("large", 0, 48 << 20, 1 << 20) };
-        let (_, loaded_bytes) = saved_and_loaded_at_pause(device);
-        assert!(loaded_bytes >= 30 << 20, "{loaded_bytes}");
+        assert!(saved >= 20 << 20, "{saved}");
     });
 }
 
@@ -708,4 +699,29 @@ fn a_device_that_does_not_finish_is_waited_for_no_longer_than_the_limit() {
         guest.stays_at_source();
         assert!(sent.reason.contains("loading at the destination took too long"), "{sent}");
     });
+}
+
+/// Whether a device's state fits the downtime follows from rates that are measured.
+mod soak {
+    use super::*;
+
+    #[test]
+    fn a_guest_is_not_paused_while_its_device_has_much_to_save() {
+        within_a_minute(|| {
+            // Enough to measure the rate, and then a little at each query.
+            let device = Device { turns: 200, first: 4 << 20, ..Device::new("large", 0, 48 << 20, 1 << 20) };
+            let (saved, _) = saved_and_loaded_at_pause(device);
+            assert!(saved >= 30 << 20, "{saved}");
+        });
+    }
+
+    #[test]
+    fn a_guest_is_not_paused_while_its_device_has_much_to_load() {
+        within_a_minute(|| {
+            // The second turn has much more than can be sent, or loaded, within the downtime.
+            let device = Device { turns: 3, ..Device::new("large", 0, 48 << 20, 1 << 20) };
+            let (_, loaded_bytes) = saved_and_loaded_at_pause(device);
+            assert!(loaded_bytes >= 30 << 20, "{loaded_bytes}");
+        });
+    }
 }

@@ -26,8 +26,8 @@ pub(crate) struct Device {
     pub(crate) first: u64,
     /// Bytes that are saved when the guest is paused.
     pub(crate) rest: u64,
-    /// Whether it reports an endless amount until everything that is saved ahead was saved.
-    pub(crate) overstates: bool,
+    /// How often it counts what is left, until everything that is saved ahead was saved; 0: once.
+    pub(crate) overstates: u64,
     /// Signalled when saving the source's device has ended.
     pub(crate) ended: Option<Signal>,
     /// Saving or loading fails after so many bytes.
@@ -177,7 +177,8 @@ impl SaveDevice for TestSaver {
 
     fn remaining(&mut self) -> u64 {
         let all_ahead = self.turns >= self.device.turns;
-        if self.device.overstates && !all_ahead { u64::MAX } else { self.device.bytes() - self.at }
+        let times = if all_ahead { 1 } else { self.device.overstates.max(1) };
+        (self.device.bytes() - self.at) * times
     }
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
