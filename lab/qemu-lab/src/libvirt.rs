@@ -15,7 +15,7 @@ mod witness;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::net::Ipv4Addr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
@@ -23,6 +23,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::thread::{ThreadNameSpaceType, UnshareFlags, move_into_thread_name_spaces, unshare_unsafe};
 use tempfile::TempDir;
 
 pub use guest::{LibvirtGuest, LibvirtGuestOptions};
@@ -262,6 +263,28 @@ impl LibvirtHost {
     /// [`Error::Command`] with its error.
     pub fn run(&self, program: &str, words: &[&str]) -> Result<String, Error> {
         run(self.command(program).args(words))
+    }
+
+    /// Runs `work` on a thread that sees the host's files, libvirt's libraries among them, in the place of this machine's.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the thread cannot enter the host's mount namespace.
+    ///
+    /// # Panics
+    /// If `work` does.
+    pub fn among_its_files<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T, Error> {
+        let enter = || -> io::Result<()> {
+            // SAFETY: only this thread's root and working directory are separated from the other threads', which setns(2) demands; no descriptor
+            // is. The thread ends below.
+            unsafe { unshare_unsafe(UnshareFlags::FS)? };
+            move_into_thread_name_spaces(self.first_pidfd.as_fd(), ThreadNameSpaceType::MOUNT)?;
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| enter().map(|()| work()));
+            let result = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            result.map_err(Error::io("entering a host's mount namespace"))
+        })
     }
 
     /// Returns this machine's path of the host's file `path`, which begins with `/`.
