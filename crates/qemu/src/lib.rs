@@ -3,6 +3,7 @@
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 pub mod discover;
 pub mod gateway;
+pub mod libvirt;
 pub mod placement;
 pub mod qmp;
 pub mod settings;

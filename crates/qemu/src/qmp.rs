@@ -39,7 +39,8 @@ pub use answers::{MigrationInfo, RamInfo, Version};
 pub(crate) use first_moment::FirstMoment;
 use first_moment::GuestStart;
 pub use guest_end::GuestEnd;
-use input::{Message, Messages};
+use input::Message;
+pub(crate) use input::Messages;
 pub use run_state::{Meaning, RunState};
 
 /// How long the greeting and each command may take by default.
@@ -68,6 +69,12 @@ pub enum QmpError {
         /// The kind of the system's error.
         kind: io::ErrorKind,
         /// The system's error, and what to do.
+        reason: String,
+    },
+    /// libvirt, by way of which the monitor is reached, refused or failed.
+    #[error("{reason}")]
+    Libvirt {
+        /// libvirt's reason, and what to do.
         reason: String,
     },
     /// No greeting came: QEMU serves one client per monitor.
@@ -233,28 +240,40 @@ impl Qmp {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => busy(),
             kind => QmpError::Connect { path: path.display().to_string(), kind, reason: connect_reason(path, &error) },
         })?;
-        let mut connection = Self::start(stream, timeout).map_err(|error| QmpError::Connect {
-            path: path.display().to_string(),
-            kind: error.kind(),
-            reason: error.to_string(),
-        })?;
+        let failed = |kind, reason| QmpError::Connect { path: path.display().to_string(), kind, reason };
+        let connection = Self::start(stream, timeout).map_err(|error| failed(error.kind(), error.to_string()))?;
+        let greeting = connection.greeting(started + timeout).ok_or_else(|| silent(connection.stopped()))??;
+        let no_version = "the greeting names no QEMU version: this is not a QEMU monitor";
+        Self::greeted(connection, &greeting)?.ok_or_else(|| failed(io::ErrorKind::InvalidData, no_version.into()))
+    }
 
-        let greeting = connection
-            .shared
-            .wait(started + timeout, |state| match (state.greeting.take(), &state.closed) {
-                (Some(greeting), _) => Some(Ok(greeting)),
-                (None, Some(reason)) => Some(Err(QmpError::Closed { reason: reason.clone() })),
-                (None, None) => None,
-            })
-            .ok_or_else(|| silent(connection.stopped()))??;
-        connection.version = Version::from_json(&greeting["version"]).ok_or_else(|| QmpError::Connect {
-            path: path.display().to_string(),
-            kind: io::ErrorKind::InvalidData,
-            reason: "the greeting names no QEMU version: this is not a QEMU monitor".into(),
-        })?;
+    /// Connects over `stream`, whose other end this program serves: it passes commands, answers and events on. `process` finds QEMU's process.
+    ///
+    /// # Errors
+    /// The other end does not behave as a monitor.
+    pub(crate) fn over(
+        stream: UnixStream,
+        timeout: Duration,
+        process: impl FnOnce(&Self) -> Option<i32>,
+    ) -> Result<Self, QmpError> {
+        let unexpected = |reason: &str| QmpError::Unexpected { command: "query-version".into(), reason: reason.into() };
+        let mut connection = Self::start(stream, timeout).map_err(|error| unexpected(&error.to_string()))?;
+        // That of this program.
+        connection.peer_pid = None;
+        let greeting = connection.greeting(Instant::now() + timeout).ok_or_else(|| unexpected("no greeting"))??;
+        let mut qmp = Self::greeted(connection, &greeting)?.ok_or_else(|| unexpected("no version"))?;
+        let found = process(&qmp);
+        Arc::get_mut(&mut qmp.connection).expect("there is no other handle yet").peer_pid = found;
+        Ok(qmp)
+    }
+
+    /// Begins to use a connection that has received this greeting; none if the greeting names no version.
+    fn greeted(mut connection: Connection, greeting: &Value) -> Result<Option<Self>, QmpError> {
+        let Some(version) = Version::from_json(&greeting["version"]) else { return Ok(None) };
+        connection.version = version;
         let qmp = Qmp { connection: Arc::new(connection) };
         qmp.execute("qmp_capabilities", json!({}))?;
-        Ok(qmp)
+        Ok(Some(qmp))
     }
 
     fn start(stream: UnixStream, timeout: Duration) -> io::Result<Connection> {
@@ -548,6 +567,15 @@ impl Drop for PendingCommand {
 }
 
 impl Connection {
+    /// Waits for the greeting; none if the deadline passes.
+    fn greeting(&self, deadline: Instant) -> Option<Result<Value, QmpError>> {
+        self.shared.wait(deadline, |state| match (state.greeting.take(), &state.closed) {
+            (Some(greeting), _) => Some(Ok(greeting)),
+            (None, Some(reason)) => Some(Err(QmpError::Closed { reason: reason.clone() })),
+            (None, None) => None,
+        })
+    }
+
     /// Returns the process that serves the socket, if it is stopped.
     fn stopped(&self) -> Option<u32> {
         self.peer_pid.and_then(|pid| u32::try_from(pid).ok()).filter(|pid| process::is_stopped(*pid))

@@ -12,19 +12,19 @@ use serde_json::de::IoRead;
 pub(super) const MAX_MESSAGE: usize = 16 << 20;
 
 /// A message, and its length with the white space before it.
-pub(super) struct Message {
-    pub(super) object: Value,
+pub(crate) struct Message {
+    pub(crate) object: Value,
     pub(super) bytes: usize,
 }
 
 /// The messages of a monitor.
-pub(super) struct Messages<R: Read> {
+pub(crate) struct Messages<R: Read> {
     values: serde_json::StreamDeserializer<'static, IoRead<Bounded<BufReader<R>>>, Value>,
     left: Rc<Cell<usize>>,
 }
 
 impl<R: Read> Messages<R> {
-    pub(super) fn new(input: R) -> Self {
+    pub(crate) fn new(input: R) -> Self {
         let left = Rc::new(Cell::new(MAX_MESSAGE));
         let input = Bounded { input: BufReader::new(input), left: Rc::clone(&left) };
         Self { values: serde_json::Deserializer::from_reader(input).into_iter(), left }
@@ -34,7 +34,7 @@ impl<R: Read> Messages<R> {
     ///
     /// # Errors
     /// Why there is none, now or later.
-    pub(super) fn next(&mut self) -> Result<Message, String> {
+    pub(crate) fn next(&mut self) -> Result<Message, String> {
         self.left.set(MAX_MESSAGE);
         match self.values.next() {
             None if self.left.get() == 0 => Err(too_long()),
