@@ -1,10 +1,12 @@
 //! `sterna proxy` under real libvirts: two hosts (`sterna_qemu_lab::libvirt`), a guest that verifies its memory, and libvirt's own commands as
-//! docs/operating.md has them. `client`: libvirt's client library. Run by `make test-libvirt`.
+//! docs/operating.md has them. `client`: libvirt's client library; `direct`: its guests in direct mode. Run by `make test-libvirt`.
 //!
 //! After every move, whatever became of it: the guest has never run twice, it runs once, and its memory is right.
 
 #[path = "libvirt/client.rs"]
 mod client;
+#[path = "libvirt/direct.rs"]
+mod direct;
 #[path = "program/support/mod.rs"]
 mod support;
 

@@ -19,6 +19,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde_json::json;
+use sterna_memory::PAGE_SIZE;
 use sterna_memory::place::TargetProcess;
 
 use crate::qmp::{Qmp, QmpError};
@@ -219,6 +220,29 @@ impl MappedRam {
         Ok(Self { process: process.target, locked: process.locked, blocks })
     }
 
+    /// Finds the memory of blocks whose addresses in process `pid` were found. `blocks`: name, bytes, bytes in a page if it is one of a pool of
+    /// huge pages, and address of each.
+    ///
+    /// # Errors
+    /// Why the process cannot be reached, or is not what the addresses were found in.
+    pub fn at(pid: i32, blocks: &[(&str, u64, u64, u64)]) -> Result<Self, String> {
+        let process = Process::of(pid)?;
+        let find = |&(name, used, page_size, address): &(&str, u64, u64, u64)| -> Result<MappedBlock, String> {
+            let failed = |reason: String| format!("RAM block {name}: {reason}");
+            let area = process.maps.area(address, used).map_err(failed)?;
+            let file = (area.inode != 0).then(|| (area.inode, area.device()));
+            let backing = process.backing(&area).map_err(failed)?;
+            let page_size = match &backing {
+                Backing::Shared { kind: FileKind::Hugetlb { page_size }, .. } => *page_size,
+                Backing::PrivateFile => page_size,
+                _ => PAGE_SIZE as u64,
+            };
+            Ok(MappedBlock { name: name.to_owned(), used, page_size, address, backing, file })
+        };
+        let blocks = blocks.iter().map(find).collect::<Result<_, _>>()?;
+        Ok(Self { process: process.target, locked: process.locked, blocks })
+    }
+
     /// Returns the process in which the blocks lie.
     pub fn process(&self) -> &Arc<TargetProcess> {
         &self.process
@@ -279,9 +303,22 @@ impl Process {
     /// Why it cannot be reached.
     fn behind(qmp: &Qmp) -> Result<Self, String> {
         let pid = qmp.peer_pid().ok_or("the QEMU process cannot be seen from here (another pid namespace)")?;
-        let target = TargetProcess::open(pid).map_err(|error| error.to_string())?;
         // Only a process that runs this guest's vCPU threads is its QEMU, whose pid namespace may be another one.
-        vcpus::check(qmp, pid).map_err(|error| error.to_string())?;
+        Self::opened(pid, || vcpus::check(qmp, pid).map_err(|error| error.to_string()))
+    }
+
+    /// Opens the process that has this number.
+    ///
+    /// # Errors
+    /// Why it cannot be reached.
+    fn of(pid: i32) -> Result<Self, String> {
+        Self::opened(pid, || Ok(()))
+    }
+
+    /// Opens a process. `check`: whether the number is that of the right one.
+    fn opened(pid: i32, check: impl FnOnce() -> Result<(), String>) -> Result<Self, String> {
+        let target = TargetProcess::open(pid).map_err(|error| error.to_string())?;
+        check()?;
         let text = fs::read_to_string(format!("/proc/{pid}/maps"))
             .map_err(|error| format!("the mappings of process {pid} cannot be read: {error}"))?;
         let status = fs::read_to_string(format!("/proc/{pid}/status"))

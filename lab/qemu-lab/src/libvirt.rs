@@ -249,6 +249,16 @@ impl LibvirtHost {
         command
     }
 
+    /// Returns a command that runs `program` on this host, with the processes that the host sees: it can work on the host's QEMUs. Arguments
+    /// follow. The process is a wrapper; the program is killed with it.
+    #[must_use]
+    pub fn command_inside(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["--mount", "--net", "--uts", "--pid", "--target", &self.first.to_string(), "--"]);
+        command.args(["setpriv", "--pdeathsig", "KILL", "--"]).arg(program);
+        command
+    }
+
     /// Runs virsh on this host to its end.
     ///
     /// # Errors

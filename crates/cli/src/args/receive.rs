@@ -16,8 +16,11 @@ use crate::units;
 #[command(after_help = EXIT_CODES.as_str())]
 pub(crate) struct ReceiveArgs {
     /// QMP socket of the destination QEMU; no other program may use it meanwhile
-    #[arg(long, value_name = "PATH")]
-    pub(crate) qmp: PathBuf,
+    #[arg(long, value_name = "PATH", required_unless_present = "libvirt", conflicts_with = "libvirt")]
+    pub(crate) qmp: Option<PathBuf>,
+    /// Have libvirt run the guest, at this URI or at the one that libvirt chooses; the source needs --libvirt, too
+    #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "", conflicts_with = "placement")]
+    pub(crate) libvirt: Option<String>,
     /// Address and port to listen on; port 0: any free one
     #[arg(long, value_name = "ADDR:PORT", value_parser = listen_address)]
     pub(crate) listen: String,

@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use sterna_engine::source::{IaaVerify, NotConverging, Throttle};
 use sterna_offload::Accelerators;
 use sterna_offload::share::MAX_WEIGHT;
-use sterna_qemu::gateway::{DirectOptions, SendMode};
+use sterna_qemu::gateway::{DirectOptions, Monitor, SendMode};
 use sterna_wire::switchover::SourceAfter;
 
 use super::common::{ReportArgs, ScreenArgs, SocketArgs, StateArgs, TlsArgs, WaitArgs};
@@ -19,22 +19,28 @@ use crate::units;
 #[command(after_help = EXIT_CODES.as_str())]
 pub(crate) struct SendArgs {
     /// QMP socket of the source QEMU; no other program may use it meanwhile
-    #[arg(long, value_name = "PATH")]
-    pub(crate) qmp: PathBuf,
+    #[arg(long, value_name = "PATH", required_unless_present = "libvirt", conflicts_with = "libvirt")]
+    pub(crate) qmp: Option<PathBuf>,
+    /// The QEMU belongs to libvirt, at this URI or at the one that libvirt chooses; the destination needs --libvirt, too
+    #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "", requires = "domain")]
+    pub(crate) libvirt: Option<String>,
+    /// Name or UUID of the domain, with --libvirt
+    #[arg(long, value_name = "NAME", requires = "libvirt", conflicts_with = "qmp")]
+    pub(crate) domain: Option<String>,
     #[command(flatten)]
     pub(crate) link: LinkArgs,
     /// Begin nothing: report every refusal of both sides, the mode, the memory to send, and how long that takes
-    #[arg(long)]
+    #[arg(long, conflicts_with = "libvirt")]
     pub(crate) dry_run: bool,
     /// Keep up to this much of the sent pages, such as 1GiB, and send only the changes of a page that is sent again [default: none]
     #[arg(long, value_name = "SIZE", default_value = "0", hide_default_value = true, value_parser = units::size)]
     pub(crate) delta_cache: u64,
     /// Send the guest although the destination's machine differs in this: a name from a refusal, or its beginning, such as disk; may be
     /// given several times
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", conflicts_with = "libvirt")]
     pub(crate) allow_difference: Vec<String>,
     /// Send the guest although the destination's CPU lacks features that it has: it is lost as soon as it uses one of them
-    #[arg(long)]
+    #[arg(long, conflicts_with = "libvirt")]
     pub(crate) force_cpu: bool,
     /// How the guest's memory is read: direct (from outside QEMU) where that is possible, else by QEMU's own migration stream
     #[arg(long, value_enum, value_name = "MODE", default_value_t = ModeArg::Auto)]
@@ -167,6 +173,18 @@ fn throttle(text: &str) -> Result<Throttle, String> {
         _ => Err("throttle: is followed by three numbers of percent: at first, more with each step, at most (up to 99), such as \
                   throttle:20,10,99"
             .into()),
+    }
+}
+
+impl SendArgs {
+    /// Returns the monitor of the source's QEMU.
+    pub(crate) fn monitor(&self) -> Monitor {
+        match (&self.qmp, &self.domain) {
+            (None, Some(domain)) => {
+                Monitor::Libvirt { uri: self.libvirt.clone().filter(|uri| !uri.is_empty()), domain: domain.clone() }
+            }
+            (socket, _) => Monitor::Socket(socket.clone().unwrap_or_default()),
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use super::*;
 use clap::CommandFactory;
 use sterna_codec::{Qatzip, QatzipSoftware};
 use sterna_engine::source::{IaaVerify, NotConverging, Throttle};
-use sterna_qemu::gateway::{DirectOptions, Placement, WaitLimits};
+use sterna_qemu::gateway::{DirectOptions, Monitor, Placement, WaitLimits};
 use sterna_wire::limits::MAX_NAME;
 
 use super::link::{listen_address, peer_address};
@@ -215,10 +215,34 @@ fn options_that_contradict_each_other_are_refused_by_name() {
 }
 
 #[test]
+fn a_qemu_of_libvirt_is_named_by_its_domain() {
+    let send = |words: &str| {
+        let line = format!("sterna send --to h:1 --insecure {words}");
+        let Command::Send(args) = parse(&line).unwrap().command else { panic!("{line}") };
+        args.monitor()
+    };
+    let domain = |uri: Option<&str>| Monitor::Libvirt { uri: uri.map(str::to_owned), domain: "web".into() };
+    assert_eq!(send("--libvirt --domain web"), domain(None));
+    assert_eq!(send("--libvirt qemu:///session --domain web"), domain(Some("qemu:///session")));
+    assert_eq!(send("--qmp q"), Monitor::Socket("q".into()));
+    for (words, part) in [
+        ("--libvirt", "--domain <NAME>"),
+        ("--domain web", "--libvirt"),
+        ("--domain web --qmp q", "cannot be used with"),
+        ("--libvirt --domain web --qmp q", "cannot be used with"),
+    ] {
+        let text = error(&format!("sterna send --to h:1 --insecure {words}"));
+        assert!(text.contains(part), "{words}: {text}");
+    }
+    let both = error("sterna receive --qmp q --libvirt --listen h:1 --insecure");
+    assert!(both.contains("cannot be used with"), "{both}");
+}
+
+#[test]
 fn what_is_missing_or_unknown_is_named() {
     assert_eq!(
         error("sterna send"),
-        "the following required arguments were not provided: --qmp <PATH>, --to <HOST:PORT>"
+        "the following required arguments were not provided: --to <HOST:PORT>, --qmp <PATH>"
     );
     assert_eq!(
         error("sterna send --qmp q --to h:1 --chanels 3"),

@@ -1,7 +1,7 @@
 //! `sterna receive`: the destination's side of a migration.
 
 use sterna_engine::report::ReceiveReport;
-use sterna_qemu::gateway::{Placement, ReceiveOptions, receive};
+use sterna_qemu::gateway::{LibvirtReceiveOptions, Placement, ReceiveOptions, receive, receive_by_libvirt};
 
 use super::recover_command::RecoverCommand;
 use super::{Failure, Summary, migration, security, state_dir};
@@ -24,8 +24,23 @@ pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
         // Refused rather than silently ignored.
         return Err(Failure::usage(&"--prefault: it needs direct mode, and --placement in-stream was given"));
     }
+    let recover = RecoverCommand::of_destination(&args.state, &args.tls);
+    if let Some(uri) = &args.libvirt {
+        let options = LibvirtReceiveOptions {
+            uri: Some(uri.clone()).filter(|uri| !uri.is_empty()),
+            listen: args.listen.clone(),
+            security: security::destination(&args.tls)?,
+            prefault: args.prefault,
+            wait: args.wait,
+            waits: (&args.waits).into(),
+            state_dir: state_dir::choose(&args.state)?,
+        };
+        return migration(&args.screen, &args.report, &recover, logging, |cancel, screen| {
+            receive_by_libvirt(&options, cancel, screen)
+        });
+    }
     let options = ReceiveOptions {
-        qmp: args.qmp.clone(),
+        qmp: args.qmp.clone().unwrap_or_default(),
         listen: args.listen.clone(),
         security: security::destination(&args.tls)?,
         placement,
@@ -35,6 +50,5 @@ pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
         state_dir: state_dir::choose(&args.state)?,
         socket_dir: args.sockets.directory(),
     };
-    let recover = RecoverCommand::of_destination(&args.state, &args.tls);
     migration(&args.screen, &args.report, &recover, logging, |cancel, screen| receive(&options, cancel, screen))
 }

@@ -38,7 +38,7 @@ impl Summary for DryRun {
 
 pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
     let options = SendOptions {
-        qmp: args.qmp.clone(),
+        monitor: args.monitor(),
         to: args.link.to.clone(),
         security: security::source(&args.tls)?,
         channels: args.link.channels,

@@ -104,7 +104,7 @@ fn an_engine_that_is_named_is_refused_where_it_is_not_there() {
 #[test]
 fn missing_unknown_and_contradicting_options_are_one_line() {
     for (line, part) in [
-        ("send", "--qmp <PATH>, --to <HOST:PORT>"),
+        ("send", "--to <HOST:PORT>, --qmp <PATH>"),
         ("send --qmp q --to h:1 --insecure --nonsense", "'--nonsense'"),
         ("send --qmp q --to h:1 --insecure --tls d", "cannot be used with"),
         ("send --qmp q --to host --insecure", "the port is missing"),

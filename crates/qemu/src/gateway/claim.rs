@@ -64,7 +64,7 @@ impl Drop for Claim {
 }
 
 /// Returns the directory of the locks.
-fn place() -> Result<PathBuf, GatewayError> {
+pub(super) fn place() -> Result<PathBuf, GatewayError> {
     let user = rustix::process::geteuid();
     if user.is_root() {
         return Ok("/run/sterna".into());

@@ -27,7 +27,7 @@ use super::claim::Claim;
 use super::features::{DESTINATION, DESTINATION_WITH_DELTAS};
 use super::qemu::{self, QUIT_TIME};
 use super::sockets::Listens;
-use super::{GatewayError, Placement, ReceiveOptions, comparison, direct, earlier};
+use super::{GatewayError, LibvirtReceiveOptions, Monitor, Placement, ReceiveOptions, comparison, direct, earlier};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
 use sterna_wire::reason::{ErrorKind, Reason};
@@ -53,7 +53,7 @@ pub fn receive(
     if !refusals.is_empty() {
         return Err(GatewayError::refused(format_args!("this QEMU cannot take a guest: {}", refusals.join("; "))));
     }
-    earlier::refuse_if_claimed(&options.state_dir, &qmp, &options.qmp)?;
+    earlier::refuse_if_claimed(&options.state_dir, &qmp, &Monitor::from(options.qmp.as_path()))?;
     qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Qemu, &qmp)
         .map_err(GatewayError::refused)?;
     let listener = Listener::bind(&options.listen).map_err(GatewayError::refused)?;
@@ -72,6 +72,18 @@ pub fn receive(
             session::run(source, options, &address.to_string(), qmp, incoming, cancel, observer)
         }
     }
+}
+
+/// Takes one migration of a source whose QEMU belongs to libvirt, and has libvirt on this host run the guest.
+///
+/// # Errors
+/// Only for failures before a migration was accepted; the report describes every other end.
+pub fn receive_by_libvirt(
+    options: &LibvirtReceiveOptions,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<ReceiveReport, GatewayError> {
+    direct::receive_by_libvirt(options, cancel, observer)
 }
 
 /// Waits for a source whose guest can be taken. In direct mode, returns QEMU as it was prepared for that.

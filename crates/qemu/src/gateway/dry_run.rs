@@ -87,19 +87,19 @@ pub struct Estimate {
     pub last_round_bytes: u64,
 }
 
-/// Finds out what would keep the guest of the QEMU at `options.qmp` from being moved to `options.to`. Nothing of either QEMU changes.
+/// Finds out what would keep the guest of the QEMU behind `options.monitor` from being moved to `options.to`. Nothing of either QEMU changes.
 ///
 /// # Errors
 /// The source's QEMU cannot be asked.
 pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<DryRun, GatewayError> {
-    let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::untouched)?;
+    let qmp = options.monitor.connect().map_err(GatewayError::untouched)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::untouched)?;
     let mut found = Found::default();
     // Another sterna that is at work on this QEMU is a refusal. Held until this has ended.
     let _claim = Claim::of(&qmp).map_err(|error| found.source(&error));
     let of_settings = settings.refusals(Role::Source);
     of_settings.iter().for_each(|reason| found.source(reason));
-    found.check(earlier::refuse_source(&options.state_dir, &qmp, &options.qmp, &settings.status));
+    found.check(earlier::refuse_source(&options.state_dir, &qmp, &options.monitor, &settings.status));
     found.check(qemu::check_state_directory(&options.state_dir));
     found.check(neighbours::check_jobs(&qmp));
 

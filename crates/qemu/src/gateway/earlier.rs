@@ -9,33 +9,33 @@ use std::path::Path;
 use sterna_engine::{process, record_file};
 use sterna_wire::switchover::{ProcessIdentity, Record, RecordState, SourceState};
 
-use super::GatewayError;
-use super::qemu::{identity, socket_name};
+use super::qemu::identity;
+use super::{GatewayError, Monitor};
 use crate::qmp::Qmp;
 
 /// Fails if an earlier migration of this QEMU is not settled: its `recover` would act on the guest of the new migration.
-pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp, socket: &Path) -> Result<(), GatewayError> {
-    refuse_if_unsettled(&records_of(state_dir, identity(qmp), socket)?)
+pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp, monitor: &Monitor) -> Result<(), GatewayError> {
+    refuse_if_unsettled(&records_of(state_dir, identity(qmp), monitor)?)
 }
 
 /// As [`refuse_if_claimed`], for a source: fails as well if the guest does not run, `status` being its run state. The reason follows from the
 /// records.
-pub(super) fn refuse_source(state_dir: &Path, qmp: &Qmp, socket: &Path, status: &str) -> Result<(), GatewayError> {
-    let records = records_of(state_dir, identity(qmp), socket)?;
+pub(super) fn refuse_source(state_dir: &Path, qmp: &Qmp, monitor: &Monitor, status: &str) -> Result<(), GatewayError> {
+    let records = records_of(state_dir, identity(qmp), monitor)?;
     refuse_if_unsettled(&records)?;
     // The destination starts every guest that it receives: a guest that an operator paused must not run because it moved.
     if status == "running" { Ok(()) } else { Err(not_running(&records, state_dir, status)) }
 }
 
-/// Returns the records of the QEMU that is this process, the newest first. Where this process or the record's is not known, the socket of its
+/// Returns the records of the QEMU that is this process, the newest first. Where this process or the record's is not known, the name of its
 /// monitor counts.
-fn records_of(state_dir: &Path, qemu: Option<ProcessIdentity>, socket: &Path) -> Result<Vec<Record>, GatewayError> {
-    let socket = socket_name(socket);
+fn records_of(state_dir: &Path, qemu: Option<ProcessIdentity>, monitor: &Monitor) -> Result<Vec<Record>, GatewayError> {
+    let name = monitor.name();
     let mut records = record_file::all(state_dir).map_err(GatewayError::untouched)?;
     records.retain(|record| match (record.monitor_process, qemu) {
         (Some(recorded), Some(qemu)) => recorded == qemu,
-        (Some(recorded), None) => record.monitor_socket == socket && process::lives(recorded),
-        (None, _) => record.monitor_socket == socket,
+        (Some(recorded), None) => record.monitor_socket == name && process::lives(recorded),
+        (None, _) => record.monitor_socket == name,
     });
     records.sort_by_key(|record| std::cmp::Reverse(record.updated_ms));
     Ok(records)
@@ -126,7 +126,7 @@ mod tests {
     }
 
     fn refusal_of(directory: &Path, qemu: Option<ProcessIdentity>, status: &str) -> Option<String> {
-        let records = records_of(directory, qemu, Path::new(SOCKET)).unwrap();
+        let records = records_of(directory, qemu, &Monitor::Socket(SOCKET.into())).unwrap();
         let refused = refuse_if_unsettled(&records);
         let error = refused.err().or_else(|| (status != "running").then(|| not_running(&records, directory, status)));
         error.map(|error| error.to_string())
@@ -199,7 +199,7 @@ mod tests {
             write(directory.path(), 1, started, recorded);
             let refused = refusal_of(directory.path(), now, "running");
             assert_eq!(refused.is_some_and(|text| text.contains("is not settled")), counts, "{recorded:?} {now:?}");
-            let elsewhere = records_of(directory.path(), now, Path::new("/run/another")).unwrap();
+            let elsewhere = records_of(directory.path(), now, &Monitor::Socket("/run/another".into())).unwrap();
             assert!(elsewhere.is_empty(), "{recorded:?} {now:?}");
         }
     }

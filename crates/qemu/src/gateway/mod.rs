@@ -35,6 +35,7 @@ mod features;
 mod feeder;
 mod first_moment;
 mod layout;
+mod monitor;
 mod neighbours;
 mod plane;
 mod proxy;
@@ -46,9 +47,10 @@ mod source_stream;
 mod storage;
 
 pub use comparison::AllowedDifferences;
-pub use destination::receive;
+pub use destination::{receive, receive_by_libvirt};
 pub use dry_run::{DryRun, Estimate, Refusal, dry_run};
 pub use error::GatewayError;
+pub use monitor::Monitor;
 pub use proxy::{ProxyReport, ProxySide, ProxyStop, proxy_receive, proxy_send};
 pub use recovery::recover;
 pub use source::send;
@@ -56,8 +58,8 @@ pub use source::send;
 /// Settings of [`send`].
 #[derive(Debug)]
 pub struct SendOptions {
-    /// QMP socket of the source QEMU.
-    pub qmp: PathBuf,
+    /// The monitor of the source QEMU.
+    pub monitor: Monitor,
     /// `host:port` where `sterna receive` listens.
     pub to: String,
     /// TLS with these credentials, or none.
@@ -202,6 +204,25 @@ pub struct ReceiveOptions {
     pub state_dir: PathBuf,
     /// Where the private sockets for QEMU are made.
     pub socket_dir: SocketDirectory,
+}
+
+/// Settings of [`receive_by_libvirt`].
+#[derive(Debug)]
+pub struct LibvirtReceiveOptions {
+    /// The URI of libvirt; none: the one that libvirt chooses.
+    pub uri: Option<String>,
+    /// `address:port` to listen on.
+    pub listen: String,
+    /// TLS with these credentials, or none.
+    pub security: Security,
+    /// Whether all of guest RAM is populated before a source may begin.
+    pub prefault: bool,
+    /// How long to wait for a source; none: no limit.
+    pub wait: Option<Duration>,
+    /// Time limits from a source's hello until the guest is prepared.
+    pub waits: WaitLimits,
+    /// The directory of the migrations' records.
+    pub state_dir: PathBuf,
 }
 
 /// Where Sterna makes the directory with the private sockets between it and QEMU.

@@ -20,7 +20,7 @@ use sterna_wire::text::cleaned;
 
 use super::backlog::BacklogEntry;
 use super::sockets::{Listens, SocketPlace, accept_until};
-use super::{GatewayError, SocketDirectory};
+use super::{GatewayError, Monitor, SocketDirectory};
 use crate::qmp::{Meaning, MigrationInfo, Qmp, QmpError, RunState};
 use crate::stream::MultifdInit;
 use crate::vcpus;
@@ -231,13 +231,8 @@ pub(in crate::gateway) fn has_ended(identity: Option<ProcessIdentity>) -> bool {
     true
 }
 
-/// Returns the name of a monitor's socket for the record: `recover` may be started in another directory.
-pub(super) fn socket_name(socket: &Path) -> String {
-    std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned()).display().to_string()
-}
-
 /// Returns the first record of a migration.
-pub(super) fn new_record(session: &Session, state: RecordState, peer: String, socket: &Path, qmp: &Qmp) -> Record {
+pub(super) fn new_record(session: &Session, state: RecordState, peer: String, monitor: &Monitor, qmp: &Qmp) -> Record {
     Record {
         version: RECORD_VERSION,
         migration: session.id,
@@ -245,7 +240,7 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
         fenced_peer: false,
         peer,
         mode: Mode::Owner,
-        monitor_socket: socket_name(socket),
+        monitor_socket: monitor.name(),
         monitor_process: identity(qmp),
         settings_before: None,
         completion_permitted: false,

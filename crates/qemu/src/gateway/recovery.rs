@@ -6,7 +6,6 @@
 mod destination;
 mod source;
 
-use std::path::Path;
 use std::time::Duration;
 
 use serde::Deserialize;
@@ -24,7 +23,7 @@ use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordS
 use super::claim::Claim;
 use super::fault::WithFaultPoints;
 use super::sockets::SocketPlace;
-use super::{GatewayError, RecoverOptions, SocketDirectory, direct, qemu};
+use super::{GatewayError, Monitor, RecoverOptions, SocketDirectory, direct, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
 
@@ -109,7 +108,7 @@ fn qemu_of(record: &Record, cancel: &Cancel, observer: &dyn Observer) -> Result<
         if record.monitor_process.is_some_and(|identity| !process::lives(identity)) {
             return Ok(None);
         }
-        match Qmp::connect(Path::new(&record.monitor_socket)) {
+        match Monitor::of_record(&record.monitor_socket).connect() {
             Ok(qmp) => {
                 let same = record.monitor_process.is_none_or(|recorded| qemu::is_behind(&qmp, recorded));
                 return Ok(same.then_some(qmp));

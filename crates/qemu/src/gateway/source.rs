@@ -53,27 +53,31 @@ const COMMIT_ESTIMATE: Duration = Duration::from_millis(20);
 /// QEMU never considers a smaller downtime limit as reached.
 const MIN_DOWNTIME_LIMIT: Duration = Duration::from_millis(1);
 
-/// Moves the guest of the QEMU at `options.qmp` to `options.to`.
+/// Moves the guest of the QEMU behind `options.monitor` to `options.to`.
 ///
 /// # Errors
 /// Only for failures before the guest is touched; the report describes every other end.
 pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<Report, GatewayError> {
-    let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::untouched)?;
+    let qmp = options.monitor.connect().map_err(GatewayError::untouched)?;
     // Held to the end: keeps every other sterna from this QEMU.
     let _claim = Claim::of(&qmp).map_err(GatewayError::untouched)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::untouched)?;
     // First: the records know more about a guest that does not run than QEMU does.
-    earlier::refuse_if_claimed(&options.state_dir, &qmp, &options.qmp)?;
+    earlier::refuse_if_claimed(&options.state_dir, &qmp, &options.monitor)?;
     let refusals = settings.refusals(Role::Source);
     if !refusals.is_empty() {
         return Err(GatewayError::untouched(format_args!("this guest cannot be moved: {}", refusals.join("; "))));
     }
-    earlier::refuse_source(&options.state_dir, &qmp, &options.qmp, &settings.status)?;
+    earlier::refuse_source(&options.state_dir, &qmp, &options.monitor, &settings.status)?;
     qemu::check_state_directory(&options.state_dir).map_err(GatewayError::untouched)?;
     neighbours::check_jobs(&qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
     let offload = open_devices(options)?;
-    let mut compared = Compared::begin(&qmp, options, cancel, observer)?;
+    // No QEMU exists at the destination that could be compared: libvirt makes it from this one's description.
+    let mut compared = match options.monitor.is_libvirts() {
+        true => Compared::without_destination(),
+        false => Compared::begin(&qmp, options, cancel, observer)?,
+    };
     let not_direct = match try_direct(&qmp, options, offload, &mut compared, cancel, observer)? {
         Direct::Done(mut report) => {
             report.warnings.extend(compared.warnings);
@@ -123,7 +127,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     }
 
     let state = RecordState::Source(SourceState::Started);
-    let mut record = qemu::new_record(&session, state, options.to.clone(), &options.qmp, &qmp);
+    let mut record = qemu::new_record(&session, state, options.to.clone(), &options.monitor, &qmp);
     record.source_after = options.source_after;
     let mut record = RecordFile::create(&options.state_dir, record).map_err(GatewayError::untouched)?;
 
@@ -266,16 +270,25 @@ fn try_direct(
         Ok(Direct::Not(why))
     };
     if options.mode == SendMode::Stream {
+        if options.monitor.is_libvirts() {
+            return Err(GatewayError::untouched(
+                "--libvirt moves guests in direct mode only; virsh migrate through `sterna proxy` moves them by QEMU's own stream",
+            ));
+        }
         return stream("--mode stream was given".into());
     }
-    let must = options.mode == SendMode::Direct;
-    let ready = match direct::prepare(qmp) {
+    let libvirts = options.monitor.is_libvirts();
+    let must = options.mode == SendMode::Direct || libvirts;
+    let ready = match direct::prepare(qmp, &options.monitor) {
         Ok(ready) => ready,
         Err(why) if must => {
-            return Err(GatewayError::untouched(format_args!(
-                "the guest cannot be moved directly (--mode direct): {why}"
-            ))
-            .of(direct::refusal_kind(qmp)));
+            let instead = if libvirts {
+                "by libvirt; virsh migrate through `sterna proxy` moves it by QEMU's own stream"
+            } else {
+                "--mode direct"
+            };
+            return Err(GatewayError::untouched(format_args!("the guest cannot be moved directly ({instead}): {why}"))
+                .of(direct::refusal_kind(qmp)));
         }
         Err(why) => return stream(why),
     };

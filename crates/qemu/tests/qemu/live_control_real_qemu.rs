@@ -11,8 +11,8 @@ use sterna_engine::migration::Phase;
 use sterna_engine::report::{Observer, Outcome, Progress, Report};
 use sterna_engine::transport::Security;
 use sterna_qemu::gateway::{
-    AllowedDifferences, DirectOptions, Placement, ReceiveOptions, SendMode, SendOptions, SocketDirectory, WaitLimits,
-    receive, send,
+    AllowedDifferences, DirectOptions, Monitor, Placement, ReceiveOptions, SendMode, SendOptions, SocketDirectory,
+    WaitLimits, receive, send,
 };
 use sterna_qemu::qmp::Qmp;
 use sterna_qemu_lab::ram::Ram;
@@ -95,7 +95,7 @@ fn move_by_request(mode: SendMode) -> Option<(Report, Vec<String>)> {
     let (sent, notes) = std::thread::scope(|scope| {
         let receiving = scope.spawn(move || receive(&to, &Cancel::new(), &Listening(Mutex::new(address))));
         let from = SendOptions {
-            qmp: source.qmp_path().to_owned(),
+            monitor: Monitor::Socket(source.qmp_path().to_owned()),
             to: listens.recv().expect("it listens"),
             security: Security::Insecure,
             channels: 2,

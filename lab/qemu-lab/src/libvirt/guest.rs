@@ -19,6 +19,8 @@ pub struct LibvirtGuestOptions {
     pub linux: LinuxGuest,
     /// The size in bytes of a disk whose content only host A has; `None`: no disk. The guest does not use it.
     pub disk: Option<u64>,
+    /// What its memory is: the content of `<memoryBacking>`, empty for libvirt's default, anonymous memory.
+    pub memory_backing: &'static str,
 }
 
 impl Default for LibvirtGuestOptions {
@@ -26,7 +28,7 @@ impl Default for LibvirtGuestOptions {
     fn default() -> Self {
         let linux =
             LinuxGuest { memory: Some(64 << 20), dirty_rate: 4 << 20, verify_rate: 2 << 20, ..LinuxGuest::default() };
-        LibvirtGuestOptions { memory: 256 << 20, linux, disk: None }
+        LibvirtGuestOptions { memory: 256 << 20, linux, disk: None, memory_backing: "" }
     }
 }
 
@@ -142,7 +144,7 @@ impl<'a> LibvirtGuest<'a> {
 
     fn description(&self, options: &LibvirtGuestOptions) -> String {
         let LibvirtGuest { name, .. } = self;
-        let (memory, machine) = (options.memory, QemuVersion::V10_0.machine());
+        let (memory, machine, backing) = (options.memory, QemuVersion::V10_0.machine(), options.memory_backing);
         let command_line = options.linux.command_line(0);
         // The name's last letters: both hosts must have the same number.
         let letters = name.bytes().rev().take(6).fold(String::new(), |text, byte| format!("{byte:02x}{text}"));
@@ -160,6 +162,7 @@ impl<'a> LibvirtGuest<'a> {
   <name>{name}</name>
   <uuid>{uuid}</uuid>
   <memory unit='bytes'>{memory}</memory>
+  <memoryBacking>{backing}</memoryBacking>
   <vcpu>1</vcpu>
   <os>
     <type arch='x86_64' machine='{machine}'>hvm</type>

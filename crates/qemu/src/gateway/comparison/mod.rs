@@ -125,6 +125,11 @@ impl Compared {
         Err(GatewayError::untouched(text).of(ErrorKind::Refused))
     }
 
+    /// Returns the comparison with a destination that has no machine yet: nothing differs.
+    pub(super) fn without_destination() -> Self {
+        Self { missing: None, warnings: Vec::new() }
+    }
+
     /// Checks that the machines were compared. Called right before the migration is offered, so that the reasons of this side come first.
     ///
     /// # Errors

@@ -23,7 +23,7 @@ use crate::gateway::backlog::Backlog;
 use crate::gateway::fault::WithFaultPoints;
 use crate::gateway::feeder::{Feeder, FeederSinks};
 use crate::gateway::sockets::{SocketDir, SocketPlace};
-use crate::gateway::{GatewayError, ReceiveOptions, qemu};
+use crate::gateway::{GatewayError, Monitor, ReceiveOptions, qemu};
 use crate::qmp::Qmp;
 use crate::settings::{RequiredSettings, Restore, Role, Settings};
 
@@ -47,7 +47,7 @@ fn prepare(session: &Session, options: &ReceiveOptions, address: &str, qmp: &Qmp
     };
     let plan = Settings::plan(qmp, &wanted).map_err(|error| error.to_string())?;
     let state = RecordState::Destination(DestinationState::Started);
-    let mut record = qemu::new_record(session, state, address.to_owned(), &options.qmp, qmp);
+    let mut record = qemu::new_record(session, state, address.to_owned(), &Monitor::from(options.qmp.as_path()), qmp);
     record.settings_before = serde_json::to_value(plan.before()).ok();
     let restore = plan.carry_out().map_err(|error| error.to_string())?;
     let record = RecordFile::create(&options.state_dir, record).map_err(|error| error.to_string())?;

@@ -28,7 +28,7 @@ use super::stream::{self, BlockLength, PING_VALUE};
 use crate::gateway::fault::WithFaultPoints;
 use crate::gateway::qemu::{self, QUIT_TIME};
 use crate::gateway::storage::{Patience, Storage, StorageError};
-use crate::gateway::{GatewayError, ReceiveOptions, first_moment};
+use crate::gateway::{GatewayError, Monitor, ReceiveOptions, first_moment};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{RequiredSettings, Restore, Role, Settings};
 use crate::stream::{ReturnMessage, ReturnPathReader, StreamError};
@@ -88,7 +88,7 @@ pub(in crate::gateway) fn receive(
     vmm.storage = Storage::of(&vmm.qmp, cancel, observer).ended_by(Arc::clone(&vmm.load_ended));
     let record = MonitorRecord {
         mode: Mode::Direct,
-        qmp: qemu::socket_name(&options.qmp),
+        qmp: Monitor::from(options.qmp.as_path()).name(),
         process: vmm.identity,
         source_after: SourceAfter::Keep,
         settings_before: vmm.settings_before.take(),

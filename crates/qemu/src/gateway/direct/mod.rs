@@ -23,10 +23,11 @@
 //! `eligible` checks whether a QEMU's guest can be moved in this mode, before anything is changed; `ram` finds the
 //! memory and tracks its writes; `source` and `destination` implement the library's interfaces for the two QEMUs;
 //! `stream` composes the stream that the destination's QEMU reads; `throttle` slows the guest down if the user chose
-//! that.
+//! that. `libvirt` has what differs where the QEMUs belong to libvirt.
 
 mod destination;
 mod eligible;
+mod libvirt;
 mod post_copy;
 mod ram;
 mod source;
@@ -51,13 +52,15 @@ use sterna_wire::reason::ErrorKind;
 use sterna_wire::switchover::SourceAfter;
 
 pub(super) use self::destination::{Ready as ReadyDestination, Refusal, prepare as prepare_destination, receive};
+use self::libvirt::Offer;
+pub(super) use self::libvirt::receive as receive_by_libvirt;
 pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory};
 use self::ram::{DirectRam, Survey};
 use self::source::QemuSource;
 use super::fault::{self, WithFaultPoints};
 use super::neighbours::Media;
 use super::storage::Storage;
-use super::{SendOptions, qemu};
+use super::{Monitor, SendOptions, qemu};
 use crate::qmp::Qmp;
 
 /// How long a step may take while the guest is paused. The destination may wait for half of that for its storage before it is prepared.
@@ -69,6 +72,8 @@ pub(super) struct Ready {
     ram: DirectRam,
     media: Media,
     machine_type: String,
+    /// The opening message; empty unless the QEMU belongs to libvirt.
+    opening: Vec<u8>,
 }
 
 impl Ready {
@@ -82,12 +87,19 @@ impl Ready {
 ///
 /// # Errors
 /// Why it cannot, and what would make it possible. QEMU is unchanged.
-pub(super) fn prepare(qmp: &Qmp) -> Result<Ready, String> {
+pub(super) fn prepare(qmp: &Qmp, monitor: &Monitor) -> Result<Ready, String> {
+    let opening = match monitor {
+        Monitor::Socket(_) => Vec::new(),
+        Monitor::Libvirt { uri, domain } => {
+            let domain = crate::libvirt::find(uri.as_deref(), domain)?;
+            Offer::of(&domain)?.encode()?
+        }
+    };
     eligible::check(qmp)?;
     let media = Media::of(qmp)?;
     let ram = DirectRam::of_source(qmp)?;
     let machine_type = qemu::machine(qmp, Duration::ZERO).machine_type;
-    Ok(Ready { ram, media, machine_type })
+    Ok(Ready { ram, media, machine_type, opening })
 }
 
 /// Returns the kind of a refusal to move a guest directly: whether this process may read QEMU's memory at all.
@@ -168,12 +180,12 @@ pub(super) fn send(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Report, MigrationError> {
-    let Ready { ram, media, machine_type } = ready;
+    let Ready { ram, media, machine_type, opening } = ready;
     let tracking = ram.tracking();
     let stopped = ram.stopped();
     let record = MonitorRecord {
         mode: Mode::Direct,
-        qmp: qemu::socket_name(&options.qmp),
+        qmp: options.monitor.name(),
         process: qemu::identity(qmp),
         source_after: options.source_after,
         settings_before: None,
@@ -206,7 +218,8 @@ pub(super) fn send(
                 .step(STEP_TIME)
                 .start(Some(START_TIME)),
         )
-        .state_dir(&options.state_dir);
+        .state_dir(&options.state_dir)
+        .opening_message(opening);
     if let Some(offload) = offload {
         source = source.offload(offload);
     }

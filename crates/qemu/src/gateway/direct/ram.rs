@@ -517,6 +517,18 @@ pub(super) fn of_destination(qmp: &Qmp, wanted: &[Block]) -> Result<(GuestRam, A
     Ok((guest, process))
 }
 
+/// Returns the memory of a destination whose blocks were found without its monitor.
+///
+/// # Errors
+/// A block cannot be written from outside.
+pub(super) fn of_mapped(mapped: &MappedRam) -> Result<GuestRam, String> {
+    let guest = guest_ram(mapped, &[])?;
+    for block in guest.blocks() {
+        block.process_write().map_err(|error| error.to_string())?;
+    }
+    Ok(guest)
+}
+
 /// Checks that a destination's memory is accessed through QEMU's page tables only, where missing pages cause page
 /// faults.
 ///
