@@ -103,7 +103,8 @@ fn process_of(qmp: &Qmp, uuid: &str) -> Option<i32> {
     found.next().is_none().then_some(first)
 }
 
-fn has_uuid(pid: i32, uuid: &str) -> bool {
+/// Returns whether a process is a QEMU that was started with this UUID, as libvirt writes it.
+pub(crate) fn has_uuid(pid: i32, uuid: &str) -> bool {
     let Ok(arguments) = fs::read(format!("/proc/{pid}/cmdline")) else { return false };
     let mut arguments = arguments.split(|byte| *byte == 0);
     arguments.any(|argument| argument == b"-uuid") && arguments.next() == Some(uuid.as_bytes())

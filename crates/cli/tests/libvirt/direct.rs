@@ -200,6 +200,62 @@ fn a_guest_that_is_resumed_by_others_before_the_decision_stays() {
     lab.assert_runs_once(&guest, Side::A);
 }
 
+/// In the place of a domain that was restored, others have started one of the same name and UUID.
+#[test]
+fn another_domain_of_the_same_name_is_neither_resumed_nor_destroyed() {
+    let Some(lab) = Lab::start() else { return };
+    let guest = lab.guest("guest");
+    let destination = lab.hosts.host(Side::B);
+    let xml = lab.hosts.host(Side::A).virsh(&["dumpxml", "--migratable", "guest"]).unwrap();
+    std::fs::write(destination.path("/run/lab/twin.xml"), xml).unwrap();
+    let replace = || {
+        destination.virsh(&["destroy", "guest"]).unwrap();
+        destination.virsh(&["create", "--paused", "/run/lab/twin.xml"]).unwrap();
+        destination.qemu_pid("guest").unwrap()
+    };
+    let assert_untouched = |twin| {
+        assert_eq!(destination.qemu_pid("guest").unwrap(), twin);
+        assert_eq!(destination.virsh(&["domstate", "guest"]).unwrap().trim(), "paused");
+    };
+
+    eprintln!("it is to be discarded: the source has died before its decision");
+    let receive = lab.receive(Side::B);
+    let mut command = lab.send_command(&guest, Side::A);
+    let scratch = lab.hosts.host(Side::A).path("/run/lab");
+    let hold = Hold::at("source.before-record-committed", &scratch, &mut command);
+    command.env("STERNA_FAULT", "source.before-record-committed:hold:/run/lab/source.before-record-committed.fifo");
+    let mut send = Sterna::start("send", &mut command);
+    let id = send.migration();
+    let held = hold.reached(&send);
+    let twin = replace();
+    send.kill();
+    drop(held);
+    assert!(lab.recover(&id, Side::A, false));
+    assert!(!receive.finish().0.success());
+    assert_untouched(twin);
+    destination.virsh(&["destroy", "guest"]).unwrap();
+    lab.assert_runs_once(&guest, Side::A);
+
+    eprintln!("it is to be resumed: the decision is made");
+    let mut command = lab.receive_command(Side::B);
+    let scratch = destination.path("/run/lab");
+    let hold = Hold::at("destination.after-record-committed", &scratch, &mut command);
+    command.env(
+        "STERNA_FAULT",
+        "destination.after-record-committed:hold:/run/lab/destination.after-record-committed.fifo",
+    );
+    let receive = Sterna::start("receive", &mut command);
+    receive.wait_for("listening on ");
+    let send = lab.send(&guest, Side::A, &["--source-after", "keep"]);
+    let held = hold.reached(&receive);
+    let twin = replace();
+    drop(held);
+    assert!(!receive.finish().0.success() && !send.finish().0.success());
+    assert_untouched(twin);
+    guest.assert_never_two();
+    assert_eq!(guest.running(), []);
+}
+
 #[test]
 fn a_domain_that_is_destroyed_at_the_destination_before_the_decision_goes_on_at_the_source() {
     let Some(lab) = Lab::start() else { return };

@@ -317,21 +317,21 @@ impl Prepared {
 
         let fifo = Fifo::make(fifos, offer.name())?;
         let mut restore = Restore::start(connection, &fifo)?;
-        let started = Self::start(&fifo, &mut restore, &opening, &markers, machine, cancel);
+        let started = Self::start(&fifo, &mut restore, &opening, &markers, machine, offer.uuid(), cancel);
         match started {
             Ok((image, guest, process)) => {
-                let name = offer.name().to_owned();
+                let (name, uuid) = (offer.name().to_owned(), offer.uuid().to_owned());
                 let connection = connection.clone();
                 let (load_ended, image) = (Arc::default(), Some(image));
                 let vmm = LibvirtDestination {
                     connection,
                     name,
+                    uuid,
                     process,
                     image,
                     restore,
                     _fifo: fifo,
                     load_ended,
-                    domain: None,
                     monitor: None,
                 };
                 Ok(Self { vmm, guest })
@@ -360,6 +360,7 @@ impl Prepared {
         opening: &[u8],
         markers: &Markers,
         machine: &Machine,
+        uuid: &str,
         cancel: &Cancel,
     ) -> Result<(File, GuestRam, ProcessIdentity), String> {
         let deadline = Instant::now() + OPENING_TIME;
@@ -387,6 +388,12 @@ impl Prepared {
         let mapped = MappedRam::at(pid, &blocks.collect::<Vec<_>>())?;
         let guest = ram::of_mapped(&mapped)?;
         let identity = u32::try_from(pid).ok().and_then(process::identity).ok_or("QEMU has ended")?;
+        // The domain is known by it from now on.
+        if !libvirt::has_uuid(pid, uuid) {
+            return Err(format!(
+                "libvirt has started a domain of another UUID than {uuid}, which the source has offered"
+            ));
+        }
         Ok((image, guest, identity))
     }
 }
@@ -475,6 +482,8 @@ fn find_qemu(image: &File, markers: &Markers) -> Result<Option<(i32, Vec<u64>)>,
 struct LibvirtDestination {
     connection: Connection,
     name: String,
+    uuid: String,
+    /// Its QEMU.
     process: ProcessIdentity,
     /// The image, until it has ended.
     image: Option<File>,
@@ -482,23 +491,48 @@ struct LibvirtDestination {
     _fifo: Fifo,
     /// Whether loading the devices was ended from outside.
     load_ended: Arc<AtomicBool>,
-    /// The domain, once it is restored.
-    domain: Option<Domain>,
     /// QEMU's monitor, once the guest runs.
     monitor: Option<Qmp>,
 }
 
 impl LibvirtDestination {
-    fn end_domain(&mut self) -> Result<(), VmmError> {
-        let domain = match self.domain.take() {
-            Some(domain) => domain,
-            None => match Domain::find(&self.connection, &self.name) {
-                Ok(domain) => domain,
-                Err(sterna_libvirt::Error::NoDomain { .. }) => return Ok(()),
-                Err(error) => return Err(error.to_string().into()),
-            },
+    /// Finds the domain that libvirt has restored here; none if its QEMU has ended. Others may have started another domain since, of the same
+    /// name or even of the same UUID. libvirt has one QEMU for a UUID at a time: so while ours lives, the domain with its UUID is ours.
+    fn restored(&self) -> Result<Option<Domain>, sterna_libvirt::Error> {
+        let domain = match Domain::find(&self.connection, &self.uuid) {
+            Err(sterna_libvirt::Error::NoDomain { .. }) => None,
+            domain => Some(domain?),
         };
-        Ok(domain.destroy(Destroy::Forced).map_err(|error| error.to_string())?)
+        // After libvirt has answered: the process may have ended meanwhile.
+        Ok(domain.filter(|_| process::lives(self.process)))
+    }
+
+    /// Does something to the domain that was restored; none if its QEMU has ended. Connects to libvirt again where its daemon was restarted,
+    /// so that it may be done twice.
+    fn with_restored(
+        &mut self,
+        act: impl Fn(&Domain) -> Result<(), sterna_libvirt::Error>,
+    ) -> Result<Option<()>, VmmError> {
+        let deadline = Instant::now() + RECONNECTING_TIME;
+        loop {
+            match self.restored().and_then(|domain| domain.as_ref().map(&act).transpose()) {
+                Err(sterna_libvirt::Error::ConnectionLost { .. }) if Instant::now() < deadline => {
+                    match libvirt::connection(Some(self.connection.uri())) {
+                        Ok(connection) => self.connection = connection,
+                        Err(error) => {
+                            tracing::debug!(%error, "connecting to libvirt again");
+                            std::thread::sleep(RECONNECTING_PAUSE);
+                        }
+                    }
+                }
+                done => return done.map_err(|error| error.to_string().into()),
+            }
+        }
+    }
+
+    /// Returns the error for a domain that is not there any more.
+    fn gone(&self) -> VmmError {
+        format!("the QEMU of domain {} that was restored here has ended, or libvirt has given it up", self.name).into()
     }
 }
 
@@ -537,12 +571,11 @@ impl DestinationVmm for LibvirtDestination {
                 None => {}
             }
         }
-        let domain = Domain::find(&self.connection, &self.name).map_err(|error| error.to_string())?;
+        let domain = self.restored().map_err(|error| error.to_string())?.ok_or_else(|| self.gone())?;
         let state = domain.state().map_err(|error| error.to_string())?;
         if state != State::Paused {
             return Err(format!("libvirt reports domain {} as {state} where it should be paused", self.name).into());
         }
-        self.domain = Some(domain);
         Ok(())
     }
 
@@ -552,24 +585,8 @@ impl DestinationVmm for LibvirtDestination {
     }
 
     fn resume(&mut self) -> Result<(), VmmError> {
-        let mut domain = self.domain.clone().ok_or("the domain was not restored")?;
-        let deadline = Instant::now() + RECONNECTING_TIME;
-        loop {
-            match domain.resume() {
-                Ok(()) => return Ok(()),
-                // libvirt's daemon was restarted. To resume a guest that runs already does nothing.
-                Err(sterna_libvirt::Error::ConnectionLost { .. }) if Instant::now() < deadline => {
-                    match libvirt::find(Some(self.connection.uri()), &self.name) {
-                        Ok(found) => domain = found,
-                        Err(error) => {
-                            tracing::debug!(%error, "connecting to libvirt again");
-                            std::thread::sleep(RECONNECTING_PAUSE);
-                        }
-                    }
-                }
-                Err(error) => return Err(error.to_string().into()),
-            }
-        }
+        // To resume a guest that runs already does nothing.
+        self.with_restored(Domain::resume)?.ok_or_else(|| self.gone())
     }
 
     fn has_ended(&mut self) -> bool {
@@ -587,7 +604,7 @@ impl DestinationVmm for LibvirtDestination {
     fn guest_started(&mut self) {
         // Only now: connecting would lengthen the pause.
         let uri = self.connection.uri().to_owned();
-        match libvirt::connect(Some(&uri), &self.name) {
+        match libvirt::connect(Some(&uri), &self.uuid) {
             Ok(monitor) => {
                 qemu::announce(&monitor);
                 self.monitor = Some(monitor);
@@ -604,7 +621,7 @@ impl DestinationVmm for LibvirtDestination {
                 tracing::debug!(reason, "libvirt's restore has ended");
                 Ok(())
             }
-            Some(Ok(())) | None => self.end_domain(),
+            Some(Ok(())) | None => self.with_restored(|domain| domain.destroy(Destroy::Forced)).map(drop),
         }
     }
 }
