@@ -4,7 +4,6 @@ use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use sterna_libvirt::{
@@ -14,6 +13,7 @@ use sterna_qemu_lab::libvirt::{LibvirtHost, Side};
 
 use super::Lab;
 use super::support::LONG;
+use super::support::pair::eventually;
 
 /// Loads the library that a host's programs use.
 fn client(lab: &Lab) -> Client {
@@ -143,14 +143,13 @@ fn what_fails_is_an_error_that_names_it() {
     // With its host libvirt ends, too.
     drop(guest);
     drop(lab);
-    let deadline = std::time::Instant::now() + LONG;
-    let lost = loop {
-        match domain.state() {
-            Err(lost @ Error::ConnectionLost { .. }) => break lost,
-            other => assert!(std::time::Instant::now() < deadline, "{other:?}"),
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    };
+    let mut state = domain.state();
+    let is_lost = eventually(LONG, || {
+        state = domain.state();
+        matches!(state, Err(Error::ConnectionLost { .. }))
+    });
+    assert!(is_lost, "{state:?}");
+    let lost = state.unwrap_err();
     assert!(lost.to_string().contains("was lost while it was asked to report its state (domain guest)"), "{lost}");
 }
 
