@@ -34,7 +34,9 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
+use sterna_engine::process;
 use sterna_libvirt::{Client, Connection, Destroy, Domain, Error, MonitorEvent, MonitorEvents, State};
+use sterna_wire::switchover::ProcessIdentity;
 
 use crate::qmp::{DEFAULT_TIMEOUT, Messages, Qmp, QmpError};
 use crate::vcpus;
@@ -96,11 +98,20 @@ fn of_domain(domain: &Domain) -> Result<Qmp, QmpError> {
 
 /// Finds the process of a domain's QEMU: the one that has the domain's UUID among its arguments and runs its vCPUs.
 fn process_of(qmp: &Qmp, uuid: &str) -> Option<i32> {
-    let processes = fs::read_dir("/proc").ok()?.filter_map(Result::ok);
-    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let mut found = numbers.filter(|pid| has_uuid(*pid, uuid) && vcpus::check(qmp, *pid).is_ok());
+    let mut found = with_uuid(uuid).filter(|pid| vcpus::check(qmp, *pid).is_ok());
     let first = found.next()?;
     found.next().is_none().then_some(first)
+}
+
+/// Returns the processes that have this UUID among their arguments, as libvirt gives it to QEMU.
+pub(crate) fn processes_of(uuid: &str) -> Vec<ProcessIdentity> {
+    with_uuid(uuid).filter_map(|pid| process::identity(pid.try_into().ok()?)).collect()
+}
+
+fn with_uuid(uuid: &str) -> impl Iterator<Item = i32> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
+    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    numbers.filter(move |pid| has_uuid(*pid, uuid))
 }
 
 /// Returns whether a process is a QEMU that was started with this UUID, as libvirt writes it.

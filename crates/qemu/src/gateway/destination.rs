@@ -6,12 +6,6 @@ mod guest;
 mod return_path;
 mod session;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::thread::Builder;
-use std::time::{Duration, Instant};
-
 use sterna_engine::cancel::Cancel;
 use sterna_engine::control_link::{send_message, with_heartbeats};
 use sterna_engine::destination::Destination;
@@ -19,7 +13,6 @@ use sterna_engine::migration::RESUME;
 use sterna_engine::report::{Observer, ReceiveReport};
 use sterna_engine::session::{AcceptedSource, DRY_RUN, Declined, Features, Handshake, SourceRequest, is_dry_run};
 use sterna_engine::transport::{Incoming, Limits, Listener};
-use sterna_engine::wakers::Registration;
 use sterna_wire::control::{ControlMessage, Hello, Mode};
 
 use self::guest::Guest;
@@ -27,14 +20,12 @@ use super::claim::Claim;
 use super::features::{DESTINATION, DESTINATION_WITH_DELTAS};
 use super::qemu::{self, QUIT_TIME};
 use super::sockets::Listens;
+use super::waiting::Waiting;
 use super::{GatewayError, LibvirtReceiveOptions, Monitor, Placement, ReceiveOptions, comparison, direct, earlier};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
 use sterna_wire::reason::{ErrorKind, Reason};
 use sterna_wire::switchover::ProcessIdentity;
-
-/// How long QEMU's monitor is watched at a time. The watch outlives the wait by at most this, and notices a closed monitor at once.
-const WATCH_TIME: Duration = Duration::from_secs(1);
 
 /// Takes one migration into the QEMU at `options.qmp`. Connections that are refused do not end it.
 ///
@@ -119,19 +110,12 @@ fn accept_source(
     };
     let describe = || comparison::describe(qmp);
     let handshake = Handshake { takes, refusals: &refusals, describe: Some(&describe) };
-    let waiting = Waiting::start(options.wait, qmp, cancel).map_err(GatewayError::untouched)?;
+    let waiting = Waiting::start(options.wait, cancel)?;
+    waiting.watch(qmp)?;
     let identity = qemu::identity(qmp);
-    let no_source = || match options.wait {
-        _ if waiting.monitor_closed() && !cancel.is_cancelled() => qemu_has_ended(qmp, identity),
-        Some(wait) if !cancel.is_cancelled() => {
-            let seconds = wait.as_secs_f64();
-            let text = format!("no source has begun a migration within {seconds} s (--wait); QEMU was not touched");
-            GatewayError::of_kind(ErrorKind::Network, text)
-        }
-        _ => {
-            let text = "cancelled before a migration began; QEMU was not touched";
-            GatewayError::of_kind(ErrorKind::Cancelled, text)
-        }
+    let no_source = || match waiting.monitor_closed() {
+        true => qemu_has_ended(qmp, identity),
+        false => waiting.no_source("QEMU was not touched"),
     };
     let note_declined = |source: &Declined| match source.request {
         // The source that begins a migration has asked, too.
@@ -184,50 +168,4 @@ fn qemu_has_ended(qmp: &Qmp, identity: Option<ProcessIdentity>) -> GatewayError 
         "{what} while it waited for a source: no guest was touched; start it again, and a new `sterna receive`"
     );
     GatewayError::of_kind(ErrorKind::Monitor, text)
-}
-
-/// The wait for a source: cancelled by the program's cancellation, when its time is over, and when QEMU has closed its monitor.
-struct Waiting {
-    cancel: Cancel,
-    monitor_closed: Arc<AtomicBool>,
-    _passing_on: Registration,
-    /// The clock's thread ends when this is dropped.
-    _over: Sender<()>,
-}
-
-impl Waiting {
-    fn start(time: Option<Duration>, qmp: &Qmp, program: &Cancel) -> Result<Self, String> {
-        let cancel = Cancel::new();
-        let passed_on = cancel.clone();
-        let passing_on = program.on_cancel(move || passed_on.cancel());
-        let monitor_closed = Arc::<AtomicBool>::default();
-        let (closed, qmp) = ((Arc::downgrade(&monitor_closed), cancel.clone()), qmp.clone());
-        let watch = move || {
-            // Until the wait is over.
-            while let Some(monitor_closed) = closed.0.upgrade() {
-                if qmp.wait_closed(Instant::now() + WATCH_TIME) {
-                    monitor_closed.store(true, Ordering::Release);
-                    return closed.1.cancel();
-                }
-            }
-        };
-        let thread = Builder::new().name("qemu-monitor".into()).spawn(watch);
-        thread.map_err(|error| format!("no thread watches QEMU's monitor: {error}"))?;
-        let (over, is_over) = channel::<()>();
-        if let Some(time) = time {
-            let late = cancel.clone();
-            let clock = move || {
-                if let Err(RecvTimeoutError::Timeout) = is_over.recv_timeout(time) {
-                    late.cancel();
-                }
-            };
-            let thread = Builder::new().name("wait".into()).spawn(clock);
-            thread.map_err(|error| format!("no thread for the time limit of the wait: {error}"))?;
-        }
-        Ok(Self { cancel, monitor_closed, _passing_on: passing_on, _over: over })
-    }
-
-    fn monitor_closed(&self) -> bool {
-        self.monitor_closed.load(Ordering::Acquire)
-    }
 }

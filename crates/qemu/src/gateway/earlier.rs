@@ -18,6 +18,14 @@ pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp, monitor: &Monitor) 
     refuse_if_unsettled(&records_of(state_dir, identity(qmp), monitor)?)
 }
 
+/// As [`refuse_if_claimed`], for a domain that libvirt is to start: fails if a migration of a QEMU that it already has here, one of `qemus`, is
+/// not settled. To end that QEMU may lose the guest.
+pub(super) fn refuse_domain(state_dir: &Path, qemus: &[ProcessIdentity]) -> Result<(), String> {
+    let mut records = record_file::all(state_dir).map_err(|error| error.to_string())?;
+    records.retain(|record| record.monitor_process.is_some_and(|qemu| qemus.contains(&qemu)));
+    refuse_if_unsettled(&records).map_err(|error| error.text)
+}
+
 /// As [`refuse_if_claimed`], for a source: fails as well if the guest does not run, `status` being its run state. The reason follows from the
 /// records.
 pub(super) fn refuse_source(state_dir: &Path, qmp: &Qmp, monitor: &Monitor, status: &str) -> Result<(), GatewayError> {
@@ -119,6 +127,20 @@ mod tests {
         let side = if matches!(state, RecordState::Source(_)) { "source" } else { "destination" };
         let record = record.advanced(state, 1, number.into());
         std::fs::write(directory.join(format!("{id}.{side}.json")), record.to_json().unwrap()).unwrap();
+    }
+
+    #[test]
+    fn a_domain_is_refused_while_a_migration_of_its_qemu_here_is_not_settled() {
+        let directory = tempfile::tempdir().unwrap();
+        let directory = directory.path();
+        assert_eq!(refuse_domain(directory, &[QEMU]), Ok(()));
+        write(directory, 1, RecordState::Source(SourceState::Finished), QEMU);
+        write(directory, 2, RecordState::Destination(DestinationState::Prepared), LATER);
+        assert_eq!(refuse_domain(directory, &[QEMU]), Ok(()));
+        write(directory, 3, RecordState::Source(SourceState::Committed), QEMU);
+        let reason = refuse_domain(directory, &[LATER, QEMU]).unwrap_err();
+        assert!(reason.contains("is not settled") && reason.contains("sterna recover"), "{reason}");
+        assert_eq!(refuse_domain(directory, &[]), Ok(()));
     }
 
     fn refusal(directory: &Path, status: &str) -> Option<String> {

@@ -45,6 +45,7 @@ mod sockets;
 mod source;
 mod source_stream;
 mod storage;
+mod waiting;
 
 pub use comparison::AllowedDifferences;
 pub use destination::{receive, receive_by_libvirt};

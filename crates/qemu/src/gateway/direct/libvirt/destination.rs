@@ -22,7 +22,6 @@ use sterna_engine::session::{AcceptedSource, Declined, Features, Handshake, OPEN
 use sterna_engine::source::MonitorRecord;
 use sterna_engine::transport::{Limits, Listener};
 use sterna_engine::vmm::{DestinationVmm, GuestEnd, VmmError};
-use sterna_engine::wakers::Registration;
 use sterna_engine::{directory::Directory, process};
 use sterna_libvirt::{Connection, Destroy, Domain, SavedImage, State};
 use sterna_memory::ram::GuestRam;
@@ -37,7 +36,8 @@ use crate::discover::MappedRam;
 use crate::gateway::direct::ram;
 use crate::gateway::direct::stream::{self, BlockLength};
 use crate::gateway::fault::WithFaultPoints;
-use crate::gateway::{GatewayError, LibvirtReceiveOptions, Monitor, claim, first_moment, qemu};
+use crate::gateway::waiting::Waiting;
+use crate::gateway::{GatewayError, LibvirtReceiveOptions, Monitor, claim, earlier, first_moment, qemu};
 use crate::libvirt;
 use crate::qmp::Qmp;
 
@@ -90,32 +90,25 @@ pub(in crate::gateway) fn receive(
         SourceRequest::Description => tracing::debug!("{source}"),
         _ => observer.note(&source.to_string()),
     };
-    let Waiting { cancel: waiting, late, _passing_on } = Waiting::start(options.wait, cancel)?;
-    let no_source = || match options.wait.filter(|_| late.load(Ordering::Acquire)) {
-        Some(wait) => {
-            let seconds = wait.as_secs_f64();
-            let text =
-                format!("no source has begun a migration within {seconds} s (--wait); libvirt was asked for nothing");
-            GatewayError::of_kind(ErrorKind::Network, text)
-        }
-        None => {
-            let text = "cancelled before a migration began; libvirt was asked for nothing";
-            GatewayError::of_kind(ErrorKind::Cancelled, text)
-        }
-    };
+    let waiting = Waiting::start(options.wait, cancel)?;
+    let no_source = || waiting.no_source("libvirt was asked for nothing");
     let (source, prepared) = loop {
-        let mut source = handshake.first(&incoming, &waiting, note_declined).ok_or_else(no_source)?;
+        let mut source = handshake.first(&incoming, &waiting.cancel, note_declined).ok_or_else(no_source)?;
         // Fails where the source is gone, which needs no answer.
         let refuse = |source: &mut AcceptedSource, reason: String| {
             drop(send_message(&mut source.writer, &ControlMessage::Refused(Reason::other(reason))));
         };
-        if waiting.is_cancelled() {
+        if waiting.cancel.is_cancelled() {
             // The listener has ended with the wait: a source that is lost could not reconnect.
             let error = no_source();
             refuse(&mut source, error.text.clone());
             return Err(error);
         }
-        let begin = || Prepared::begin(&connection, &fifos, &source.machine, cancel);
+        let begin = || {
+            let offer = Offer::decode(&source.machine.opening)?;
+            earlier::refuse_domain(&options.state_dir, &libvirt::processes_of(offer.uuid()))?;
+            Prepared::begin(&connection, &fifos, &source.machine, &offer, cancel)
+        };
         match with_heartbeats(&mut source.writer, begin) {
             Ok(prepared) => break (source, prepared),
             Err(reason) => {
@@ -149,36 +142,6 @@ pub(in crate::gateway) fn receive(
             let left = vmm.discard().err().map_or_else(String::new, |error| format!(" ({error})"));
             Err(GatewayError::new(format_args!("libvirt cannot take the guest: {}{left}", error.reason)).of(error.kind))
         }
-    }
-}
-
-/// The wait for a source: cancelled by the program's cancellation, and when its time is over.
-struct Waiting {
-    cancel: Cancel,
-    /// Whether the time was over.
-    late: Arc<AtomicBool>,
-    _passing_on: Registration,
-}
-
-impl Waiting {
-    fn start(time: Option<Duration>, program: &Cancel) -> Result<Self, GatewayError> {
-        let (cancel, late) = (Cancel::new(), Arc::<AtomicBool>::default());
-        let passed_on = cancel.clone();
-        let _passing_on = program.on_cancel(move || passed_on.cancel());
-        if let Some(time) = time {
-            let (cancel, late) = (cancel.clone(), Arc::downgrade(&late));
-            let clock = move || {
-                std::thread::sleep(time);
-                // The wait may have ended.
-                if let Some(late) = late.upgrade() {
-                    late.store(true, Ordering::Release);
-                    cancel.cancel();
-                }
-            };
-            let thread = Builder::new().name("wait".into()).spawn(clock);
-            thread.map_err(|error| GatewayError::new(format!("no thread for the time limit of the wait: {error}")))?;
-        }
-        Ok(Self { cancel, late, _passing_on })
     }
 }
 
@@ -304,9 +267,14 @@ impl Prepared {
     ///
     /// # Errors
     /// libvirt or QEMU cannot take it. Nothing of it is left on this host then.
-    fn begin(connection: &Connection, fifos: &Fifos, machine: &Machine, cancel: &Cancel) -> Result<Self, String> {
-        let offer = Offer::decode(&machine.opening)?;
-        check_free(connection, &offer)?;
+    fn begin(
+        connection: &Connection,
+        fifos: &Fifos,
+        machine: &Machine,
+        offer: &Offer,
+        cancel: &Cancel,
+    ) -> Result<Self, String> {
+        check_free(connection, offer)?;
         let image = SavedImage { xml: offer.xml().to_owned(), was_running: true };
         let blocks: Vec<_> =
             machine.blocks.iter().map(|block| BlockLength { name: &block.name, used: block.bytes }).collect();
