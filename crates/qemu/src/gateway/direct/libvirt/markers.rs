@@ -25,6 +25,9 @@ const SEARCHED: usize = 64 << 20;
 /// Bytes that are read at a time.
 const PIECE: usize = 1 << 20;
 
+/// No address of a process is as high as this: Linux leaves the upper half to itself.
+const ADDRESSES: u64 = 1 << 63;
+
 type Marker = [u8; PAGE_SIZE];
 
 /// The markers of a guest's RAM blocks.
@@ -137,7 +140,9 @@ impl MarkedBlock {
     fn ends(&self, memory: &File, begin: u64) -> bool {
         let Some(last) = &self.last else { return true };
         let mut page = [0; PAGE_SIZE];
-        let address = (begin + self.bytes - PAGE_SIZE as u64) as usize;
+        // The length comes from the source.
+        let Some(end) = begin.checked_add(self.bytes).filter(|end| *end <= ADDRESSES) else { return false };
+        let address = (end - PAGE_SIZE as u64) as usize;
         matches!(read(memory, address, &mut page), Ok(Some(PAGE_SIZE))) && page[..] == last[..]
     }
 }
@@ -226,6 +231,16 @@ mod tests {
         }
         let error = markers.find(own()).unwrap_err();
         assert!(error.contains("RAM block ram is at two addresses"), "{error}");
+    }
+
+    #[test]
+    fn a_block_that_would_end_beyond_all_addresses_is_not_found() {
+        for bytes in [u64::MAX - (PAGE_SIZE as u64 - 1), 1 << 63] {
+            let markers = Markers::new(&[Block { bytes, ..block("ram", 0) }]).unwrap();
+            let mut ram = Memory::new(1);
+            ram.write(0, &markers.blocks[0].first);
+            assert_eq!(markers.find(own()).unwrap(), None);
+        }
     }
 
     #[test]
