@@ -30,7 +30,7 @@ pub(crate) struct SendArgs {
     #[command(flatten)]
     pub(crate) link: LinkArgs,
     /// Begin nothing: report every refusal of both sides, the mode, the memory to send, and how long that takes
-    #[arg(long, conflicts_with = "libvirt")]
+    #[arg(long)]
     pub(crate) dry_run: bool,
     /// Keep up to this much of the sent pages, such as 1GiB, and send only the changes of a page that is sent again [default: none]
     #[arg(long, value_name = "SIZE", default_value = "0", hide_default_value = true, value_parser = units::size)]

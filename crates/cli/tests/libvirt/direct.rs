@@ -103,6 +103,35 @@ fn a_guest_moves_there_and_back_and_libvirt_manages_it_afterwards() {
 }
 
 #[test]
+fn a_dry_run_changes_nothing_and_finds_what_a_move_would_be_refused_for() {
+    let Some(lab) = Lab::start() else { return };
+    let guest = lab.guest("guest");
+    let receive = lab.receive(Side::B);
+    let (status, lines) = lab.send(&guest, Side::A, &["--dry-run"]).finish_with_lines();
+    assert!(status.success(), "{lines:?}");
+    let found = lab.report(Side::A);
+    assert_eq!((&found["would_begin"], &found["mode"]), (&true.into(), &"direct".into()), "{found}");
+    assert_eq!(lab.hosts.host(Side::B).virsh(&["list", "--all", "--name"]).unwrap().trim(), "");
+
+    let destination = lab.hosts.host(Side::B);
+    let xml = lab.hosts.host(Side::A).virsh(&["dumpxml", "--migratable", "guest"]).unwrap();
+    std::fs::write(destination.path("/run/lab/twin.xml"), xml).unwrap();
+    destination.virsh(&["create", "--paused", "/run/lab/twin.xml"]).unwrap();
+    let (status, lines) = lab.send(&guest, Side::A, &["--dry-run", "--mode", "stream"]).finish_with_lines();
+    assert!(!status.success(), "{lines:?}");
+    let found = lab.report(Side::A);
+    let reasons = found["refusals"].to_string();
+    assert!(reasons.contains("has a domain guest already"), "{found}");
+    assert!(reasons.contains("--libvirt moves guests in direct mode only"), "{found}");
+    destination.virsh(&["destroy", "guest"]).unwrap();
+
+    // The same `receive` takes the guest then.
+    let (sent, _) = lab.send(&guest, Side::A, &[]).finish();
+    assert!(sent.success() && receive.finish().0.success());
+    lab.assert_runs_once(&guest, Side::B);
+}
+
+#[test]
 fn ten_moves_in_a_row() {
     let Some(lab) = Lab::start() else { return };
     let guest = lab.guest("guest");

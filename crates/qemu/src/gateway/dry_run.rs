@@ -12,7 +12,7 @@ use sterna_codec::{Engine, EngineMissing, Engines, Iaa};
 use sterna_engine::cancel::Cancel;
 use sterna_engine::migration;
 use sterna_engine::report::Observer;
-use sterna_engine::session::{self, DRY_RUN, DryRunAnswer, Features, Offer};
+use sterna_engine::session::{self, DRY_RUN, DryRunAnswer, Features, OPENING, Offer};
 use sterna_engine::source::{NotConverging, required_features};
 use sterna_engine::transport::Address;
 use sterna_offload::{Accelerators, Operation};
@@ -25,6 +25,7 @@ use super::error::Cause;
 use super::faults;
 use super::features::DRY;
 use super::neighbours;
+use super::source::LIBVIRTS_DIRECTLY;
 use super::{GatewayError, SendMode, SendOptions, earlier, qemu};
 use crate::qmp::Qmp;
 use crate::settings::{Role, Settings};
@@ -103,8 +104,22 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     found.check(qemu::check_state_directory(&options.state_dir));
     found.check(neighbours::check_jobs(&qmp));
 
+    let libvirts = options.monitor.is_libvirts();
+    let opening = direct::opening(&options.monitor).unwrap_or_else(|reason| {
+        found.source(&reason);
+        Vec::new()
+    });
     let inspected = direct::inspect(&qmp);
     let not_direct = match options.mode {
+        SendMode::Stream if libvirts => {
+            found.source(&LIBVIRTS_DIRECTLY);
+            Vec::new()
+        }
+        _ if libvirts => {
+            let kind = direct::refusal_kind(&qmp);
+            inspected.obstacles.iter().for_each(|reason| found.add("source", kind, reason.clone()));
+            Vec::new()
+        }
         SendMode::Stream => vec!["--mode stream was given".to_owned()],
         _ => inspected.obstacles.clone(),
     };
@@ -114,10 +129,11 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
         found.needs_direct(&qmp, options, &not_direct);
         found.by_stream(&qmp, options, of_settings.is_empty());
     }
-    let machine = qemu::machine(&qmp, options.downtime);
+    let machine = Machine { opening, ..qemu::machine(&qmp, options.downtime) };
     let mut not_direct = not_direct;
     let mut answer = ask(options, mode, &machine, &inspected, encoding, cancel);
     if let (Ok(DryRunAnswer { refusals, .. }), Mode::Direct, SendMode::Auto) = (&answer, mode, options.mode)
+        && !libvirts
         && !refusals.is_empty()
     {
         // As `send`: the destination may take the guest by QEMU's stream.
@@ -133,8 +149,8 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
         return Err(GatewayError::untouched("cancelled").of(ErrorKind::Cancelled));
     }
     let mut warnings = Vec::new();
-    // A destination that cannot be asked for the one cannot be asked for the other.
-    if answer.is_ok() {
+    // A destination that cannot be asked for the one cannot be asked for the other. libvirt's has no machine yet.
+    if answer.is_ok() && !libvirts {
         match comparison::with_destination(&qmp, options, cancel) {
             Ok(verdict) => {
                 warnings = verdict.warnings;
@@ -160,6 +176,9 @@ pub fn dry_run(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) 
     }
     if mode == Mode::Direct {
         observer.note("direct mode was not tried out: that would touch QEMU's process");
+    }
+    if libvirts {
+        observer.note("libvirt at the destination was not asked to start the domain: only then it checks disks, networks and the CPU");
     }
     let ram = inspected.ram.as_ref().filter(|_| mode == Mode::Direct);
     let ram_bytes = ram.map_or(machine.ram, |ram| ram.bytes());
@@ -195,6 +214,7 @@ fn ask(
     let post_copy = matches!(direct.not_converging, NotConverging::PostCopy | NotConverging::PostCopyAfter(_));
     let mut required = required_features(post_copy, direct.checksums, options.delta_cache > 0);
     required.push(DRY_RUN);
+    required.extend((!machine.opening.is_empty()).then_some(OPENING));
     let (features, machine) = match (mode, &inspected.ram) {
         (Mode::Direct, Some(ram)) => {
             let blocks = migration::machine(String::new(), ram, 0).blocks;

@@ -48,6 +48,10 @@ use super::{GatewayError, SendMode, SendOptions, direct, earlier};
 use crate::qmp::Qmp;
 use crate::settings::{RequiredSettings, Role, Settings};
 
+/// Why `--mode stream` is refused for a guest of libvirt.
+pub(super) const LIBVIRTS_DIRECTLY: &str =
+    "--libvirt moves guests in direct mode only; virsh migrate through `sterna proxy` moves them by QEMU's own stream";
+
 /// Estimated time of commit and start besides loading: two records written durably on each side, and `cont`.
 const COMMIT_ESTIMATE: Duration = Duration::from_millis(20);
 /// QEMU never considers a smaller downtime limit as reached.
@@ -271,9 +275,7 @@ fn try_direct(
     };
     if options.mode == SendMode::Stream {
         if options.monitor.is_libvirts() {
-            return Err(GatewayError::untouched(
-                "--libvirt moves guests in direct mode only; virsh migrate through `sterna proxy` moves them by QEMU's own stream",
-            ));
+            return Err(GatewayError::untouched(LIBVIRTS_DIRECTLY));
         }
         return stream("--mode stream was given".into());
     }

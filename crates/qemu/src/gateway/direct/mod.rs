@@ -88,18 +88,23 @@ impl Ready {
 /// # Errors
 /// Why it cannot, and what would make it possible. QEMU is unchanged.
 pub(super) fn prepare(qmp: &Qmp, monitor: &Monitor) -> Result<Ready, String> {
-    let opening = match monitor {
-        Monitor::Socket(_) => Vec::new(),
-        Monitor::Libvirt { uri, domain } => {
-            let domain = crate::libvirt::find(uri.as_deref(), domain)?;
-            Offer::of(&domain)?.encode()?
-        }
-    };
+    let opening = opening(monitor)?;
     eligible::check(qmp)?;
     let media = Media::of(qmp)?;
     let ram = DirectRam::of_source(qmp)?;
     let machine_type = qemu::machine(qmp, Duration::ZERO).machine_type;
     Ok(Ready { ram, media, machine_type, opening })
+}
+
+/// Returns the opening message for the guest of this monitor; empty unless libvirt drives the QEMU.
+///
+/// # Errors
+/// Why libvirt's domain cannot be moved.
+pub(super) fn opening(monitor: &Monitor) -> Result<Vec<u8>, String> {
+    match monitor {
+        Monitor::Socket(_) => Ok(Vec::new()),
+        Monitor::Libvirt { uri, domain } => Offer::of(&crate::libvirt::find(uri.as_deref(), domain)?)?.encode(),
+    }
 }
 
 /// Returns the kind of a refusal to move a guest directly: whether this process may read QEMU's memory at all.

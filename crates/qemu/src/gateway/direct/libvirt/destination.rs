@@ -18,7 +18,9 @@ use sterna_engine::control_link::{send_message, with_heartbeats};
 use sterna_engine::destination::{Before, Destination};
 use sterna_engine::migration::{MigrationError, RESUME};
 use sterna_engine::report::{Observer, ReceiveReport};
-use sterna_engine::session::{AcceptedSource, Declined, Features, Handshake, OPENING, SourceRequest};
+use sterna_engine::session::{
+    AcceptedSource, DRY_RUN, Declined, Features, Handshake, OPENING, SourceRequest, is_dry_run,
+};
 use sterna_engine::source::MonitorRecord;
 use sterna_engine::transport::{Limits, Listener};
 use sterna_engine::vmm::{DestinationVmm, GuestEnd, VmmError};
@@ -79,12 +81,22 @@ pub(in crate::gateway) fn receive(
     observer.listening(&address.to_string());
 
     let mut offered = Destination::FEATURES.offered.to_vec();
-    offered.push(OPENING);
+    offered.extend([OPENING, DRY_RUN]);
     offered.extend((!options.waits.retry.is_zero()).then_some(RESUME));
     let mut required = Destination::FEATURES.required.to_vec();
     required.push(OPENING);
     let features = Features { offered: &offered, required: &required };
-    let refusals = |hello: &Hello| Offer::decode(&hello.machine.opening).err().into_iter().collect();
+    let check = |machine: &Machine| {
+        let offer = Offer::decode(&machine.opening)?;
+        earlier::refuse_domain(&options.state_dir, &libvirt::processes_of(offer.uuid()))?;
+        check_free(&connection, &offer)?;
+        Ok::<_, String>(offer)
+    };
+    // Before a migration it is checked on the way: libvirt may need long to answer.
+    let refusals = |hello: &Hello| match is_dry_run(hello) {
+        true => check(&hello.machine).err().into_iter().collect(),
+        false => Offer::decode(&hello.machine.opening).err().into_iter().collect(),
+    };
     let handshake = Handshake { takes: &[(Mode::Direct, features)], refusals: &refusals, describe: None };
     let note_declined = |source: &Declined| match source.request {
         SourceRequest::Description => tracing::debug!("{source}"),
@@ -105,8 +117,7 @@ pub(in crate::gateway) fn receive(
             return Err(error);
         }
         let begin = || {
-            let offer = Offer::decode(&source.machine.opening)?;
-            earlier::refuse_domain(&options.state_dir, &libvirt::processes_of(offer.uuid()))?;
+            let offer = check(&source.machine)?;
             Prepared::begin(&connection, &fifos, &source.machine, &offer, cancel)
         };
         match with_heartbeats(&mut source.writer, begin) {
@@ -274,7 +285,6 @@ impl Prepared {
         offer: &Offer,
         cancel: &Cancel,
     ) -> Result<Self, String> {
-        check_free(connection, offer)?;
         let image = SavedImage { xml: offer.xml().to_owned(), was_running: true };
         let blocks: Vec<_> =
             machine.blocks.iter().map(|block| BlockLength { name: &block.name, used: block.bytes }).collect();
