@@ -21,6 +21,10 @@ pub(crate) struct ReceiveArgs {
     /// Have libvirt run the guest, at this URI or at the one that libvirt chooses; the source needs --libvirt, too
     #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "", conflicts_with = "placement")]
     pub(crate) libvirt: Option<String>,
+    /// Start the domain by the description in this file, in place of the source's: other paths of disks, for example, as for virsh
+    /// migrate --xml
+    #[arg(long, value_name = "FILE", requires = "libvirt", conflicts_with = "qmp")]
+    pub(crate) xml: Option<PathBuf>,
     /// Address and port to listen on; port 0: any free one
     #[arg(long, value_name = "ADDR:PORT", value_parser = listen_address)]
     pub(crate) listen: String,

@@ -236,6 +236,8 @@ fn a_qemu_of_libvirt_is_named_by_its_domain() {
     }
     let both = error("sterna receive --qmp q --libvirt --listen h:1 --insecure");
     assert!(both.contains("cannot be used with"), "{both}");
+    let alone = error("sterna receive --qmp q --xml f --listen h:1 --insecure");
+    assert!(alone.contains("cannot be used with"), "{alone}");
 }
 
 #[test]

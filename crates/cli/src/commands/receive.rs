@@ -1,5 +1,8 @@
 //! `sterna receive`: the destination's side of a migration.
 
+use std::fs;
+use std::path::Path;
+
 use sterna_engine::report::ReceiveReport;
 use sterna_qemu::gateway::{LibvirtReceiveOptions, Placement, ReceiveOptions, receive, receive_by_libvirt};
 
@@ -18,6 +21,11 @@ impl Summary for ReceiveReport {
     }
 }
 
+/// Reads the file of `--xml`.
+fn description(path: &Path) -> Result<String, Failure> {
+    fs::read_to_string(path).map_err(|error| Failure::usage(&format!("--xml {}: {error}", path.display())))
+}
+
 pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
     let placement = Placement::from(args.placement);
     if args.prefault && placement == Placement::InStream {
@@ -28,6 +36,7 @@ pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
     if let Some(uri) = &args.libvirt {
         let options = LibvirtReceiveOptions {
             uri: Some(uri.clone()).filter(|uri| !uri.is_empty()),
+            xml: args.xml.as_deref().map(description).transpose()?,
             listen: args.listen.clone(),
             security: security::destination(&args.tls)?,
             prefault: args.prefault,

@@ -132,6 +132,33 @@ fn a_dry_run_changes_nothing_and_finds_what_a_move_would_be_refused_for() {
 }
 
 #[test]
+fn the_destinations_own_description_is_used_unless_the_guest_would_notice() {
+    let Some(lab) = Lab::start() else { return };
+    let guest = lab.guest("guest");
+    let destination = lab.hosts.host(Side::B);
+    let xml = lab.hosts.host(Side::A).virsh(&["dumpxml", "--migratable", "guest"]).unwrap();
+    let receive_by = |xml: &str| {
+        let path = destination.path("/run/lab/own.xml");
+        std::fs::write(&path, xml).unwrap();
+        let receive = Sterna::start("receive", lab.receive_command(Side::B).args(["--xml", "/run/lab/own.xml"]));
+        receive.wait_for("listening on ");
+        receive
+    };
+    let mut other = receive_by(&xml.replace("guest</name>", "another</name>"));
+    let (status, lines) = lab.send(&guest, Side::A, &[]).finish_with_lines();
+    assert_eq!(status.code(), PEER_REFUSED, "{lines:?}");
+    assert!(lines.iter().any(|line| line.contains("does not match source")), "{lines:?}");
+    other.kill();
+    lab.assert_runs_once(&guest, Side::A);
+
+    let receive = receive_by(&xml.replace("</name>", "</name>\n  <title>moved</title>"));
+    let (sent, _) = lab.send(&guest, Side::A, &[]).finish();
+    assert!(sent.success() && receive.finish().0.success());
+    lab.assert_runs_once(&guest, Side::B);
+    assert!(destination.virsh(&["dumpxml", "guest"]).unwrap().contains("<title>moved</title>"));
+}
+
+#[test]
 fn ten_moves_in_a_row() {
     let Some(lab) = Lab::start() else { return };
     let guest = lab.guest("guest");

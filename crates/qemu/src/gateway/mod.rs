@@ -212,6 +212,8 @@ pub struct ReceiveOptions {
 pub struct LibvirtReceiveOptions {
     /// The URI of libvirt; none: the one that libvirt chooses.
     pub uri: Option<String>,
+    /// The description by which libvirt starts the domain here, in place of the source's; libvirt refuses one whose guest would notice that.
+    pub xml: Option<String>,
     /// `address:port` to listen on.
     pub listen: String,
     /// TLS with these credentials, or none.

@@ -118,7 +118,7 @@ pub(in crate::gateway) fn receive(
         }
         let begin = || {
             let offer = check(&source.machine)?;
-            Prepared::begin(&connection, &fifos, &source.machine, &offer, cancel)
+            Prepared::begin(&connection, &fifos, &source.machine, &offer, options.xml.as_deref(), cancel)
         };
         match with_heartbeats(&mut source.writer, begin) {
             Ok(prepared) => break (source, prepared),
@@ -232,12 +232,12 @@ struct Restore {
 }
 
 impl Restore {
-    fn start(connection: &Connection, fifo: &Fifo) -> Result<Self, String> {
+    fn start(connection: &Connection, fifo: &Fifo, xml: Option<&str>) -> Result<Self, String> {
         let path = fifo.path.to_str().ok_or("the path of libvirt's image is no text")?.to_owned();
-        let connection = connection.clone();
+        let (connection, xml) = (connection.clone(), xml.map(str::to_owned));
         let (send, result) = channel();
         let restore = move || {
-            let restored = connection.restore_paused(&path, None).map_err(|error| error.to_string());
+            let restored = connection.restore_paused(&path, xml.as_deref()).map_err(|error| error.to_string());
             // Fails where the program ends.
             drop(send.send(restored));
         };
@@ -274,7 +274,7 @@ struct Prepared {
 }
 
 impl Prepared {
-    /// Has libvirt start the domain of a source.
+    /// Has libvirt start the domain of a source; `xml`: by this description in place of the source's.
     ///
     /// # Errors
     /// libvirt or QEMU cannot take it. Nothing of it is left on this host then.
@@ -283,6 +283,7 @@ impl Prepared {
         fifos: &Fifos,
         machine: &Machine,
         offer: &Offer,
+        xml: Option<&str>,
         cancel: &Cancel,
     ) -> Result<Self, String> {
         let image = SavedImage { xml: offer.xml().to_owned(), was_running: true };
@@ -294,7 +295,7 @@ impl Prepared {
         opening.extend(markers.stream()?);
 
         let fifo = Fifo::make(fifos, offer.name())?;
-        let mut restore = Restore::start(connection, &fifo)?;
+        let mut restore = Restore::start(connection, &fifo, xml)?;
         let started = Self::start(&fifo, &mut restore, &opening, &markers, machine, offer.uuid(), cancel);
         match started {
             Ok((image, guest, process)) => {
