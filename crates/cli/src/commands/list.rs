@@ -1,9 +1,10 @@
 //! `sterna list`: the migrations of which this host has records, and what each of them needs.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Serialize;
-use sterna_engine::{process, record_file};
+use sterna_engine::process;
+use sterna_engine::record_file::{self, RecordFile, RecordFileError, Side};
 use sterna_wire::switchover::{DestinationState, Record, RecordState, SourceState};
 
 use super::recover_command::RecoverCommand;
@@ -37,7 +38,9 @@ pub(super) fn run(args: &ListArgs) -> Result<Exit, Failure> {
     let mut records = records.map_err(|error| Failure::refused(&error))?;
     records.sort_by_key(|record| record.updated_ms);
     let recover = RecoverCommand::of_any(&args.state);
-    let rows = records.into_iter().map(|record| Row::of(record, works_on_it, process::lives, &recover));
+    let rows = records
+        .into_iter()
+        .map(|record| Row::of(record, |record| is_worked_on(&dir, record), process::lives, &recover));
     let rows: Vec<Row> = rows.filter(|row| args.all || !row.settled).collect();
     let text = match args.json {
         true => serde_json::to_string_pretty(&rows).map_err(|error| Failure::failed(&error))?,
@@ -47,23 +50,23 @@ pub(super) fn run(args: &ListArgs) -> Result<Exit, Failure> {
     Ok(Exit::Completed)
 }
 
-/// Returns whether this process is a sterna: the number may be another process's by now.
-pub(super) fn works_on_it(pid: u32) -> bool {
-    let name = |pid: &str| std::fs::read(PathBuf::from("/proc").join(pid).join("comm")).ok();
-    name(&pid.to_string()).is_some_and(|its| Some(its) == name("self"))
+/// Returns whether a process works on this migration: it then holds the record's lock. The number of the process may be another's by now.
+fn is_worked_on(dir: &Path, record: &Record) -> bool {
+    let opened = RecordFile::open(dir, record.migration, Side::of(record.state));
+    matches!(opened, Err(RecordFileError::Locked { .. }))
 }
 
 impl Row {
     fn of(
         record: Record,
-        works_on_it: impl Fn(u32) -> bool,
+        is_worked_on: impl Fn(&Record) -> bool,
         lives: impl Fn(sterna_wire::switchover::ProcessIdentity) -> bool,
         recover: &RecoverCommand,
     ) -> Self {
         let discarded = record.state == RecordState::Destination(DestinationState::Aborted)
             && record.monitor_process.is_some_and(|monitor| !lives(monitor));
         let settled = record.state.settled() || discarded;
-        let process = Some(record.pid).filter(|pid| !settled && works_on_it(*pid));
+        let process = (!settled && is_worked_on(&record)).then_some(record.pid);
         let recover = (!settled && process.is_none()).then(|| recover.line(record.migration));
         let meaning = meaning(&record);
         let Record { migration, state, peer, monitor_socket, created_ms, updated_ms, .. } = record;

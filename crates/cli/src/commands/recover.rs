@@ -6,7 +6,6 @@ use sterna_engine::record_file::{self, Side};
 use sterna_qemu::gateway::{RecoverOptions, recover};
 use sterna_wire::identity::MigrationId;
 
-use super::list::works_on_it;
 use super::{Failure, Session, gateway_failure, security, state_dir};
 use crate::args::{RecoverArgs, ScreenArgs, SideArg};
 use crate::exit::Exit;
@@ -43,7 +42,8 @@ fn one(args: &RecoverArgs, id: MigrationId, side: Option<Side>, logging: bool) -
 }
 
 /// Settles all migrations of this host that are not settled, and says of each what was done. The first failure determines the exit code; it
-/// keeps no other migration from being settled, unless it is a cancellation.
+/// keeps no other migration from being settled, unless it is a cancellation. A migration that another process works on, whose record is locked
+/// therefore, is such a failure.
 fn all(args: &RecoverArgs, side: Option<Side>, logging: bool) -> Result<Exit, Failure> {
     let dir = state_dir::choose(&args.state)?;
     let mut records = record_file::unsettled(&dir).map_err(|error| Failure::refused(&error))?;
@@ -55,10 +55,6 @@ fn all(args: &RecoverArgs, side: Option<Side>, logging: bool) -> Result<Exit, Fa
     let mut exit = Exit::Completed;
     for record in records {
         let id = record.migration;
-        if works_on_it(record.pid) {
-            let _ = writeln!(std::io::stdout(), "{id}: under way, by process {}", record.pid);
-            continue;
-        }
         let (ended, text) = match one(args, id, Some(Side::of(record.state)), logging) {
             Ok(text) => (Exit::Completed, text),
             Err(failure) => (failure.exit, format!("NOT SETTLED: {}", failure.text)),

@@ -6,11 +6,13 @@ use std::process::{Command, ExitStatus};
 
 use crate::support::pair::{Pair, eventually};
 use crate::support::settle::{Migration, Side};
-use crate::support::{Hold, LONG, MODES, Sterna, receive, report, send, send_by, sterna};
+use crate::support::{Hold, LONG, MODES, REFUSED, Sterna, receive, report, send, send_by, sterna};
 use serde_json::{Value, json};
+use sterna_engine::record_file::RecordFile;
 use sterna_qemu_lab::disk::SmallDisk;
 use sterna_qemu_lab::{QemuVersion, skip_if_unavailable};
-use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
+use sterna_wire::identity::MigrationId;
+use sterna_wire::switchover::{DestinationState, Record, RecordState, SourceState};
 
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);
@@ -187,6 +189,22 @@ fn a_source_whose_qemu_is_gone_is_settled() {
         assert!(row["recover"].as_str().unwrap().starts_with("sterna recover "), "{row}");
         migration.pair.source.kill();
         let all = || sterna().args(["recover", "--state-dir"]).arg(migration.pair.source_state()).output().unwrap();
+        // The number of the process that died is another sterna's now.
+        let socket = migration.pair.scratch.path().join("unused");
+        let mut command = sterna();
+        command.args(["proxy", "receive", "--insecure", "--listen", "127.0.0.1:0", "--unix"]).arg(socket);
+        let other = Sterna::start("proxy", &mut command);
+        other.address();
+        let id = written_by(&migration.pair.source_state(), other.pid());
+        assert_eq!(self::listed(&migration.pair.source_state())[0]["process"], Value::Null);
+        // A record that a process works on is locked, and left to that process.
+        let locked = RecordFile::open(migration.pair.source_state(), id, sterna_engine::record_file::Side::Source);
+        assert_eq!(self::listed(&migration.pair.source_state())[0]["process"], other.pid());
+        let left = all();
+        let text = String::from_utf8(left.stdout).unwrap();
+        assert_eq!(left.status.code(), REFUSED, "{text}");
+        assert!(text.contains("NOT SETTLED") && text.contains("is locked"), "{text}");
+        drop(locked.unwrap());
         let settled = all();
         let text = String::from_utf8(settled.stdout).unwrap();
         assert!(settled.status.success() && text.contains("QEMU has ended") && text.lines().count() == 1, "{text}");
@@ -198,6 +216,16 @@ fn a_source_whose_qemu_is_gone_is_settled() {
         }
         assert_eq!(self::listed(&migration.pair.source_state()), json!([]));
     }
+}
+
+/// Has the only record in `state` name the process `pid`, and returns the migration.
+fn written_by(state: &Path, pid: u32) -> MigrationId {
+    let mut files = std::fs::read_dir(state).unwrap().map(|file| file.unwrap().path());
+    let path = files.find(|path| path.extension().is_some_and(|ending| ending == "json")).unwrap();
+    let mut record = Record::from_json(&std::fs::read(&path).unwrap()).unwrap();
+    record.pid = pid;
+    std::fs::write(&path, record.to_json().unwrap()).unwrap();
+    record.migration
 }
 
 /// Returns what `sterna list` prints of the records in `state`.
