@@ -9,6 +9,7 @@
 mod args;
 mod cert;
 mod commands;
+mod control;
 mod exit;
 mod progress;
 mod signals;

@@ -7,6 +7,7 @@
 
 pub(crate) mod accel;
 mod common;
+mod control;
 mod generate;
 mod link;
 mod list;
@@ -23,6 +24,7 @@ use tracing_subscriber::EnvFilter;
 
 use self::accel::AccelCommand;
 pub(crate) use self::common::{ReportArgs, ScreenArgs, StateArgs, TlsAllowArgs, TlsArgs};
+pub(crate) use self::control::{SetArgs, WhichArgs};
 pub(crate) use self::generate::{CompletionsArgs, ManArgs};
 pub(crate) use self::link::LinkArgs;
 pub(crate) use self::list::ListArgs;
@@ -59,6 +61,16 @@ pub(crate) enum Command {
     Recover(RecoverArgs),
     /// Show this host's migrations that are under way or not settled, and what each of them needs
     List(ListArgs),
+    /// Show the migrations that run on this host, with their figures
+    Show(WhichArgs),
+    /// At the source, while a migration runs: set its limits
+    Set(SetArgs),
+    /// Cancel a migration that runs, as Ctrl-C does
+    Cancel(WhichArgs),
+    /// At the source: pause the guest now, however long the rest of its memory takes then
+    SwitchOver(WhichArgs),
+    /// At the source: let the guest go on at the destination now, before all of its memory is there
+    PostCopy(WhichArgs),
     /// Make certificates for --tls, for a trial or a small site
     Cert(CertArgs),
     /// Look at the accelerators of this host, try them, plan their queues

@@ -250,7 +250,7 @@ fn what_is_missing_or_unknown_is_named() {
         error("sterna send --qmp q --to h:1 --chanels 3"),
         "unexpected argument '--chanels' found (a similar argument exists: '--channels')"
     );
-    assert_eq!(error("sterna sent"), "unrecognized subcommand 'sent' (a similar subcommand exists: 'send')");
+    assert_eq!(error("sterna sendd"), "unrecognized subcommand 'sendd' (a similar subcommand exists: 'send')");
     assert!(error("sterna recover 12").contains("expected 32 hexadecimal digits"));
 }
 

@@ -8,8 +8,9 @@ use sterna_engine::record_file::{self, RecordFile, RecordFileError, Side};
 use sterna_wire::switchover::{DestinationState, Record, RecordState, SourceState};
 
 use super::recover_command::RecoverCommand;
-use super::{Failure, state_dir};
+use super::{Failure, control, state_dir};
 use crate::args::ListArgs;
+use crate::control::{Running, running};
 use crate::exit::Exit;
 
 /// A migration, as its record on this host has it. The record's key stays there.
@@ -26,6 +27,8 @@ struct Row {
     process: Option<u32>,
     /// The command that settles it; none while a process works on it.
     recover: Option<String>,
+    /// What that process reports by its control socket.
+    running: Option<Running>,
     peer: String,
     monitor_socket: String,
     created_ms: u64,
@@ -41,7 +44,12 @@ pub(super) fn run(args: &ListArgs) -> Result<Exit, Failure> {
     let rows = records
         .into_iter()
         .map(|record| Row::of(record, |record| is_worked_on(&dir, record), process::lives, &recover));
-    let rows: Vec<Row> = rows.filter(|row| args.all || !row.settled).collect();
+    let mut rows: Vec<Row> = rows.filter(|row| args.all || !row.settled).collect();
+    // A process whose socket cannot be made or asked works on its migration all the same.
+    let running = running(&dir).unwrap_or_default();
+    for row in &mut rows {
+        row.running = running.iter().find(|running| Some(running.process) == row.process).cloned();
+    }
     let text = match args.json {
         true => serde_json::to_string_pretty(&rows).map_err(|error| Failure::failed(&error))?,
         false => text(&rows, &dir, args.all, record_file::now_ms()),
@@ -71,7 +79,19 @@ impl Row {
         let meaning = meaning(&record);
         let Record { migration, state, peer, monitor_socket, created_ms, updated_ms, .. } = record;
         let id = migration.to_string();
-        Self { id, state, settled, meaning, process, recover, peer, monitor_socket, created_ms, updated_ms }
+        Self {
+            id,
+            state,
+            settled,
+            meaning,
+            process,
+            recover,
+            running: None,
+            peer,
+            monitor_socket,
+            created_ms,
+            updated_ms,
+        }
     }
 }
 
@@ -115,7 +135,11 @@ fn text(rows: &[Row], dir: &Path, all: bool, now_ms: u64) -> String {
             RecordState::Destination(_) => ("destination", "listening on"),
         };
         let work = match (&row.process, &row.recover) {
-            (Some(pid), _) => format!("\n  under way: process {pid} works on it"),
+            (Some(pid), _) => {
+                let figures =
+                    row.running.as_ref().map_or(String::new(), |running| format!(": {}", control::figures(running)));
+                format!("\n  under way: process {pid} works on it{figures}")
+            }
             (None, Some(command)) => {
                 format!(
                     "\n  not settled: {command}\n  (with the --tls and --allow, or the --insecure, of this migration)"

@@ -3,6 +3,7 @@
 //! A further command is a variant of [`Command`], a file here and a line in [`run`].
 
 mod accel;
+mod control;
 mod generate;
 mod list;
 mod proxy;
@@ -15,6 +16,7 @@ mod send;
 mod state_dir;
 
 use std::io::Write;
+use std::path::Path;
 use std::sync::Arc;
 
 use serde::Serialize;
@@ -65,6 +67,11 @@ pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Proxy(ProxyCommand::Receive(args)) => proxy::run_receive(args, logging),
         Command::Recover(args) => recover::run(args, logging),
         Command::List(args) => list::run(args),
+        Command::Show(args) => control::show(args),
+        Command::Set(args) => control::set(args),
+        Command::Cancel(args) => control::cancel(args),
+        Command::SwitchOver(args) => control::switch_over(args),
+        Command::PostCopy(args) => control::post_copy(args),
         Command::Cert(args) => {
             crate::cert::run(args).map(|()| Exit::Completed).map_err(|error| Failure::failed(&error))
         }
@@ -178,6 +185,12 @@ fn migration<R: Summary>(
             Err(Failure { text: recover.after(failure.text), ..failure })
         }
     }
+}
+
+/// Returns the absolute path of a QMP socket, for `sterna show`.
+fn absolute(qmp: Option<&Path>) -> String {
+    let qmp = qmp.unwrap_or(Path::new(""));
+    std::path::absolute(qmp).unwrap_or_else(|_| qmp.to_owned()).display().to_string()
 }
 
 /// Writes the report for programs. The exit code shows where the guest is, so a full disk must not change it.

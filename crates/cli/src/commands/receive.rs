@@ -3,12 +3,14 @@
 use std::fs;
 use std::path::Path;
 
+use sterna_engine::record_file::Side;
 use sterna_engine::report::ReceiveReport;
 use sterna_qemu::gateway::{LibvirtReceiveOptions, Placement, ReceiveOptions, receive, receive_by_libvirt};
 
 use super::recover_command::RecoverCommand;
-use super::{Failure, Summary, migration, security, state_dir};
+use super::{Failure, Summary, absolute, migration, security, state_dir};
 use crate::args::ReceiveArgs;
+use crate::control::{Subject, with_socket};
 use crate::exit::Exit;
 
 impl Summary for ReceiveReport {
@@ -45,7 +47,8 @@ pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
             state_dir: state_dir::choose(&args.state)?,
         };
         return migration(&args.screen, &args.report, &recover, logging, |cancel, screen| {
-            receive_by_libvirt(&options, cancel, screen)
+            let subject = subject(args, "libvirt".to_owned(), &options.state_dir);
+            with_socket(subject, cancel, screen, |observer| receive_by_libvirt(&options, cancel, observer))
         });
     }
     let options = ReceiveOptions {
@@ -59,5 +62,13 @@ pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
         state_dir: state_dir::choose(&args.state)?,
         socket_dir: args.sockets.directory(),
     };
-    migration(&args.screen, &args.report, &recover, logging, |cancel, screen| receive(&options, cancel, screen))
+    migration(&args.screen, &args.report, &recover, logging, |cancel, screen| {
+        let subject = subject(args, absolute(args.qmp.as_deref()), &options.state_dir);
+        with_socket(subject, cancel, screen, |observer| receive(&options, cancel, observer))
+    })
+}
+
+/// Returns what `sterna show` shows of this side.
+fn subject<'a>(args: &ReceiveArgs, monitor: String, state_dir: &'a Path) -> Subject<'a> {
+    Subject { side: Side::Destination, monitor, peer: args.listen.clone(), state_dir, control: None }
 }

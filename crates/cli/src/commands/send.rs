@@ -1,12 +1,14 @@
 //! `sterna send`: the source's side of a migration.
 
 use sterna_engine::live_control::Control;
+use sterna_engine::record_file::Side;
 use sterna_engine::report::{Outcome, Report};
 use sterna_qemu::gateway::{AllowedDifferences, DirectOptions, DryRun, SendOptions, dry_run, send};
 
 use super::recover_command::RecoverCommand;
-use super::{Failure, Summary, method_choice, migration, security, state_dir};
+use super::{Failure, Summary, absolute, method_choice, migration, security, state_dir};
 use crate::args::{ModeArg, SendArgs};
+use crate::control::{Subject, with_socket};
 use crate::exit::Exit;
 
 impl Summary for Report {
@@ -64,10 +66,22 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         true => {
             migration(&args.screen, &args.report, &recover, logging, |cancel, screen| dry_run(&options, cancel, screen))
         }
-        false => {
-            migration(&args.screen, &args.report, &recover, logging, |cancel, screen| send(&options, cancel, screen))
-        }
+        false => migration(&args.screen, &args.report, &recover, logging, |cancel, screen| {
+            let subject = Subject {
+                side: Side::Source,
+                monitor: monitor(args),
+                peer: args.link.to.clone(),
+                state_dir: &options.state_dir,
+                control: Some(options.control.clone()),
+            };
+            with_socket(subject, cancel, screen, |observer| send(&options, cancel, observer))
+        }),
     }
+}
+
+/// Returns how `sterna show` names the QEMU.
+fn monitor(args: &SendArgs) -> String {
+    args.domain.clone().unwrap_or_else(|| absolute(args.qmp.as_deref()))
 }
 
 /// Returns the options of direct mode, and refuses them if `--mode stream` excludes it.

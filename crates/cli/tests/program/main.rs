@@ -7,6 +7,7 @@ mod accel;
 mod accel_config;
 mod bad_input;
 mod connections;
+mod control;
 mod crash;
 mod deltas;
 mod direct;

@@ -46,7 +46,7 @@ pub use self::channel::{accept_channel, open_channel, postpone_channel, read_hea
 pub use self::connection::Connection;
 pub use self::given::{Given, SocketQueue};
 pub use self::listener::{Incoming, Listener, RefusedConnections, Stop};
-pub use self::peer_process::peer_process;
+pub use self::peer_process::{peer_process, peer_user};
 pub use self::queued::QueuedWriter;
 pub use self::socket::Socket;
 pub use self::stream::{Closer, Reader, Room, Writer};
