@@ -1,6 +1,7 @@
 //! `sterna send`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use sterna_engine::source::{IaaVerify, NotConverging, Throttle};
@@ -50,6 +51,9 @@ pub(crate) struct SendArgs {
     /// Whether the source QEMU, which has a stopped copy of the guest, is ended once the guest runs at the destination
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = SourceAfterArg::Quit)]
     pub(crate) source_after: SourceAfterArg,
+    /// Wait up to this time for a destination that does not listen yet, such as 1min [default: not at all]
+    #[arg(long, value_name = "DURATION", default_value = "0s", hide_default_value = true, conflicts_with = "dry_run", allow_hyphen_values = true, value_parser = units::duration)]
+    pub(crate) wait: Duration,
     #[command(flatten)]
     pub(crate) waits: WaitArgs,
     /// For tests and measurements: send this share of the zero pages, in percent, as if they were not zero

@@ -56,6 +56,7 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         mode: args.mode.into(),
         direct: direct(args)?,
         source_after: args.source_after.into(),
+        patience: args.wait,
         waits: (&args.waits).into(),
         control: Control::new(),
         state_dir: state_dir::choose(&args.state)?,

@@ -1,16 +1,18 @@
 //! A `receive` that waits for a source, and whose QEMU ends meanwhile: it ends too, with what has happened, and no guest was touched.
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::Shutdown;
+use std::net::{Shutdown, SocketAddr};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
 
+use rustix::net::sockopt::set_socket_reuseaddr;
+use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
 use serde_json::json;
 use sterna_qemu_lab::QemuVersion;
 
 use crate::support::pair::Pair;
-use crate::support::{LONG, PEER_REFUSED, REFUSED, Sterna, receive, send};
+use crate::support::{CANCELLED, LONG, PEER_REFUSED, REFUSED, Sterna, receive, send, sterna};
 
 /// Checks that `receive` has ended because its QEMU has.
 fn ended_with_its_qemu(receiver: Sterna, how: &str) {
@@ -79,4 +81,30 @@ impl Monitor {
     fn closed_at_the_description(self) {
         self.serves.join().unwrap();
     }
+}
+
+#[test]
+fn a_send_that_waits_for_its_destination_moves_the_guest_once_there_is_one_and_can_be_cancelled_before() {
+    let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    // An address at which nothing listens yet: a bound socket keeps it from others until then.
+    let kept = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    set_socket_reuseaddr(&kept, true).unwrap();
+    bind(&kept, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    let address = SocketAddr::try_from(getsockname(&kept).unwrap()).unwrap().to_string();
+    let start = || {
+        let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
+        let sender = Sterna::start("send", command.args(["--insecure", "--downtime", "10s", "--wait", "5min"]));
+        sender.wait_for("waiting up to 300 s for ");
+        sender
+    };
+    let cancelled = start();
+    cancelled.interrupt();
+    assert_eq!(cancelled.finish().0.code(), CANCELLED);
+    let sender = start();
+    let mut command = sterna();
+    command.args(["receive", "--insecure", "--listen", &address, "--qmp"]).arg(pair.destination.qemu.qmp_path());
+    let receiver = Sterna::start("receive", command.arg("--state-dir").arg(pair.destination_state()));
+    let (sent, text) = sender.finish();
+    assert!(sent.success() && receiver.finish().0.success(), "{text}");
+    pair.destination.wait_progress().expect("the guest runs on");
 }

@@ -92,6 +92,8 @@ pub struct SendOptions {
     pub direct: DirectOptions,
     /// Whether the source QEMU ends or is kept, once the destination has confirmed that the guest runs there.
     pub source_after: SourceAfter,
+    /// How long to wait for a destination that does not listen yet. Nothing of the guest is looked at before.
+    pub patience: Duration,
     /// Time limits until the guest is stopped for its switchover.
     pub waits: WaitLimits,
     /// Controls the migration from other threads while it runs. `post_copy` is agreed on only in direct mode where it was chosen for rounds

@@ -37,7 +37,7 @@ use self::migration::Stage;
 use self::rounds::RoundsWatch;
 use super::backlog::Backlog;
 use super::claim::Claim;
-use super::comparison::Compared;
+use super::comparison::{self, Compared};
 use super::fault::WithFaultPoints;
 use super::faults;
 use super::features::{FEATURES, WITH_DELTAS};
@@ -65,6 +65,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let qmp = options.monitor.connect().map_err(GatewayError::untouched)?;
     // Held to the end: keeps every other sterna from this QEMU.
     let _claim = Claim::of(&qmp).map_err(GatewayError::untouched)?;
+    comparison::await_destination(&qmp, options, cancel, observer)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::untouched)?;
     // First: the records know more about a guest that does not run than QEMU does.
     earlier::refuse_if_claimed(&options.state_dir, &qmp, &options.monitor)?;

@@ -111,6 +111,7 @@ fn move_by_request(mode: SendMode) -> Option<(Report, Vec<String>)> {
             mode,
             direct: DirectOptions::default(),
             source_after: SourceAfter::Keep,
+            patience: Duration::ZERO,
             waits,
             control: control.clone(),
             state_dir: state_dir("source"),

@@ -165,13 +165,36 @@ pub(super) fn describe(qmp: &Qmp) -> Result<Description, String> {
     describe::describe(qmp)
 }
 
-/// Compares the machine of this QEMU with that of the destination.
+/// Waits until the destination listens, as long as the options permit.
 ///
 /// # Errors
-/// One of them was not described.
-pub(super) fn with_destination(qmp: &Qmp, options: &SendOptions, cancel: &Cancel) -> Result<Verdict, NotCompared> {
-    let offer = Offer {
-        to: &Address::from(&options.to),
+/// The wait was cancelled. A destination that does not listen then, or refuses to answer, is left to the comparison.
+pub(super) fn await_destination(
+    qmp: &Qmp,
+    options: &SendOptions,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<(), GatewayError> {
+    if options.patience.is_zero() {
+        return Ok(());
+    }
+    let seconds = options.patience.as_secs_f64();
+    observer.note(&format!("waiting up to {seconds} s for {}, if nothing listens there yet", options.to));
+    let to = Address::from(&options.to);
+    let answer = session::describe(&Offer { patience: options.patience, ..offer(qmp, options, &to) }, cancel);
+    if let Err(error) = answer {
+        tracing::debug!(%error, "waiting for the destination");
+    }
+    match cancel.is_cancelled() {
+        true => Err(GatewayError::untouched("cancelled").of(ErrorKind::Cancelled)),
+        false => Ok(()),
+    }
+}
+
+/// Returns the offer with which a destination is asked for its machine.
+fn offer<'a>(qmp: &Qmp, options: &'a SendOptions, to: &'a Address) -> Offer<'a> {
+    Offer {
+        to,
         security: &options.security,
         channels: options.channels,
         packet_size: options.packet_size,
@@ -180,7 +203,16 @@ pub(super) fn with_destination(qmp: &Qmp, options: &SendOptions, cancel: &Cancel
         features: DESCRIBING,
         encoding: Encoding::default(),
         patience: Duration::ZERO,
-    };
+    }
+}
+
+/// Compares the machine of this QEMU with that of the destination.
+///
+/// # Errors
+/// One of them was not described.
+pub(super) fn with_destination(qmp: &Qmp, options: &SendOptions, cancel: &Cancel) -> Result<Verdict, NotCompared> {
+    let to = Address::from(&options.to);
+    let offer = offer(qmp, options, &to);
     // Both at the same time.
     let (destination, source) = thread::scope(|scope| {
         let source = thread::Builder::new().name("sterna-machine".into()).spawn_scoped(scope, || describe(qmp));
