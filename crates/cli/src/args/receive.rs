@@ -28,6 +28,9 @@ pub(crate) struct ReceiveArgs {
     /// Address and port to listen on; port 0: any free one
     #[arg(long, value_name = "ADDR:PORT", value_parser = listen_address)]
     pub(crate) listen: String,
+    /// Write the address and a line feed to this open file descriptor, a pipe or a file, as soon as sources can connect
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) ready_fd: Option<u16>,
     /// How pages reach guest RAM; the report names the method of each RAM block and the reason
     #[arg(long, value_enum, default_value_t = PlacementArg::Auto)]
     pub(crate) placement: PlacementArg,

@@ -7,6 +7,7 @@ mod control;
 mod generate;
 mod list;
 mod proxy;
+mod ready_fd;
 mod receive;
 mod recover;
 mod recover_command;

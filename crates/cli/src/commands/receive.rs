@@ -7,6 +7,7 @@ use sterna_engine::record_file::Side;
 use sterna_engine::report::ReceiveReport;
 use sterna_qemu::gateway::{LibvirtReceiveOptions, Placement, ReceiveOptions, receive, receive_by_libvirt};
 
+use super::ready_fd::ReadyFile;
 use super::recover_command::RecoverCommand;
 use super::{Failure, Summary, absolute, migration, security, state_dir};
 use crate::args::ReceiveArgs;
@@ -29,6 +30,7 @@ fn description(path: &Path) -> Result<String, Failure> {
 }
 
 pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
+    let ready = ReadyFile::open(args.ready_fd)?;
     let placement = Placement::from(args.placement);
     if args.prefault && placement == Placement::InStream {
         // Refused rather than silently ignored.
@@ -48,7 +50,9 @@ pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
         };
         return migration(&args.screen, &args.report, &recover, logging, |cancel, screen| {
             let subject = subject(args, "libvirt".to_owned(), &options.state_dir);
-            with_socket(subject, cancel, screen, |observer| receive_by_libvirt(&options, cancel, observer))
+            with_socket(subject, cancel, &ready.before(screen), |observer| {
+                receive_by_libvirt(&options, cancel, observer)
+            })
         });
     }
     let options = ReceiveOptions {
@@ -64,7 +68,7 @@ pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
     };
     migration(&args.screen, &args.report, &recover, logging, |cancel, screen| {
         let subject = subject(args, absolute(args.qmp.as_deref()), &options.state_dir);
-        with_socket(subject, cancel, screen, |observer| receive(&options, cancel, observer))
+        with_socket(subject, cancel, &ready.before(screen), |observer| receive(&options, cancel, observer))
     })
 }
 

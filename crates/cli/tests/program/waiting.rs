@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Shutdown, SocketAddr};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
@@ -107,4 +108,26 @@ fn a_send_that_waits_for_its_destination_moves_the_guest_once_there_is_one_and_c
     let (sent, text) = sender.finish();
     assert!(sent.success() && receiver.finish().0.success(), "{text}");
     pair.destination.wait_progress().expect("the guest runs on");
+}
+
+#[test]
+fn a_receive_writes_its_address_to_the_descriptor_that_was_asked_for() {
+    let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    // Without O_CLOEXEC, as a shell leaves it.
+    let (reading, writing) = rustix::pipe::pipe().unwrap();
+    let number = writing.as_raw_fd().to_string();
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    let receiver = Sterna::start("receive", command.args(["--insecure", "--ready-fd", &number]));
+    let mut line = String::new();
+    BufReader::new(std::fs::File::from(reading)).read_line(&mut line).unwrap();
+    assert_eq!(line, format!("{}\n", receiver.address()));
+    receiver.interrupt();
+    assert_eq!(receiver.finish().0.code(), CANCELLED);
+
+    drop(writing);
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    let (status, text) =
+        Sterna::start("receive", command.args(["--insecure", "--ready-fd", "999"])).finish_with_lines();
+    assert_eq!(status.code(), Some(2), "{text:?}");
+    assert!(text[0].starts_with("sterna: --ready-fd 999: it cannot be written to: "), "{text:?}");
 }
